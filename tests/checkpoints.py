@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 TRAINING_TEXT = [
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n    first, *rest = items\n",
@@ -30,25 +34,31 @@ def write_tokenizer(directory: Path, vocab_size: int = 300) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(directory)
 
 
-def write_llama(directory: Path, seed: int, vocab_size: int = 300, **changes: int) -> Path:
-    """A random Llama checkpoint with its tokenizer; `changes` replace entries of its config."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama in float32; `changes` replace entries of its config.
 
+    31 tokens, two layers of width 32, four heads over two key heads, 128 positions, and distributions that are neither
+    flat nor one-hot.
+    """
     sizes = {
+        "vocab_size": 31,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
     }
-    config = LlamaConfig(
-        vocab_size=vocab_size, bos_token_id=None, eos_token_id=0, initializer_range=0.2, **(sizes | changes)
-    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(directory)
+        return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+
+
+def write_llama(directory: Path, seed: int, vocab_size: int = 300, **changes: Any) -> Path:
+    """A random Llama checkpoint with its tokenizer; `changes` replace entries of its config."""
+    tokens = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": 0}
+    sizes = {"max_position_embeddings": 256, "initializer_range": 0.2} | tokens | changes
+    random_llama(seed, **sizes).save_pretrained(directory)
     write_tokenizer(directory, vocab_size)
     return directory

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import secondguess
+from checkpoints import random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 BATCH = torch.tensor([[2, 2, 2, 2, 5, 6, 7, 8, 5, 6], [9, 8, 7, 6, 5, 9, 8, 7, 6, 5]])
@@ -30,20 +31,7 @@ SAME_DISTRIBUTION = {
 def tiny_model(vocab_size: int = 40, seed: int = 26, **changes: Any) -> LlamaForCausalLM:
     """A random Llama in float32: two layers of width 32, 128 positions, end token 1, padding 2."""
     special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        **(special | changes),
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+    return random_llama(seed, vocab_size=vocab_size, **(special | changes))
 
 
 def theirs(model: Any, *args: Any, **settings: Any) -> Any:

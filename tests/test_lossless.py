@@ -10,8 +10,9 @@ from functools import cache, partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from checkpoints import random_llama
 from grammar_cases import tiny_matcher, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Row
@@ -79,19 +80,7 @@ def chain_and_ragged(drafter: str) -> list[str]:
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).double().eval()
+    return random_llama(seed, hidden_size=64).double()
 
 
 @pytest.fixture(scope="module", params=["module", "fused", "fused in bfloat16", "native"])

@@ -7,8 +7,9 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from checkpoints import random_llama
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -33,21 +34,9 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 @cache
 def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
     """A target whose distributions are neither flat nor one-hot."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}
+    model = random_llama(vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None, **sizes)
+    return model.to(dtype).requires_grad_(False)
 
 
 def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:

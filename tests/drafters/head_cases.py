@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from checkpoints import random_llama
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.eagle import EagleDrafter
@@ -30,19 +31,8 @@ from secondguess.runtime.base import Runtime
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
     """Return a target whose distributions are neither flat nor one-hot."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).double().eval()
+    sizes = {"hidden_size": 64, "num_hidden_layers": num_layers, "initializer_range": 0.2}
+    return random_llama(seed, vocab_size=vocab_size, **sizes).double()
 
 
 def seeded(make: Callable[[], nn.Module], target: Runtime, seed: int = 1) -> Any:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from checkpoints import random_llama
 from secondguess.runtime.packing import PackableLinear, PackedLinear, can_pack, pack_linears
 
 needs_packing = pytest.mark.skipif(
@@ -14,19 +15,8 @@ needs_packing = pytest.mark.skipif(
 
 
 def tiny_model(tied: bool = True) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        attention_bias=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = random_llama(vocab_size=96, initializer_range=0.02, tie_word_embeddings=tied, attention_bias=True)
+    return model.to(torch.bfloat16)
 
 
 def logits(model, width=7):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from checkpoints import random_llama
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.skip import write_skipped
@@ -22,18 +22,9 @@ from secondguess.train.skip_search import (
 
 def target(idle: tuple[int, ...] = (), num_layers: int = 5) -> FusedRuntime:
     """A random target; layers that are idle add nothing to the states."""
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = random_llama(intermediate_size=32, num_hidden_layers=num_layers, **heads)
+    with torch.no_grad():
         for index in idle:
             model.model.layers[index].self_attn.o_proj.weight.zero_()
             model.model.layers[index].mlp.down_proj.weight.zero_()
