@@ -7,11 +7,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 from checkpoints import write_llama
 
@@ -58,12 +60,17 @@ class Finished:
 CommandLine = Callable[..., Finished]
 
 
+_get_command = cache(typer.main.get_command)
+"""Building the tree of commands takes longer than most commands of the tests."""
+
+
 @pytest.fixture
 def secondguess_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     """Runs the command line inside this process: `secondguess_command("generate", "x", stdin=b"...")`."""
     from secondguess.cli import main
 
     def run(*arguments: object, stdin: bytes = b"") -> Finished:
+        monkeypatch.setattr("typer.main.get_command", _get_command)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         capfd.readouterr()
         code = main([str(argument) for argument in arguments])

@@ -34,10 +34,8 @@ def chained_texts(
 ) -> torch.Tensor:
     """Return texts `[text, NUM_TOKENS]` of as many rounds as needed; every text is a stream of one seed."""
     rule = make_verifier(verifier)
-    rows = [
-        Row([0], SamplingParams(temperature=1.0), seed=seed, stream=stream, coupled=coupled)
-        for stream in range(num_texts)
-    ]
+    params = SamplingParams(temperature=1.0)
+    rows = [Row([0], params, seed=seed, stream=stream, coupled=coupled) for stream in range(num_texts)]
     keys = KeyedNoise.from_rows(rows)
     # Each round writes after the committed tokens; those beyond NUM_TOKENS are not used.
     texts = torch.zeros(num_texts, 1 + NUM_TOKENS + len(parents), dtype=torch.long)

@@ -2,15 +2,26 @@
 
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+import secondguess
 
 REPOSITORY = Path(__file__).parents[1]
 OWN_TEST = ("ray_serve",)
 """Examples that need more than the package; `tests/server/test_ray.py` runs this one."""
 EXAMPLES = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.stem not in OWN_TEST)
 README_BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cached_load():
+    """Each pair of models is loaded once for all scripts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secondguess, "load", cache(secondguess.load))
+        yield
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])

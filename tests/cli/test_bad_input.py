@@ -561,7 +561,7 @@ def test_long_prompts_after_many_short_ones_decode_together(tmp_path, monkeypatc
     monkeypatch.setattr(
         llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
     )
-    llm.generate([[number] * 600 for number in range(5, 9)], max_tokens=4)
+    llm.generate([[number] * 600 for number in range(5, 9)], max_tokens=40)
     assert max(most) == 4
     assert (llm.target.runtime.cache.num_slots, llm.target.runtime.cache.capacity) == (4, 1024)
 

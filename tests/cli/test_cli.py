@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 from checkpoints import write_llama, write_tokenizer
 from secondguess import __version__
 from secondguess.api import LLM
+from secondguess.cli import main
 from secondguess.sampling import Grammar
 
 DRAFTERS = ["none", "model", "ngram", "suffix"]
@@ -440,19 +442,18 @@ def test_escape_sequences_of_the_model_are_neutralised(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_terminal_without_colours_is_distinguished_from_a_pipe(components):
+def test_a_terminal_without_colours_is_distinguished_from_a_pipe(components, monkeypatch):
     import pty
 
     ours, theirs = pty.openpty()
-    command = [*PROGRAM, "generate", ESCAPING, "--max-tokens", "1", *map(str, components)]
-    settings = {"NO_COLOR": "1", "FORCE_COLOR": "", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=theirs, stderr=subprocess.DEVNULL, env={**os.environ, **settings}
-    ) as process:
-        os.close(theirs)
-        shown = read_terminal(ours)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "")
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        code = main(["generate", ESCAPING, "--max-tokens", "1", *map(str, components)])
+    shown = read_terminal(ours)
     os.close(ours)
-    assert process.returncode == 0
+    assert code == 0
     assert shown.startswith(rb"evil\x1b[2J\x07")
 
 
@@ -525,23 +526,27 @@ def test_ctrl_c_in_a_real_process(endless_checkpoint):
     assert process.returncode == 130, err
     assert text.startswith("def f(x):")
     assert re.search(r"\ninterrupted: [\d.]+ tokens/s, .*\n$", text)
-    assert err.decode().splitlines()[-1] == "secondguess: interrupted"
-    assert b"Traceback" not in err
+    about, interrupted = err.decode().splitlines()  # and nothing from loading
+    assert about.startswith(f"{endless_checkpoint} (")
+    assert interrupted == "secondguess: interrupted"
 
 
-def test_a_closed_pipe_is_not_an_error(endless_checkpoint):
+def test_a_closed_pipe_is_not_an_error(endless_checkpoint, monkeypatch, capfd):
+    reader, writer = os.pipe()
+
+    def read_and_leave():
+        os.read(reader, 9)
+        os.close(reader)
+
+    neighbour = threading.Thread(target=read_and_leave)
+    neighbour.start()
     settings = ["--drafter", "suffix", "--max-tokens", "900000"]
-    with subprocess.Popen(
-        [*PROGRAM, "generate", "def f(x):", "--model", endless_checkpoint, *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.read(9)
-        process.stdout.close()
-        assert process.wait(timeout=60) == 141
-        assert b"rror" not in process.stderr.read()
+    with open(writer, "w") as stream:  # closed at the end, as a process does
+        monkeypatch.setattr(sys, "stdout", stream)
+        code = main(["generate", "def f(x):", "--model", str(endless_checkpoint), *settings])
+        neighbour.join()
+    assert code == 141
+    assert "rror" not in capfd.readouterr().err
 
 
 def test_verify_prints_a_certificate(secondguess_command, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -138,6 +139,11 @@ def run(
 
 def greedy_text(prompt: list[int], num_tokens: int, dist: NextTokenDist = TARGET_DIST) -> list[int]:
     """Return the text of plain greedy decoding, without the package's decoding loop."""
+    return list(_greedy_text(tuple(prompt), num_tokens, dist))
+
+
+@cache
+def _greedy_text(prompt: tuple[int, ...], num_tokens: int, dist: NextTokenDist) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(int(dist(tuple(tokens)).argmax()))

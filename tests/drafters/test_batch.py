@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -59,10 +60,14 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def plain_text(row: Row) -> list[int]:
-    """The output of a row that decodes alone, without drafts."""
-    alone = Row(
-        row.tokens[: len(row.tokens) - row.num_output], row.params, seed=row.seed, coupled=row.coupled
-    )
+    """The output of a row of `row_of` that decodes alone, without drafts."""
+    params = row.params
+    return plain_output(tuple(row.tokens[: row.num_prompt]), params.max_tokens, params.temperature)
+
+
+@cache
+def plain_output(prompt: tuple[int, ...], max_tokens: int, temperature: float) -> list[int]:
+    alone = row_of(prompt, max_tokens, temperature)
     for _ in decode(components_of("none"), [alone]):
         pass
     return alone.output
