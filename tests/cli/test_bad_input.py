@@ -17,6 +17,7 @@ from secondguess import load
 from secondguess.builtin import head_path
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.configuration import LoadSettings
 from secondguess.engine import generation
 from secondguess.errors import BadInputError, OutOfMemoryError
 
@@ -207,18 +208,6 @@ def test_a_prompt_longer_than_the_context_is_refused(ask):
     assert_refused(ask("-", stdin=b"z9" * 200), "255", "256", "400", "shorten")
 
 
-OPTIONS_OF_LOAD = [
-    "model",
-    "drafter",
-    "verifier",
-    "controller",
-    "dtype",
-    "device",
-    "quantize",
-    "drafter_quantize",
-]
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -246,7 +235,7 @@ OPTIONS_OF_LOAD = [
         (b'{"prompt": "x"}\n{"prompt": "y", "logprobs": 2}', ["line 2", "--json", "logprobs"]),
         *[
             (b'{"prompt": "x", "%s": "y"}' % name.encode(), ["line 1", name, f"--{name.replace('_', '-')}"])
-            for name in OPTIONS_OF_LOAD
+            for name in LoadSettings.model_fields
         ],
     ],
 )
@@ -490,7 +479,7 @@ def test_a_stream_is_refused_by_the_call_itself(llm, prompt, settings):
         llm.stream(prompt, **settings)
 
 
-@pytest.mark.parametrize("name", OPTIONS_OF_LOAD)
+@pytest.mark.parametrize("name", LoadSettings.model_fields)
 def test_options_of_load_that_are_not_strings_are_refused(tiny_checkpoint, name):
     with pytest.raises(BadInputError, match=f"expected {name} to be a text, got 3"):
         load(**{"model": str(tiny_checkpoint), name: 3})

@@ -255,8 +255,8 @@ def test_a_code_edit_takes_a_quarter_of_the_passes():
     llm = load(dtype="float32")
     prompt = "def parse(text):\n    lines = text.split()\n    for line in lines:\n        line = line.strip()\n        if"
     num_plain = num_predicted = num_renamed = 0
-    for temperature, seed in ((0.8, 2), (0.8, 3), (0.6, 2)):
-        settings = {"max_tokens": 200, "temperature": temperature, "seed": seed}
+    for seed in (2, 3):
+        settings = {"max_tokens": 200, "temperature": 0.8, "seed": seed}
         plain = llm.generate(prompt, draft_length=0, **settings)
         original, count = renamed(plain.text)
         predicted = llm.generate(prompt, prediction=original, draft_length=16, **settings)
