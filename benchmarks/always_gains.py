@@ -34,10 +34,10 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from in_turns import ModelsWithOwnCaches, in_turns
 
 from secondguess.bench.encoding import encode_workload
-from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
+from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
 from secondguess.workloads.provenance import collect_provenance

@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from in_turns import ModelsWithOwnCaches, in_turns
 from replay import replay
 from round_costs import Stage, measure_round_costs
 from traces import record
 
 from secondguess.api import encode, load
 from secondguess.bench.encoding import encode_workload
-from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
+from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
 from secondguess.core import Row

@@ -25,11 +25,11 @@ from statistics import median
 from typing import TextIO
 
 import torch
+from in_turns import ModelsWithOwnCaches, in_turns
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from secondguess.bench.encoding import encode_workload
-from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import Models, ModelsWithOwnCaches, SecondguessSystem
+from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
 from secondguess.workloads.provenance import collect_provenance

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.verifiers import make_verifier
@@ -153,32 +152,6 @@ class Models:
             models={name: Path(each.path) for name, each in loaded.items()},
             runtimes={name: each.runtime_description for name, each in loaded.items()},
         )
-
-
-class ModelsWithOwnCaches(Models):
-    """Models that share the weights of `lender` but have KV caches of their own.
-
-    Systems that decode texts at the same time need separate caches.
-
-    Raises:
-        UnsupportedModelError: a runtime that cannot share its weights.
-    """
-
-    def __init__(self, lender: Models) -> None:
-        self._name = lender._name
-        self.target = with_own_cache(lender.target)
-        self._lender = lender
-        self._draft_models = {}
-
-    def _load_draft_model(self, name: str) -> LoadedModel:
-        return with_own_cache(self._lender.draft_model(name))
-
-
-def with_own_cache(loaded: LoadedModel) -> LoadedModel:
-    """Return the same weights in a runtime with a KV cache of its own."""
-    apart = loaded.runtime.skip_layers(())
-    assert isinstance(apart, CachedRuntime)  # true of every loaded model
-    return replace(loaded, runtime=apart)
 
 
 class RunningBatch:

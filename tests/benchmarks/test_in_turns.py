@@ -5,14 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from in_turns import ModelsWithOwnCaches, in_turns, with_own_cache
 
 from secondguess.bench import systems as systems_module
-from secondguess.bench.in_turns import in_turns
-from secondguess.bench.systems import ModelsWithOwnCaches, SecondguessSystem, with_own_cache
+from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import UnsupportedModelError
 
 PROMPTS = [[1, 2, 3, 4, 2, 3], [3, 2, 1]]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_checkpoint):
+    return Models(str(tiny_checkpoint), "float32", "cpu")
 
 
 def drafter_names(draft_checkpoint):

@@ -10,8 +10,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from secondguess.bench.systems import Run, SecondguessSystem
+from secondguess.bench.systems import Models, Run, SecondguessSystem
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.runtime.cached import CachedRuntime
+
+
+class ModelsWithOwnCaches(Models):
+    """Models that share the weights of `lender` but have KV caches of their own.
+
+    Systems that decode texts at the same time need separate caches.
+
+    Raises:
+        UnsupportedModelError: a runtime that cannot share its weights.
+    """
+
+    def __init__(self, lender: Models) -> None:
+        self._name = lender._name
+        self.target = with_own_cache(lender.target)
+        self._lender = lender
+        self._draft_models = {}
+
+    def _load_draft_model(self, name: str) -> LoadedModel:
+        return with_own_cache(self._lender.draft_model(name))
+
+
+def with_own_cache(loaded: LoadedModel) -> LoadedModel:
+    """Return the same weights in a runtime with a KV cache of its own."""
+    apart = loaded.runtime.skip_layers(())
+    assert isinstance(apart, CachedRuntime)  # true of every loaded model
+    return replace(loaded, runtime=apart)
 
 
 def in_turns(
