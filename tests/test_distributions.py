@@ -313,7 +313,7 @@ def test_a_rows_own_sources_keep_the_distribution(regex, controller):
 @pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 def test_a_prediction_that_learns_replacements_keeps_the_distribution(drafter):
     """Outputs that begin with 0, 3, 2, 0, 2 replace 1 by 3, which is drafted in the third round."""
-    pair, predictions = PAIRS["four"], []
+    pair, predictions = PAIRS_WITH_END["four"], []
 
     class Recorded(Prediction):
         def chain(self, limit):

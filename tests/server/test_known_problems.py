@@ -27,13 +27,11 @@ HOSTILE = (
 
 
 def rows():
-    lines = (ROOT / "docs/server.md").read_text(encoding="utf-8").splitlines()
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if re.match(r"\| \d{1,2} \|", line)
-    ]
-    return {int(number): rest for number, *rest in cells}
+    """Return the cells of each row of the table by its number."""
+    page = (ROOT / "docs/server.md").read_text(encoding="utf-8")
+    table = page.partition("## Known problems of servers")[2]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {int(number): rest for number, *rest in cells if number.isdecimal()}
 
 
 def test_the_table_has_every_row():
