@@ -42,7 +42,7 @@ LAYERS = [
 # the rest do not import each other.
 SIDEWAYS = {
     "drafters": {"sampling", "runtime", "heads"},
-    "heads": {"builtin", "runtime", "checkpoint"},
+    "heads": {"builtin", "runtime", "checkpoint", "sampling"},
     "checkpoint": {"builtin", "runtime"},
     "verifiers": {"sampling"},
     "controllers": {"builtin", "runtime"},
