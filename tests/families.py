@@ -75,6 +75,40 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **LLAMA_LIKE | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    ),
+    "doge": lambda: transformers.DogeConfig(**LLAMA_LIKE),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **LLAMA_LIKE | {"num_hidden_layers": 4}, head_dim=8, global_head_dim=16, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB_SIZE, hidden_size_per_layer_input=8,
+    ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **LLAMA_LIKE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=WINDOW,
+        layer_types=["chunked_attention", "full_attention"],
+    ),
+    # Modules that do not take our masks, which run row by row: chosen keys, ALiBi, local windows, rotary positions.
+    "deepseek-v3.2": lambda: transformers.DeepseekV32Config(
+        **LLAMA_LIKE | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=16, mlp_layer_types=["dense", "sparse"], head_dim=8, index_topk=16, index_n_heads=8,
+        index_head_dim=16,
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.15, bos_token_id=None,
+        eos_token_id=0, pad_token_id=0, max_position_embeddings=96,
+    ),
+    "gpt-neo": lambda: transformers.GPTNeoConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=96, window_size=WINDOW,
+        attention_types=[[["global", "local"], 1]], initializer_range=0.15, bos_token_id=None, eos_token_id=0,
+    ),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=96, rotary_dim=4, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=0,
+    ),
 }  # fmt: skip
 
 

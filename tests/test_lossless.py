@@ -24,6 +24,7 @@ from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import can_pack
+from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import BFLOAT16, INT8
 from secondguess.sampling import SamplingParams
@@ -83,7 +84,7 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     return random_llama(seed, hidden_size=64).double()
 
 
-@pytest.fixture(scope="module", params=["module", "fused", "fused in bfloat16", "native"])
+@pytest.fixture(scope="module", params=["module", "row by row", "fused", "fused in bfloat16", "native"])
 def kind(request):
     return request.param
 
@@ -97,8 +98,9 @@ def models(kind):
         torch.manual_seed(1)
         for parameter in draft.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    if kind == "module":
-        return {"itself": partial(TransformersRuntime, target), "draft": partial(TransformersRuntime, draft)}
+    if kind in ("module", "row by row"):
+        runtime = TransformersRuntime if kind == "module" else RowByRowRuntime
+        return {"itself": partial(runtime, target), "draft": partial(runtime, draft)}
     if kind == "native":
         if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")

@@ -133,10 +133,24 @@ REFUSED = {
         "t5.*encoder-decoder",
     ),
     "both sides": (lambda: tiny(transformers.BertConfig, intermediate_size=16), "both sides"),
-    "no attention interface": (
-        lambda: tiny(transformers.BloomConfig, n_head=2, n_layer=1), "bloom.*attention interface"
+    "no cache": (
+        lambda: transformers.OpenAIGPTConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32),
+        "openai-gpt.*takes no KV cache",
+    ),
+    "compressed cache": (
+        lambda: tiny(
+            transformers.LlamaConfig, intermediate_size=16, layer_types=["full_attention", "compressed_sparse_attention"]
+        ),
+        "llama.*summaries of several tokens",
     ),
 }  # fmt: skip
+
+
+def test_a_model_of_images_is_refused_in_one_line(tmp_path):
+    transformers.LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected a causal language model.*llava") as refused:
+        Checkpoint.resolve(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from checkpoints import write_tokenizer
-from families import FAMILIES, needs_kernels, write_checkpoint
+from families import FAMILIES, needs_kernels, row_of, write_checkpoint
+from secondguess.checkpoint.checkpoint import Checkpoint
 
 SLACK = 2**24
 """Bytes that allocators may keep beyond the estimate."""
@@ -83,3 +84,14 @@ def test_loading_a_large_vocabulary_takes_what_was_estimated(tmp_path):
     assert len(measured) == 3
     for estimate, peak in measured:
         assert 0.5 * estimate < peak < 1.1 * estimate + SLACK
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4", "deepseek-v3", "bloom"])
+def test_the_cache_takes_what_was_estimated(name, tmp_path):
+    """Heads of other sizes per layer, layers that share keys, and the compressed keys of multi-latent attention."""
+    path = write_checkpoint(FAMILIES[name](), tmp_path)
+    loaded = Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers").load()
+    loaded.runtime.begin([row_of([5, 6, 7])])
+    cache = loaded.runtime.cache
+    num_bytes = sum(block.nbytes for block in (*cache.keys, *cache.values))
+    assert num_bytes == cache.num_slots * cache.capacity * loaded.checkpoint.cache_bytes_per_token

@@ -33,8 +33,13 @@ from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
-from secondguess.runtime.support import context_length_of, has_bfloat16
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.row_by_row import wrap_module
+from secondguess.runtime.support import (
+    cached_layers,
+    cached_values_per_token,
+    context_length_of,
+    has_bfloat16,
+)
 from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, WeightFormat
 
 DEFAULT_CONTEXT = 4096
@@ -196,10 +201,8 @@ class Checkpoint:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token, over all layers."""
-        text = self.config.get_text_config()
-        num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(2 * text.num_hidden_layers * num_kv_heads * head_size * self.dtype.itemsize)
+        layers = cached_layers(self.config)
+        return self.dtype.itemsize * sum(cached_values_per_token(layer) for layer in layers)
 
     def memory(self, num_cached_tokens: int = DEFAULT_CONTEXT) -> MemoryEstimate:
         """Return the memory of the weights and of a KV cache, from the headers of the weight files.
@@ -302,14 +305,14 @@ class Checkpoint:
                     quantize_to_int8(model)
                 elif self.is_packed:
                     pack_linears(model)
-                return TransformersRuntime(model)
+                return wrap_module(model)
         raise self._not_covered()
 
 
 @contextmanager
 def wrap_model(model: Any) -> Iterator[LoadedModel]:
     """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
-    with TransformersRuntime(model) as runtime:
+    with wrap_module(model) as runtime:
         checkpoint = replace(Checkpoint.of_module(model), runtime="transformers")
         yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
 

@@ -16,7 +16,7 @@ from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import check_supported
+from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
 from secondguess.runtime.weight_format import INT8
 
 with quiet():
@@ -81,7 +81,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     with quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     check_supported(model)
-    text = config.get_text_config()
+    text, layers = config.get_text_config(), cached_layers(config)
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)
     attention = _count_attention_types(text)
     runtime, not_native = checkpoint.runtimes[0], ""
@@ -96,8 +96,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=checkpoint.num_layers,
         hidden_size=text.hidden_size,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        num_heads=max(layer.num_attention_heads for layer in layers),
+        num_kv_heads=max(map(num_kv_heads, layers)),
         vocab_size=model.get_output_embeddings().weight.shape[0],
         num_tokens=len(checkpoint.tokenizer),
         context_length=checkpoint.context_length,

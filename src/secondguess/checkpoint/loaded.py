@@ -9,6 +9,7 @@ from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class LoadedModel:
 
     @property
     def runtime_description(self) -> str:
-        """Name of the runtime, with the number of bits of weights that the kernels have quantised."""
+        """Name of the runtime, with the bits of quantised weights, or if it runs each row by itself."""
+        if isinstance(self.runtime, RowByRowRuntime):
+            return f"{self.kind}, row by row"
         bits = self._quantised_bits
         return self.kind if bits is None else f"{self.kind}, weights in {bits} bits"
 

@@ -71,7 +71,9 @@ def check_loadable(config: Any, path: str) -> None:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     check_class(model_class, name)
     architectures = config.architectures or [model_class.__name__]
-    if not any(architecture.endswith(CAUSAL_SUFFIXES) for architecture in architectures):
+    if model_class.__name__ not in architectures and not any(
+        architecture.endswith(CAUSAL_SUFFIXES) for architecture in architectures
+    ):
         raise CheckpointError(
             f"expected a causal language model, got {name} whose weights are those of {', '.join(architectures)}"
         )
@@ -122,7 +124,10 @@ def pick_device(device: str) -> torch.device:
 
 def find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return a model's end-of-sequence tokens; `tokenizer` may be None."""
-    candidates = [model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id]
+    candidates = [
+        model.generation_config.eos_token_id,
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+    ]
     if tokenizer is not None:
         candidates.append(tokenizer.eos_token_id)
     ends = next((found for found in candidates if found is not None), ())

@@ -90,12 +90,21 @@ current = _Current()
 
 
 def step_mask(
-    *, mask_function: MaskFunction, local_size: int | None = None, use_vmap: bool = False, **request: object
+    *,
+    mask_function: MaskFunction,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **request: object,
 ) -> Tensor | None:
     """Return the mask of the current step, or the stock SDPA mask if there is none."""
     if current.step is None:
         mask: Tensor | None = sdpa_mask(
-            mask_function=mask_function, local_size=local_size, use_vmap=use_vmap, **request
+            mask_function=mask_function,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **request,
         )
         return mask
     if use_vmap:
@@ -103,7 +112,12 @@ def step_mask(
             "expected causal or sliding-window attention, got a model with mask rules of its own; "
             "secondguess cannot decode it, generate with Transformers instead"
         )
-    return current.step.visible(mask_function, local_size)
+    visible = current.step.visible(mask_function, local_size)
+    if visible is None and not allow_is_causal_skip:
+        queries = current.step.query_positions
+        keys = torch.arange(current.step.num_keys, device=queries.device)
+        return keys <= queries[:, None, :, None]
+    return visible
 
 
 def grouped_query_attention(
@@ -127,8 +141,8 @@ def grouped_query_attention(
         query: `[row, head, query, size]`.
         key: `[row, kv_head, key, size]`, as the cache returns it.
         value: `[row, kv_head, key, value_size]`.
-        attention_mask: bool, True where a query attends to a key; None means causal (a single
-            query attends to all keys).
+        attention_mask: `[row or 1, head or 1, query, key]`, True where a query attends to a key, or
+            numbers to add to the scores; None means causal (a single query attends to all keys).
         scaling: factor on the scores; the inverse square root of the head size by default.
         softcap: replaces scores by `softcap * tanh(score / softcap)` (Gemma 2).
         s_aux: score per head of an attention sink, a key without a value (gpt-oss).
@@ -155,14 +169,19 @@ def grouped_query_attention(
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     group = num_heads // num_kv_heads
     if group > 1:
         query = query.reshape(num_rows, num_kv_heads, group * num_queries, -1)
-        if attention_mask is not None and num_queries > 1:
+        if attention_mask is not None and attention_mask.shape[1] > 1:
+            attention_mask = attention_mask.reshape(
+                attention_mask.shape[0], num_kv_heads, group * num_queries, -1
+            )
+        elif attention_mask is not None and num_queries > 1:
             attention_mask = attention_mask.repeat(1, 1, group, 1)
     out = masked_attention(query, key, value, attention_mask, scaling)
-    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2), None
+    # Modules may use `view`, as the attention functions of Transformers return contiguous tensors.
+    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
 def masked_attention(
@@ -205,7 +224,9 @@ def _explicit_attention(
         scores = scores + position_bias
     if mask is None and num_queries > 1:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    elif mask is not None:
         # not -inf, with which a fully masked query (padding of a direct call) would become NaN
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
@@ -214,7 +235,7 @@ def _explicit_attention(
     exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = scores.softmax(-1, dtype=exact)[..., :num_keys].to(value.dtype)
     out = weights.reshape(num_rows, num_kv_heads, -1, num_keys) @ value
-    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2)
+    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous()
 
 
 def register() -> None:

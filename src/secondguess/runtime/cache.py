@@ -9,7 +9,7 @@ is also correct if heads are spread over devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ class Placement:
         num_keys: number of cache positions that are read, from the first.
         start: first position written, if it is the same for every row; else None.
         positions: `[row, query]` int64, positions written, if rows differ; else None.
-        slots: `[row]` int64, slots of the rows; None if row `i` is in slot `i`.
+        slots: `[row]` int64, slots of the rows; None if row `i` is in slot `first_slot + i`.
+        first_slot: slot of the first row, if `slots` is None.
+        keys: `[key]` int64, positions that are read; None for the first `num_keys`.
+        num_cached: number of tokens cached before, of the row with the fewest.
     """
 
     num_rows: int
@@ -34,6 +37,9 @@ class Placement:
     start: int | None = None
     positions: Tensor | None = None
     slots: Tensor | None = None
+    first_slot: int = 0
+    keys: Tensor | None = None
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -44,24 +50,32 @@ class KeyValueCache:
 
     Args:
         device: device of the slot and position indices.
+        keys, values: by layer.
+        indexes: by layer, for attention that chooses keys with an index of its own.
     """
 
     device: torch.device
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    indexes: list[Tensor] = field(default_factory=list)
     num_slots: int = 0
     capacity: int = 0
     placement: Placement = Placement(0, 0)
 
-    # Transformers reads these from any cache while it prepares masks. `step_mask` uses the current
-    # step instead, and positions are always explicit, so the values have no effect.
+    # Modules of Transformers read these from any cache, for positions and masks of their own. With `step_mask`
+    # and explicit positions the values have no effect.
     is_compileable = False
+    layers = ()  # cached states of an encoder, of which a text alone has none
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.placement.num_cached > 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.placement.num_keys
+        return self.placement.num_cached
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.placement.num_keys
+        return self.placement.num_cached
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.placement.num_keys, 0
@@ -92,8 +106,24 @@ class KeyValueCache:
             offsets = torch.arange(num_queries, device=self.device)
             positions = torch.tensor(starts, device=self.device)[:, None] + offsets
         start = starts[0] if positions is None else None
-        self.placement = Placement(len(slots), num_keys, start, positions, slot_index)
+        self.placement = Placement(len(slots), num_keys, start, positions, slot_index, num_cached=min(starts))
         return self.placement
+
+    def place_path(self, slot: int, start: int, path: Sequence[int], num_queries: int) -> None:
+        """Set the placement of a forward pass over one path of one row.
+
+        It reads the first `start` positions of the slot and those of `path`, which follow them in
+        ascending order, and writes the last `num_queries` of these.
+        """
+        num_keys = start + len(path)
+        self.reserve(slot + 1, path[-1] + 1)
+        placement = Placement(1, num_keys, first_slot=slot, num_cached=num_keys - num_queries)
+        if path[-1] + 1 == num_keys:  # no gap
+            self.placement = replace(placement, start=placement.num_cached)
+            return
+        index = torch.tensor(path, device=self.device)
+        keys = torch.cat((torch.arange(start, device=self.device), index))
+        self.placement = replace(placement, positions=index[None, -num_queries:], keys=keys)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values, and return all keys and values that are read.
@@ -106,22 +136,36 @@ class KeyValueCache:
             Keys and values `[row, kv_head, key, head_size]` of the placement's first `num_keys`
             positions.
         """
-        if layer_idx == len(self.keys):
-            self.keys.append(_empty(key, self.num_slots, self.capacity))
-            self.values.append(_empty(value, self.num_slots, self.capacity))
-        return self._write(self.keys[layer_idx], key), self._write(self.values[layer_idx], value)
+        return self._write(self.keys, key, layer_idx), self._write(self.values, value, layer_idx)
 
-    def _write(self, block: Tensor, new: Tensor) -> Tensor:
-        place = self.placement
+    def update_indexer(self, states: Tensor, layer_idx: int) -> Tensor:
+        """Write a layer's index of the new tokens, and return that of all tokens that are read.
+
+        Args:
+            states: `[row, query, size]`.
+            layer_idx: index of the layer, counted from 0.
+        """
+        return self._write(self.indexes, states[:, None], layer_idx)[:, 0]
+
+    def _write(self, blocks: list[Tensor], new: Tensor, layer_idx: int) -> Tensor:
+        # Modules may leave layers out, or call them in another order than that of their indices.
+        missing = layer_idx + 1 - len(blocks)
+        blocks += [new.new_zeros(self.num_slots, 0, self.capacity, 0)] * missing
+        if not blocks[layer_idx].shape[1]:
+            blocks[layer_idx] = _empty(new, self.num_slots, self.capacity)
+        block, place = blocks[layer_idx], self.placement
         if place.slots is not None:
             block[place.slots[:, None], :, place.positions] = new.transpose(1, 2)
             return block.narrow(2, 0, place.num_keys).index_select(0, place.slots)
-        rows = block if place.num_rows == block.shape[0] else block.narrow(0, 0, place.num_rows)
+        whole = place.num_rows == block.shape[0]
+        rows = block if whole else block.narrow(0, place.first_slot, place.num_rows)
         if place.start is not None:
             rows.narrow(2, place.start, new.shape[2]).copy_(new)
         else:
             row_index = torch.arange(place.num_rows, device=new.device)
             rows[row_index[:, None], :, place.positions] = new.transpose(1, 2)
+        if place.keys is not None:
+            return rows.index_select(2, place.keys)
         return rows.narrow(2, 0, place.num_keys)
 
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -137,26 +181,26 @@ class KeyValueCache:
         start_index = torch.tensor(starts, device=self.device)[:, None]
         target = start_index + torch.arange(depth, device=self.device)
         source = start_index + torch.tensor(filled, device=self.device)
-        for block in (*self.keys, *self.values):
+        for block in (*self.keys, *self.values, *self.indexes):
             block[slot_index, :, target] = block[slot_index, :, source]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         if not length:
             return
-        for block in (*self.keys, *self.values):
+        for block in (*self.keys, *self.values, *self.indexes):
             block[target, :, :length] = block[source, :, :length]
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         if not length:
             return
-        for block in (*self.keys, *self.values):
+        for block in (*self.keys, *self.values, *self.indexes):
             block[[first, second], :, :length] = block[[second, first], :, :length]
 
     def clear(self) -> None:
         """Free all memory; the next `place` or `reserve` allocates what it needs."""
-        self.keys, self.values, self.num_slots, self.capacity = [], [], 0, 0
+        self.keys, self.values, self.indexes, self.num_slots, self.capacity = [], [], [], 0, 0
 
     def num_tokens_to_allocate(self, num_slots: int, num_positions: int) -> int:
         """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
@@ -176,8 +220,11 @@ class KeyValueCache:
         slots, capacity = self._grown_size(num_slots, num_positions)
         # Allocate everything before assigning, so that running out of memory leaves the cache
         # unchanged.
-        grown = [_grown(block, slots, capacity) for block in (*self.keys, *self.values)]
-        self.keys, self.values = grown[: len(self.keys)], grown[len(self.keys) :]
+        keys, values, indexes = (
+            [_grown(block, slots, capacity) for block in blocks]
+            for blocks in (self.keys, self.values, self.indexes)
+        )
+        self.keys, self.values, self.indexes = keys, values, indexes
         self.num_slots, self.capacity = slots, capacity
 
 

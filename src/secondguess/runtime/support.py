@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import lru_cache
 from typing import Any
@@ -11,50 +12,98 @@ import torch
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cgroup import cpu_quota
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MASKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layer types that a mask describes."""
+INDEXED_LAYER_TYPES = frozenset({"indexed_attention"})
+"""Layer types that choose the keys of each query with an index of their own in the cache."""
+UNCROPPABLE_LAYER_TYPES = {
+    "compressed_sparse_attention": "summaries of several tokens",
+    "conv": "a convolution state",
+    "heavily_compressed_attention": "summaries of several tokens",
+    "hybrid": "a recurrent state beside attention",
+    "hybrid_sliding": "a convolution state beside attention",
+    "linear_attention": "a recurrent state",
+}
+"""Layer types whose cache cannot forget rejected tokens, and what they cache."""
 MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def check_supported(model: Any) -> None:
-    """Raise an error with the reason if a model cannot be masked or rolled back.
+    """Raise an error with the reason if the cache of a model cannot be rolled back.
 
     Raises:
         UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models with
-            bidirectional attention, models without a language-modelling head, and models without
-            the attention interface of Transformers.
+            bidirectional attention, and models without a language-modelling head.
     """
     name = type(model).__name__
     check_config(model.config, name)
     check_class(type(model), name)
     if model.get_output_embeddings() is None:
-        raise _unsupported(name, "it has no language-modelling head; load it as a causal language model")
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise _unsupported(name, "its attention looks at both sides, it is not a causal language model")
+        raise unsupported(name, "it has no language-modelling head; load it as a causal language model")
+    if not takes_masks(type(model), model.config):
+        return  # `RowByRowRuntime` compares logits instead: cross-attention that is not used may look at both sides
+    # A vision or audio tower beside the decoder may look at both sides.
+    if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
+        raise unsupported(name, "its attention looks at both sides, it is not a causal language model")
 
 
 def check_class(model_class: Any, name: str) -> None:
     """Run the checks of `check_supported` that need only the model class."""
     if model_class._is_stateful:
-        raise _unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
-    if not model_class._supports_attention_backend:
-        raise _unsupported(
-            name, "it does not use the attention interface of Transformers, which our masks need"
-        )
+        raise unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
+    if "past_key_values" not in inspect.signature(model_class.forward).parameters:
+        raise unsupported(name, "it takes no KV cache")
 
 
 def check_config(config: Any, name: str) -> None:
     """Run the checks of `check_supported` that need only the configuration."""
     if config.is_encoder_decoder:
-        raise _unsupported(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
-    found = set(getattr(config.get_text_config(), "layer_types", None) or LAYER_TYPES)
-    if found - LAYER_TYPES:
-        foreign = ", ".join(sorted(found - LAYER_TYPES))
-        raise _unsupported(
-            name,
-            f"its layers of type {foreign} are recurrent, or no attention that can forget rejected tokens",
+        raise unsupported(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
+    if getattr(config.get_text_config(), "num_hidden_layers", None) is None:
+        raise unsupported(name, "its configuration does not name one stack of layers (num_hidden_layers)")
+    found = _layer_types(config)
+    if kept := sorted(found & UNCROPPABLE_LAYER_TYPES.keys()):
+        described = ", ".join(f"{kind} ({UNCROPPABLE_LAYER_TYPES[kind]})" for kind in kept)
+        raise unsupported(name, f"the cache of its layers cannot forget rejected tokens: {described}")
+    if unknown := sorted(found - MASKED_LAYER_TYPES - INDEXED_LAYER_TYPES):
+        raise unsupported(
+            name, f"nothing is known about the cache of its layers of type {', '.join(unknown)}"
         )
+
+
+def takes_masks(model_class: Any, config: Any) -> bool:
+    """Return whether a module takes our masks, so that one pass serves ragged rows and trees."""
+    return bool(model_class._supports_attention_backend) and _layer_types(config) <= MASKED_LAYER_TYPES
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def cached_layers(config: Any) -> list[Any]:
+    """Return the configuration of each layer that caches keys and values.
+
+    Heads and their sizes may differ between layers, and layers may share the keys of others (Gemma 4).
+    """
+    text = config.get_text_config()
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    sharing = getattr(text, "kv_sharing_modes", None) or [None] * text.num_hidden_layers
+    return [layer for layer, mode in zip(layers, sharing, strict=True) if mode != "reuse"]
+
+
+def num_kv_heads(layer: Any) -> int:
+    """Return the number of key heads of a layer."""
+    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+
+
+def cached_values_per_token(layer: Any) -> int:
+    """Return how many numbers a token's keys and values have in a layer."""
+    if latent := getattr(layer, "kv_lora_rank", None):  # multi-latent attention caches compressed keys
+        return int(latent + layer.qk_rope_head_dim + (getattr(layer, "index_head_dim", None) or 0))
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return int(2 * num_kv_heads(layer) * size)
 
 
 def context_length_of(config: Any) -> int | None:
@@ -62,9 +111,11 @@ def context_length_of(config: Any) -> int | None:
 
     Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic",
     "longrope") are used only up to the length at which they start to change: beyond it, a row's
-    output would depend on the other rows of the batch.
+    output would depend on the other rows of the batch. Doge drops keys beyond `keep_window_size` tokens; which
+    of equal ones it drops would depend on the shape of the pass.
     """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limits = (getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None))
+    limit: int | None = min((each for each in limits if each is not None), default=None)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original: int | None = rope.get("original_max_position_embeddings")
@@ -73,7 +124,8 @@ def context_length_of(config: Any) -> int | None:
     return limit
 
 
-def _unsupported(name: str, reason: str) -> UnsupportedModelError:
+def unsupported(name: str, reason: str) -> UnsupportedModelError:
+    """Return the error for a model that cannot be decoded speculatively."""
     return UnsupportedModelError(f"{name} cannot be decoded speculatively: {reason}")
 
 

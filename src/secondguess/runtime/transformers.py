@@ -1,4 +1,4 @@
-"""Runtime for any Transformers decoder, with unmodified modules."""
+"""Runtime for Transformers decoders with the attention interface, with unmodified modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import CachedRuntime, Output
-from secondguess.runtime.support import check_supported, context_length_of
+from secondguess.runtime.support import check_supported, context_length_of, takes_masks
 
 
 class TransformersRuntime(CachedRuntime):
@@ -46,9 +46,18 @@ class TransformersRuntime(CachedRuntime):
         self._can_skip_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._found_attention = model.config._attn_implementation
         self._found_training = {module: module.training for module in model.modules()}
-        attention.register()
-        model.set_attn_implementation(attention.IMPLEMENTATION)
+        self._set_up_attention()
         model.eval()
+
+    def _set_up_attention(self) -> None:
+        """Make the module use our masks."""
+        if not takes_masks(type(self.model), self.model.config):
+            raise UnsupportedModelError(
+                f"expected a module with the attention interface of Transformers, got a {type(self.model).__name__}; "
+                "use RowByRowRuntime"
+            )
+        attention.register()
+        self.model.set_attn_implementation(attention.IMPLEMENTATION)
 
     def close(self) -> None:
         """Restore the model's attention implementation and mode, and release the cache."""
@@ -77,22 +86,22 @@ class TransformersRuntime(CachedRuntime):
         )
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+        current.step = step
+        try:
+            return self._call(tokens, step.query_positions, num_logits, with_hidden)
+        finally:
+            current.step = None
+
+    def _call(self, tokens: Tensor, positions: Tensor | None, num_logits: int, with_hidden: bool) -> Output:
+        """Call the module with the cache as it is placed."""
         options: dict[str, Any] = {}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
             options["logits_to_keep"] = num_logits
+        if positions is not None:
+            options["position_ids"] = positions.expand_as(tokens)
         if with_hidden:
             options["output_hidden_states"] = True
-        current.step = step
-        try:
-            output = self.model(
-                input_ids=tokens,
-                position_ids=step.query_positions.expand_as(tokens),
-                past_key_values=self.cache,
-                use_cache=True,
-                **options,
-            )
-        finally:
-            current.step = None
+        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return Output(output.logits, hidden)
 
