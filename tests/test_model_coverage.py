@@ -1,0 +1,50 @@
+"""Every class in Transformers' causal-LM mapping: the table in `docs/models.md`, and some classes compared anew."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from model_coverage.__main__ import compare_class
+from model_coverage.report import Result, read_report
+from secondguess.runtime.attention import ForwardStep
+
+RESULTS = read_report(Path(__file__).parents[1] / "docs" / "models.md")
+
+
+def test_the_table_has_every_model_type():
+    assert [result.model_type for result in RESULTS] == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_no_model_type_crashes_or_differs():
+    counts = Counter(result.outcome for result in RESULTS)
+    assert counts.keys() <= {"same", "refused", "not built"}
+    assert all(result.reason for result in RESULTS if result.outcome != "same")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "outcome"),
+    [
+        ("afmoe", "same"),
+        ("doge", "same"),
+        ("falcon", "same"),
+        ("gemma4_text", "same"),
+        ("hrm_text", "same"),
+        ("jetmoe", "same"),
+        ("mamba", "refused"),
+        ("mpt", "same"),
+    ],
+)
+def test_a_class_gets_the_result_of_the_table(model_type, outcome):
+    result = compare_class(model_type)
+    assert result.outcome == outcome, result
+    assert Result(model_type, result.outcome, result.runtime, result.reason) in RESULTS
+
+
+def test_a_wrong_mask_is_found(monkeypatch):
+    """The comparison fails if every query attends to all keys of a draft."""
+    monkeypatch.setattr(ForwardStep, "visible", lambda self, *_: None)
+    result = compare_class("llama")
+    assert result.outcome == "differs", result
+    assert "batch of chains" in result.reason

@@ -1,0 +1,1 @@
+"""Comparison of every causal language model class of Transformers with Transformers alone."""
