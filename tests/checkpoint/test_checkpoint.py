@@ -281,6 +281,11 @@ def test_the_context_ends_where_rope_frequencies_depend_on_other_rows(rope, expe
     assert context_length_of(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope)) == expected
 
 
+def test_the_context_ends_where_doge_drops_keys():
+    assert context_length_of(transformers.DogeConfig(**LLAMA_LIKE, keep_window_size=40)) == 40
+    assert context_length_of(transformers.DogeConfig(**LLAMA_LIKE)) == LLAMA_LIKE["max_position_embeddings"]
+
+
 def test_kernels_are_built_on_supported_systems():
     """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
     if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
