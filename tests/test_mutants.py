@@ -545,9 +545,9 @@ def grammar_ends_only_between_rounds(patch: Patch) -> None:
     """Nodes after the end of the grammar are committed."""
     original = Row.commit
 
-    def commit(self, accepted, next_token):
+    def commit(self, accepted, next_token, rejected=()):
         grammar, self.grammar = self.grammar, None
-        committed = original(self, accepted, next_token)
+        committed = original(self, accepted, next_token, rejected)
         self.grammar = grammar
         for token in committed.tokens:
             if grammar.push(token):
@@ -560,7 +560,7 @@ def grammar_ends_only_between_rounds(patch: Patch) -> None:
 def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
     original = Row.commit
 
-    def commit(self, accepted, next_token):
+    def commit(self, accepted, next_token, rejected=()):
         ends, self.end_tokens = self.end_tokens, frozenset()
         self.tokens.extend(accepted)
         self.end_tokens = ends

@@ -328,10 +328,10 @@ def test_every_model_option_reaches_load(secondguess_command, monkeypatch, tiny_
         "drafter_quantize": "int8",
         "runtime": "fused",
     }
-    assert expected.keys() == LoadSettings.model_fields.keys()
+    assert {*expected, "share_history"} == LoadSettings.model_fields.keys()
     arguments = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", value)]
-    assert secondguess_command("generate", "x", "--json", *arguments).code == 0
-    assert seen == expected
+    assert secondguess_command("generate", "x", "--json", *arguments, "--share-history").code == 0
+    assert seen == expected | {"share_history": True}
 
 
 def test_the_text_output_is_the_text_and_one_closing_line(secondguess_command, components):
