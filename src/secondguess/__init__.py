@@ -4,14 +4,18 @@ Public API. Names are imported on first use, so that `import secondguess` stays 
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 # By default, OpenMP threads (used by torch) spin at barriers for a whole scheduler time slice,
 # which stalls processes that share their cores. The variable is read when torch is imported
-# (docs/runtimes.md).
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# (docs/runtimes.md). If it was imported before, `runtime/openmp.py` shortens the spins.
+if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+    os.environ["GOMP_SPINCOUNT"] = "5000"
+    _torch_spins_long = "torch" in sys.modules
+else:
+    _torch_spins_long = False
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, load

@@ -21,6 +21,7 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
+from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
 
 UNLIMITED = 2**31
@@ -94,6 +95,7 @@ class CachedRuntime(Runtime):
     ) -> None:
         if prefill_chunk < 1:
             raise BadInputError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        bound_spinning()
         self.lock = CallLock()
         self.vocab_size = vocab_size
         self.context_length = context_length or UNLIMITED
