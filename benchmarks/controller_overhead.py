@@ -126,7 +126,7 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
             next((d for d in range(length) if rng.random() >= scene.chance), length) for length in lengths
         ]
         draft = Draft.chains([[0] * length for length in lengths])
-        verdict = Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(rows), dtype=torch.long))
+        verdict = Verdict.from_chain(accepted, [0] * len(rows))
         steps = max(
             (length for length, looks_up in zip(lengths, deterministic, strict=True) if not looks_up),
             default=0,

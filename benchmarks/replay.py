@@ -110,7 +110,7 @@ def _replay_text(controller: Controller, trace: Trace, costs: RoundCosts) -> Rep
         total = reading + drafting + costs.rest(plan.part, length)
         accepted = recorded.accepted[length - 1] if length else 0
         committed = text.advance(accepted, plan.part, length)
-        verdict = Verdict.from_chain(torch.tensor([accepted]), torch.zeros(1, dtype=torch.long))
+        verdict = Verdict.from_chain([accepted], [0])
         time = RoundTime(reading, drafting, total)
         controller.learn([text.row], Draft.chains([[0] * length]), verdict, time)
         seconds += total

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from secondguess.controllers.base import Controller
@@ -143,13 +142,13 @@ class Recorder(Controller, Verifier):
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         lengths = range(1, min(draft.num_nodes, self._depth) + 1)
         accepted = [
-            self._verifier.verify(_cut(draft, length), target_probs[:, : length + 1], noise).lengths.item()
+            self._verifier.verify(_cut(draft, length), target_probs[:, : length + 1], noise).lengths[0]
             for length in lengths
         ]
         dists = () if self._candidate.deterministic else self._dists[: len(accepted)]
         self.drafts.append(RecordedDraft(self._candidate, tuple(dists), tuple(accepted)))
         chosen = noise.race(target_probs, query_depths(draft))
-        return Verdict.from_chain(torch.zeros_like(chosen[:, 0]), chosen[:, 0])
+        return Verdict.from_chain([0] * draft.num_rows, chosen[:, 0].tolist())
 
 
 def _cut(draft: Draft, length: int) -> Draft:

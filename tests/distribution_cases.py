@@ -228,7 +228,7 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
                         break
             kept = plan.length if fate < accepted else 0
             draft = Draft.chains([[0] * plan.length])
-            verdict = Verdict.from_chain(torch.tensor([kept]), torch.tensor([0]))
+            verdict = Verdict.from_chain([kept], [0])
             drafting = step * plan.length
             time = RoundTime(prefill=0.0, draft=drafting, total=1 + drafting + 0.01 * plan.length)
             controller.learn([row], draft, verdict, time)

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, padded_tensor
 from secondguess.proof.certificate import g_test
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
@@ -42,19 +42,21 @@ def chained_texts(
     ends = torch.ones(num_texts, dtype=torch.long)
     while len(left := (ends <= NUM_TOKENS).nonzero()[:, 0]):
         chosen, starts = keys.select(left), ends[left]
-        noise = KeyedNoise(chosen.keys, starts, chosen.coupled, chosen.greedy)
+        noise = KeyedNoise(chosen.keys, starts.tolist(), chosen.coupled, chosen.greedy)
         pending = texts[left, starts - 1]
         draft = drawn_tree(drafter, pending, noise, parents, without_replacement)
         queried = torch.cat([pending[:, None], draft.tokens], 1)
         verdict = rule.verify(draft, TARGET[queried], noise)
-        for place in range(verdict.paths.shape[1] + 1):
-            tokens = verdict.next_tokens
-            if place < verdict.paths.shape[1]:
-                drafted = draft.tokens.gather(1, verdict.paths[:, place, None].clamp_min(0))[:, 0]
-                tokens = torch.where(place < verdict.lengths, drafted, tokens)
-            writes = place <= verdict.lengths
+        lengths = torch.tensor(verdict.lengths)
+        paths = padded_tensor(verdict.paths, 0, lengths.device)
+        for place in range(paths.shape[1] + 1):
+            tokens = torch.tensor(verdict.next_tokens)
+            if place < paths.shape[1]:
+                drafted = draft.tokens.gather(1, paths[:, place, None])[:, 0]
+                tokens = torch.where(place < lengths, drafted, tokens)
+            writes = place <= lengths
             texts[left[writes], starts[writes] + place] = tokens[writes]
-        ends[left] = starts + verdict.lengths + 1
+        ends[left] = starts + lengths + 1
     return texts[:, 1 : NUM_TOKENS + 1]
 
 

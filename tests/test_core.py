@@ -108,7 +108,7 @@ class TestDraft:
         assert draft.tokens.shape == draft.parents.shape == (2, 0)
         assert draft.is_chain
         assert draft.ancestors().shape == (2, 0, 0)
-        assert Verdict.from_chain(draft.lengths, torch.tensor([1, 2])).path_lists() == [[], []]
+        assert Verdict.from_chain(draft.lengths.tolist(), [1, 2]).paths == [[], []]
 
     def test_is_chain_ignores_padding(self):
         lengths = torch.tensor([2])
@@ -159,16 +159,16 @@ class TestDraft:
 
 class TestVerdict:
     def test_verdict_from_a_chain(self):
-        verdict = Verdict.from_chain(torch.tensor([2, 0, 3]), torch.tensor([7, 8, 9]))
-        assert verdict.paths.tolist() == [[0, 1, -1], [-1, -1, -1], [0, 1, 2]]
-        assert verdict.path_lists() == [[0, 1], [], [0, 1, 2]]
+        verdict = Verdict.from_chain([2, 0, 3], [7, 8, 9])
+        assert verdict.paths == [[0, 1], [], [0, 1, 2]]
+        assert verdict.lengths == [2, 0, 3]
 
     def test_merged_drafts_keep_their_rows(self):
-        one = Verdict(torch.tensor([[0, 2]]), torch.tensor([2]), torch.tensor([5]))
-        other = Verdict.from_chain(torch.tensor([0, 1]), torch.tensor([6, 7]))
-        merged = Verdict.merged([(torch.tensor([1]), one), (torch.tensor([2, 0]), other)], num_rows=3)
-        assert merged.path_lists() == [[0], [0, 2], []]
-        assert merged.next_tokens.tolist() == [7, 5, 6]
+        one = Verdict([[0, 2]], [5])
+        other = Verdict.from_chain([0, 1], [6, 7])
+        merged = Verdict.merged([([1], one), ([2, 0], other)], num_rows=3)
+        assert merged.paths == [[0], [0, 2], []]
+        assert merged.next_tokens == [7, 5, 6]
 
     def test_merging_empty_drafts_gives_an_empty_draft(self):
-        assert Verdict.merged([], num_rows=0).path_lists() == []
+        assert Verdict.merged([], num_rows=0).paths == []

@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 
-import secondguess.rounds
 from distribution_cases import (
     PAIRS,
     PAIRS_WITH_END,
@@ -31,6 +30,7 @@ from distribution_cases import (
 )
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
+from secondguess import rounds
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
@@ -66,7 +66,7 @@ from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise, Purpose
 from secondguess.sampling.probs import compute_target_probs
-from secondguess.verifiers import base, block, coupled, make_verifier, rejection, trees
+from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 
 Patch = pytest.MonkeyPatch
@@ -467,7 +467,7 @@ def top_p_after_the_ratio(patch: Patch) -> None:
         seen["probs"] = logits.softmax(-1)
         return compute_target_probs(logits, rows, draft)
 
-    patch.setattr(secondguess.rounds, "compute_target_probs", remember)
+    patch.setattr(rounds, "compute_target_probs", remember)
     patch.setattr(
         rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["probs"])
     )
@@ -493,13 +493,14 @@ def padding_counts_as_rejected(patch: Patch) -> None:
 
 
 def tree_walk_ignores_parents(patch: Patch) -> None:
-    original = trees.accept_matching
+    original = base.accept_matching
 
     def accept_matching(draft, chosen):
         flat = torch.arange(-1, draft.num_nodes - 1).expand_as(draft.parents)
         return original(Draft(draft.tokens, flat, draft.lengths), chosen)
 
-    patch.setattr(coupled, "accept_matching", accept_matching)
+    for module in (base, coupled):
+        patch.setattr(module, "accept_matching", accept_matching)
 
 
 def penalties_skip_drafted_ancestors(patch: Patch) -> None:
@@ -570,12 +571,13 @@ def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
 
 
 def rows_swapped_in_the_batch(patch: Patch) -> None:
-    original = Verdict.from_chain.__func__
-    patch.setattr(
-        Verdict,
-        "from_chain",
-        classmethod(lambda cls, lengths, tokens: original(cls, lengths, tokens.roll(1))),
-    )
+    original = rounds._verify
+
+    def verify(*arguments):
+        verdict = original(*arguments)
+        return Verdict(verdict.paths, [*verdict.next_tokens[-1:], *verdict.next_tokens[:-1]])
+
+    patch.setattr(rounds, "_verify", verify)
 
 
 def stale_cache_after_a_rejection(patch: Patch) -> None:
@@ -652,11 +654,8 @@ def rounds_share_numbers(patch: Patch) -> None:
     original = KeyedNoise._uniforms
 
     def uniforms(self, places, purpose):
-        fresh = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
-        moved = [
-            [place + start for place in row]
-            for start, row in zip(self.positions.tolist(), places, strict=True)
-        ]
+        fresh = KeyedNoise(self.keys, [0] * len(self.positions), self.coupled, self.greedy)
+        moved = [[place + start for place in row] for start, row in zip(self.positions, places, strict=True)]
         return original(fresh, moved, purpose)
 
     patch.setattr(KeyedNoise, "_uniforms", uniforms)
@@ -666,7 +665,7 @@ def race_forgets_the_position(patch: Patch) -> None:
     original = KeyedNoise._race
 
     def race(self, dists, depths):
-        still = KeyedNoise(self.keys, torch.zeros_like(self.positions), self.coupled, self.greedy)
+        still = KeyedNoise(self.keys, [0] * len(self.positions), self.coupled, self.greedy)
         return original(still, dists, depths)
 
     patch.setattr(KeyedNoise, "_race", race)
@@ -689,7 +688,7 @@ def streams_share_numbers(patch: Patch) -> None:
 
     def from_rows(cls, rows, device="cpu"):
         noise = original(cls, rows, device)
-        return cls(noise.keys[:1].expand(len(rows)), noise.positions, noise.coupled, noise.greedy)
+        return cls(noise.keys[:1] * len(rows), noise.positions, noise.coupled, noise.greedy)
 
     patch.setattr(KeyedNoise, "from_rows", classmethod(from_rows))
 
@@ -715,9 +714,7 @@ def dspark_hears_rejected_nodes(patch: Patch) -> None:
     original = DsparkDrafter.observe
 
     def observe(self, rows, verdict, hidden):
-        straight = torch.arange(verdict.paths.shape[1]).expand_as(verdict.paths)
-        paths = torch.where(verdict.paths >= 0, straight, verdict.paths)
-        original(self, rows, Verdict(paths, verdict.lengths, verdict.next_tokens), hidden)
+        original(self, rows, Verdict.from_chain(verdict.lengths, verdict.next_tokens), hidden)
 
     patch.setattr(DsparkDrafter, "observe", observe)
 

@@ -33,7 +33,7 @@ from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling.noise import KeyedNoise
-from secondguess.verifiers import make_verifier, traversal, trees
+from secondguess.verifiers import make_verifier, shapes, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
 from test_mutants import (
     Check,
@@ -83,7 +83,7 @@ def padding_stays_out() -> bool:
     probs = torch.tensor([0.5, 0.5]).expand(50, 5, 2)
     draft = Draft(tokens, form, torch.full((50,), 2), probs, without_replacement=False)
     noise = KeyedNoise.from_rows([Row([0], SAMPLED, seed=seed) for seed in range(50)])
-    return not make_verifier("traversal").verify(draft, target, noise).lengths.any()
+    return not any(make_verifier("traversal").verify(draft, target, noise).lengths)
 
 
 def runtime_of(kind: str, vocab_size: int) -> CachedRuntime:
@@ -132,9 +132,9 @@ def dynamic_dist_holds() -> bool:
 
 
 def siblings_are_judged_in_another_order(patch: Patch) -> None:
-    original = trees.Shape.children.func
-    patch.setattr(trees.Shape, "children", property(lambda self: [nodes[::-1] for nodes in original(self)]))
-    patch.setattr(trees, "shape_of", trees.Shape)
+    original = shapes.Shape.children.func
+    patch.setattr(shapes.Shape, "children", property(lambda self: [nodes[::-1] for nodes in original(self)]))
+    patch.setattr(trees, "shape_of", shapes.Shape)
 
 
 def siblings_claim_to_be(without_replacement: bool) -> Callable[[Patch], None]:

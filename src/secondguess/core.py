@@ -381,14 +381,6 @@ def _empty_draft(num_rows: int, device: torch.device, vocab_size: int | None) ->
 
 
 @lru_cache(maxsize=256)
-def _first_nodes(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return paths `[row, depth]` along the first nodes of chains, padded with -1."""
-    index = numpy.arange(max(lengths, default=0))
-    paths = numpy.where(index < numpy.array(lengths, numpy.int64)[:, None], index, -1)
-    return torch.from_numpy(paths).to(device)
-
-
-@lru_cache(maxsize=256)
 def _chain_parents_and_lengths(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return parents and lengths of chains; cached, because the same few lengths recur."""
     parents = [range(-1, length - 1) for length in lengths]
@@ -400,46 +392,32 @@ class Verdict:
     """Result of verification: accepted path and next token of each row.
 
     Args:
-        paths: `[row, depth]` int64, indices of the accepted nodes from a child of `pending`
-            downwards, padded with -1.
-        lengths: `[row]` int64, number of nodes of each path.
-        next_tokens: `[row]` int64, the correction or bonus token.
+        paths: per row, indices of the accepted nodes from a child of `pending` downwards.
+        next_tokens: per row, the correction or bonus token.
     """
 
-    paths: Tensor
-    lengths: Tensor
-    next_tokens: Tensor
+    paths: Sequence[Sequence[int]]
+    next_tokens: Sequence[int]
 
     @classmethod
-    def from_chain(cls, lengths: Tensor, next_tokens: Tensor) -> Verdict:
+    def from_chain(cls, lengths: Sequence[int], next_tokens: Sequence[int]) -> Verdict:
         """Return the verdict that accepts the first `lengths` nodes of each chain."""
-        return cls(_first_nodes(tuple(lengths.tolist()), lengths.device), lengths, next_tokens)
+        return cls([list(range(length)) for length in lengths], next_tokens)
 
     @classmethod
-    def from_paths(cls, paths: Sequence[Sequence[int]], next_tokens: Tensor) -> Verdict:
-        """Return the verdict with these paths, one per row."""
-        device = next_tokens.device
-        lengths = token_tensor([len(path) for path in paths], device)
-        return cls(padded_tensor(paths, -1, device), lengths, next_tokens)
-
-    @classmethod
-    def merged(cls, parts: Sequence[tuple[Tensor, Verdict]], num_rows: int) -> Verdict:
-        """Combine the verdicts of disjoint groups of rows, each with its `[n]` row indices."""
-        depth = max((verdict.paths.shape[1] for _, verdict in parts), default=0)
-        device = parts[0][1].lengths.device if parts else torch.device("cpu")
-        paths = torch.full((num_rows, depth), -1, dtype=torch.long, device=device)
-        lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        next_tokens = torch.zeros(num_rows, dtype=torch.long, device=device)
+    def merged(cls, parts: Sequence[tuple[Sequence[int], Verdict]], num_rows: int) -> Verdict:
+        """Combine the verdicts of disjoint groups of rows, each with the indices of its rows."""
+        paths: list[Sequence[int]] = [()] * num_rows
+        next_tokens = [0] * num_rows
         for rows, verdict in parts:
-            paths[rows, : verdict.paths.shape[1]] = verdict.paths
-            lengths[rows] = verdict.lengths
-            next_tokens[rows] = verdict.next_tokens
-        return cls(paths, lengths, next_tokens)
+            for row, path, token in zip(rows, verdict.paths, verdict.next_tokens, strict=True):
+                paths[row], next_tokens[row] = path, token
+        return cls(paths, next_tokens)
 
-    def path_lists(self) -> list[list[int]]:
-        """Return the paths as lists, transferred for the whole batch at once."""
-        lengths = self.lengths.tolist()
-        return [path[:length] for path, length in zip(self.paths.tolist(), lengths, strict=True)]
+    @property
+    def lengths(self) -> list[int]:
+        """Number of accepted nodes, per row."""
+        return [len(path) for path in self.paths]
 
 
 MAX_DRAFT_LENGTH = 64

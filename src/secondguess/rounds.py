@@ -32,7 +32,7 @@ from secondguess.drafters.combined import merge_drafts
 from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
-from secondguess.sampling.probs import commit_logprobs, compute_target_probs
+from secondguess.sampling.probs import commit_logprobs, compute_greedy_tokens, compute_target_probs
 from secondguess.stats import StatsRecorder
 from secondguess.verifiers.base import Verifier
 
@@ -80,10 +80,8 @@ def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
         with recorder.phase("score"):
             scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
-            verdict = components.verifier.verify(
-                draft, compute_target_probs(scores.logits, rows, draft), noise
-            )
-            paths = verdict.path_lists()
+            verdict = _verify(components.verifier, rows, draft, scores.logits, noise)
+            paths = verdict.paths
         # The cache drops rejected nodes before the rows' tokens change.
         components.target.keep(rows, paths)
         commits = _commit(rows, draft, scores, verdict, paths)
@@ -160,16 +158,24 @@ def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budg
         return components.drafter.propose(rows, budgets, noise)
 
 
+def _verify(verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
+    """Verify the draft; at temperature 0 without building the one-hot distributions."""
+    if noise.all_greedy and draft.probs is None:
+        return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
+    return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
+
+
 def _commit(
     rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
 ) -> list[Commit]:
     """Append each row's accepted path and next token, up to the token that ends the row."""
-    next_tokens = verdict.next_tokens.tolist()
     commits = []
     for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
         accepted = [draft.token_lists[index][node] for node in path]
-        commit = row.commit(accepted, next_tokens[index], draft.following(index, path))
-        commits.append(commit_logprobs(commit, scores.logits[index], path))
+        commit = row.commit(accepted, verdict.next_tokens[index], draft.following(index, path))
+        if row.params.logprobs is not None:
+            commit = commit_logprobs(commit, scores.logits[index], path)
+        commits.append(commit)
     return commits
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-import torch
-
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
@@ -33,7 +31,7 @@ def draft_of(lengths: tuple[int, ...]) -> Draft:
 
 @cache
 def verdict_of(accepted: tuple[int, ...]) -> Verdict:
-    return Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
+    return Verdict.from_chain(accepted, [0] * len(accepted))
 
 
 @dataclass

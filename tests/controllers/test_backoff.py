@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 
 from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
@@ -42,7 +41,7 @@ def play(
     for row, gained in zip(rows, kept, strict=True):
         row.tokens.extend([0] * (gained + 1))
     draft = Draft.chains([[0] * length for length in lengths])
-    verdict = Verdict.from_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+    verdict = Verdict.from_chain(kept, [0] * len(rows))
     drafting = price * max(lengths)
     controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, 1 + drafting))
     return lengths
@@ -251,7 +250,7 @@ def test_skipped_rounds_keep_their_order_among_drafted_ones(
         play(controller, rows, [NOTHING, NOTHING])
     controller.plan(rows, [NOTHING, NOTHING])
     own.tokens.extend([0] * 1000)
-    verdict = Verdict.from_chain(torch.tensor([9, 0]), torch.zeros(2, dtype=torch.long))
+    verdict = Verdict.from_chain([9, 0], [0] * 2)
     controller.learn(rows, Draft.chains([[0] * 9, []]), verdict, RoundTime(0.0, 0.0, 1.0))
     for _ in range(5):
         play(controller, rows, [NOTHING, NOTHING])

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 from simulation import Chance, FixedConfidences, Simulation
 
 from secondguess.controllers.cost.acceptance_stats import AcceptanceStats
@@ -337,7 +336,7 @@ def test_the_prefill_of_a_long_prompt_that_pays_does_not_stop_drafting() -> None
                 length += 1
             accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
             row.commit([0] * accepted, 0)
-            verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
+            verdict = Verdict.from_chain([accepted], [0])
             time = RoundTime(reading, 0.05 * length, 1 + reading + 0.08 * length)
             controller.learn([row], Draft.chains([[0] * length]), verdict, time)
             drafted, plain = drafted + (length > 0), plain + (length == 0)
@@ -389,7 +388,7 @@ def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
         length = 1 if rng.random() < 0.8 else 6
         accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
         controller.plan([row], [(Candidate(longest=0),)])
-        nothing = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
+        nothing = Verdict.from_chain([0], [0])
         controller.learn([row], Draft.chains([[]]), nothing, RoundTime(0, 0, 1))
         kind = controller.expectations.kind(row, Candidate(deterministic=True))
         controller.expectations.learn(row, kind, [], True, length, accepted)
@@ -419,9 +418,7 @@ def test_rows_with_good_drafts_are_drafted_for_and_others_are_not() -> None:
         widest = max(lengths)
         time = RoundTime(0.0, 0.0, 1 + 0.2 * widest)
         draft = Draft.chains([[0] * length for length in lengths])
-        controller.learn(
-            rows, draft, Verdict.from_chain(torch.tensor(accepted), torch.zeros(4, dtype=torch.long)), time
-        )
+        controller.learn(rows, draft, Verdict.from_chain(accepted, [0] * 4), time)
         if number >= 600:
             drafted = [total + length for total, length in zip(drafted, lengths, strict=True)]
     assert min(drafted[:2]) > 5 * max(drafted[2:])
@@ -438,7 +435,7 @@ def first_plans(
         plans = controller.plan(rows, [(Candidate(num_uncached=len(row.tokens)),) for row in rows])
         lengths = [min(plan.length, 1) for plan in plans]
         kept = [length * accepted for length in lengths]
-        verdict = Verdict.from_chain(torch.tensor(kept), torch.zeros(len(rows), dtype=torch.long))
+        verdict = Verdict.from_chain(kept, [0] * len(rows))
         drafting = 0.01 * max(lengths)
         time = RoundTime(0.0, drafting, 1 + drafting)
         controller.learn(rows, Draft.chains([[0] * length for length in lengths]), verdict, time)
@@ -480,7 +477,7 @@ def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_c
                 length += 1
         accepted = next((d for d in range(length) if rng.random() >= chance), length)
         drafting = 0.0 if plan.part == 0 else 0.1 * length
-        verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
+        verdict = Verdict.from_chain([accepted], [0])
         controller.learn(
             [row],
             Draft.chains([[0] * length]),
@@ -498,7 +495,7 @@ def test_ended_rows_are_released() -> None:
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
     for _ in range(8):
         plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
-        verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
+        verdict = Verdict.from_chain([0], [0])
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
     assert controller.expectations.row_histories
     controller.release(row)
@@ -847,7 +844,7 @@ def test_a_candidate_without_a_draft_is_replaced_by_one_with_a_draft() -> None:
         parts.append(plan.part if plan.length else None)
         length = plan.length and plan.part  # the model drafts one node, the lookup none
         accepted = int(length and rng.random() < 0.8)
-        verdict = Verdict.from_chain(torch.tensor([accepted]), torch.tensor([0]))
+        verdict = Verdict.from_chain([accepted], [0])
         time = RoundTime(0.0, 0.1 * length, 1 + 0.15 * length)
         controller.learn([row], Draft.chains([[0] * length]), verdict, time)
     assert parts[200:].count(1) > 300
@@ -875,7 +872,7 @@ def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
     for _ in range(5):
         controller.plan([row], [(Candidate(),)])
         assert controller.go_on([row], FixedConfidences([0.9]), 0) == [False]
-        verdict = Verdict.from_chain(torch.tensor([2]), torch.tensor([0]))
+        verdict = Verdict.from_chain([2], [0])
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
 
@@ -895,7 +892,7 @@ def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest
     acceptance_probs.acceptance_probs = [0.3]
     for draft_probs in (FixedConfidences([0.9]), acceptance_probs):
         while not controller.plan([row], [(Candidate(),)])[0].length:
-            verdict = Verdict.from_chain(torch.tensor([0]), torch.tensor([0]))
+            verdict = Verdict.from_chain([0], [0])
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.go_on([row], draft_probs, 0)
     assert received == [0.9, 0.3]

@@ -34,7 +34,7 @@ def rows(count: int) -> list[Row]:
 
 
 def verdict(*accepted: int) -> Verdict:
-    return Verdict.from_chain(torch.tensor(accepted), torch.zeros(len(accepted), dtype=torch.long))
+    return Verdict.from_chain(accepted, [0] * len(accepted))
 
 
 def test_entropy_continues_while_the_product_of_bounds_is_large_enough() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from simulation import FixedConfidences, Simulation
 
 from secondguess.controllers.cost.controller import CostController
@@ -33,7 +32,7 @@ def run_round(controller: CostController, row: Row, accepted: int) -> int:
     length = min(plan.length, 2)
     if length == 2:
         controller.go_on([row], FixedConfidences([0.9]), 0)
-    verdict = Verdict.from_chain(torch.tensor([min(accepted, length)]), torch.tensor([0]))
+    verdict = Verdict.from_chain([min(accepted, length)], [0])
     row.tokens.extend([0] * (1 + min(accepted, length)))
     draft = Draft.chains([[0] * length])
     controller.learn([row], draft, verdict, RoundTime(0.0, 0.1 * length, 1 + 0.2 * length))
@@ -89,7 +88,7 @@ def test_a_row_without_room_is_not_drafted_for() -> None:
         (plan,) = controller.plan([row], [(CANDIDATE,)])
         assert plan.length <= max(row.room - 1, 0)
         length = min(plan.length, 1)
-        verdict = Verdict.from_chain(torch.tensor([length]), torch.tensor([0]))
+        verdict = Verdict.from_chain([length], [0])
         row.tokens.extend([0] * (1 + length))
         draft = Draft.chains([[0] * length])
         controller.learn([row], draft, verdict, RoundTime(0.0, 0.1 * length, 1 + 0.2 * length))

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 from drafter_cases import ADAPTIVE, CONTROLLED, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_called, run
 
 from secondguess.core import Budgets, Draft, Row, Verdict
@@ -102,8 +101,7 @@ def test_the_index_of_a_lookup_equals_that_of_a_new_drafter(drafter: str, seed: 
     for _ in range(30):
         gained = source.choices([0, 1, 2], k=source.randint(1, 4))
         row.tokens += gained
-        length, next_token = torch.tensor([len(gained) - 1]), torch.tensor([gained[-1]])
-        made.observe([row], Verdict.from_chain(length, next_token), {})
+        made.observe([row], Verdict.from_chain([len(gained) - 1], gained[-1:]), {})
         fresh = DRAFTERS[drafter]()
         fresh.begin([row])
         expected = fresh.propose([row], budgets, noise)

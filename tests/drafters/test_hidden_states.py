@@ -21,13 +21,7 @@ def buffer_for(num_rows: int) -> tuple[HiddenStateBuffer, list[Row]]:
 
 
 def verdict_of(paths: list[list[int]]) -> Verdict:
-    width = max(map(len, paths))
-    padded = [path + [-1] * (width - len(path)) for path in paths]
-    return Verdict(
-        torch.tensor(padded, dtype=torch.long).reshape(len(paths), width),
-        torch.tensor([len(path) for path in paths]),
-        torch.zeros(len(paths), dtype=torch.long),
-    )
+    return Verdict(paths, [0] * len(paths))
 
 
 def states_of(num_rows: int, num_queries: int) -> Tensor:

@@ -176,7 +176,7 @@ def test_block_verification_may_correct_a_token_by_itself() -> None:
     drafter.begin([row])
     draft = propose(drafter, [row], Budgets([3], always))
     row.tokens += draft.tokens[0, :2].tolist()
-    drafter.observe([row], Verdict.from_chain(torch.tensor([1]), draft.tokens[:, 1]), {})
+    drafter.observe([row], Verdict.from_chain([1], draft.tokens[:, 1].tolist()), {})
     num_scored = drafter.runtime.num_scored_tokens
     again = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_scored_tokens == num_scored + 1
@@ -194,7 +194,7 @@ def test_the_cache_matches_the_text_after_any_verdict(num_accepted: int) -> None
         accepted = draft.tokens[0, :num_accepted].tolist()
         next_token = (int(draft.tokens[0, min(num_accepted, 2)]) + 1) % VOCAB_SIZE
         row.tokens += [*accepted, next_token]
-        verdict = Verdict.from_chain(torch.tensor([num_accepted]), torch.tensor([next_token]))
+        verdict = Verdict.from_chain([num_accepted], [next_token])
         drafter.observe([row], verdict, {})
     draft = propose(drafter, [row], Budgets([1], always))
     assert draft.probs is not None
@@ -208,7 +208,7 @@ def test_rounds_without_drafts_are_caught_up_in_one_forward_pass() -> None:
     for token in (3, 4, 5):
         assert propose(drafter, [row], Budgets([0], never_called)).num_nodes == 0
         row.tokens.append(token)
-        drafter.observe([row], Verdict.from_chain(torch.tensor([0]), torch.tensor([token])), {})
+        drafter.observe([row], Verdict.from_chain([0], [token]), {})
     draft = propose(drafter, [row], Budgets([1], always))
     assert drafter.runtime.num_forwards == 1
     assert draft.probs is not None

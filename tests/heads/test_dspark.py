@@ -331,10 +331,7 @@ def test_the_context_grows_by_the_accepted_tokens(tmp_path: Path) -> None:
             hidden = TARGET.score([row], draft).hidden
             TARGET.keep([row], [path])
             row.commit([int(draft.tokens[0, node]) for node in path], 6)
-            verdict = Verdict(
-                torch.tensor([path], dtype=torch.long), torch.tensor([len(path)]), torch.tensor([6])
-            )
-            drafter.observe([row], verdict, hidden)
+            drafter.observe([row], Verdict([path], [6]), hidden)
     again = draft_for(drafter, row, 1)
     state = block_states(parts, row.tokens)[0]
     expected = formula(parts, state, row.pending).softmax(-1)

@@ -234,7 +234,7 @@ def test_the_next_draft_starts_at_the_accepted_path(tmp_path: Path) -> None:
         hidden = TARGET.score([row], draft).hidden
         TARGET.keep([row], [path])
         row.commit([int(draft.tokens[0, node]) for node in path], 6)
-        drafter.observe([row], Verdict(torch.tensor([path]), torch.tensor([2]), torch.tensor([6])), hidden)
+        drafter.observe([row], Verdict([path], [6]), hidden)
     again = draft_for(drafter, row, 2)
     state = states_of(TARGET, [row.tokens])[-1][0, -2]
     torch.testing.assert_close(again.probs[0, 0], formula(parts, state, 0).softmax(-1), atol=1e-5, rtol=1e-4)

@@ -340,10 +340,6 @@ class TestLogprobs:
         commit = row.commit([[7, 8, 9][node] for node in path], next_token)
         return commit, commit_logprobs(commit, self.logits, path)
 
-    def test_logprobs_are_not_computed_unless_requested(self):
-        commit, reported = self.commit(None, [0])
-        assert reported is commit
-
     def test_logprobs_are_those_of_the_model_after_the_parent(self):
         _, reported = self.commit(3, [0, 2])
         dist = self.logits.log_softmax(-1)

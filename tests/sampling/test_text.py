@@ -134,6 +134,20 @@ class TestIncrementalDecoder:
         pieces = [decoder.push(token) for token in single_bytes(text)]
         assert [piece for piece in pieces if piece] == list(text)
 
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    def test_text_does_not_depend_on_how_many_tokens_are_pushed_together(self, name):
+        tokenizer, chooser = TOKENIZERS[name], random.Random(0)
+        special = set(tokenizer.all_special_ids)
+        # Random tokens are often invalid UTF-8; those of one byte or a rare character even more so.
+        bytes_alone = [token for token in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([token])]
+        anything = [token for token in range(len(tokenizer)) if token not in special]
+        for _ in range(200):
+            ids = [chooser.choice(bytes_alone if chooser.random() < 0.6 else anything) for _ in range(24)]
+            one, many = (IncrementalDecoder(tokenizer, encode(name, "a b")) for _ in range(2))
+            expected = "".join([one.push(token) for token in ids]) + one.flush()
+            runs = in_runs(ids, seed=chooser.random())
+            assert "".join([many.push(*run) for run in runs]) + many.flush() == expected
+
     def test_a_leading_space_is_dropped_only_at_the_start(self):
         hello = PIECES.convert_tokens_to_ids("▁Hello")
         assert IncrementalDecoder(PIECES, spell("a,b")).push(hello) == " Hello"

@@ -224,7 +224,7 @@ class DraftRecorder(Controller, Verifier):
             if length > self._depth:
                 features = [level[index] for level in self._levels[: self._depth]]
                 self.drafts[index].append((features, chances[index][: self._depth]))
-        return Verdict.from_chain(torch.zeros_like(chosen[:, 0]), chosen[:, 0])
+        return Verdict.from_chain([0] * draft.num_rows, chosen[:, 0].tolist())
 
 
 def acceptance_probs(draft: Draft, target_probs: Tensor, chosen: Tensor, noise: Noise) -> list[list[float]]:

@@ -92,7 +92,7 @@ class EntropyController(Controller):
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         depths = draft.depths.tolist()
-        for index, accepted in enumerate(verdict.lengths.tolist()):
+        for index, accepted in enumerate(verdict.lengths):
             # Levels after the first rejected one have no outcome of their own. The last level may
             # have no entropy, as `go_on` need not be called after it.
             for place, root in enumerate(self._roots[index][: min(accepted + 1, depths[index])]):

@@ -39,7 +39,7 @@ class HiddenStateBuffer:
             for index, row in enumerate(rows):
                 self._pieces[row].append({layer: hidden[layer][index].clone() for layer in self.layers})
             return
-        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
+        for index, (row, path) in enumerate(zip(rows, verdict.paths, strict=True)):
             queries = [0, *(node + 1 for node in path)]
             self._pieces[row].append({layer: hidden[layer][index, queries] for layer in self.layers})
 

@@ -58,7 +58,7 @@ class MedusaDrafter(HeadDrafter):
         if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
             self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
             return
-        for index, (row, path) in enumerate(zip(rows, verdict.path_lists(), strict=True)):
+        for index, (row, path) in enumerate(zip(rows, verdict.paths, strict=True)):
             # A view would keep the states of the whole round in memory.
             self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
 

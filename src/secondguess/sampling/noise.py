@@ -29,8 +29,6 @@ from torch import Tensor
 from secondguess.core import Row, token_tensor
 from secondguess.sampling.truncation import most_likely
 
-_HOST = torch.device("cpu")
-
 
 class Purpose(IntEnum):
     """Use of a random number; numbers for different purposes are independent."""
@@ -108,15 +106,15 @@ class KeyedNoise(Noise):
     """Noise computed as a hash of a row's seed and stream, the absolute position and the purpose.
 
     Args:
-        keys: `[row]` int64 on the host, hashes of seed and stream.
-        positions: `[row]` int64 on the host, position at which the round begins.
+        keys: per row, a hash of seed and stream as a signed 64-bit integer.
+        positions: per row, the position at which the round begins.
         coupled, greedy, device: as in `Noise`.
     """
 
     def __init__(
         self,
-        keys: Tensor,
-        positions: Tensor,
+        keys: Sequence[int],
+        positions: Sequence[int],
         coupled: Tensor,
         greedy: Tensor,
         device: torch.device | str = "cpu",
@@ -131,8 +129,8 @@ class KeyedNoise(Noise):
     def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
         return cls(
-            keys=token_tensor([_row_key(row.seed, row.stream) for row in rows], _HOST),
-            positions=token_tensor([len(row.tokens) for row in rows], _HOST),
+            keys=[_row_key(row.seed, row.stream) for row in rows],
+            positions=[len(row.tokens) for row in rows],
             coupled=_bool_tensor(tuple([row.coupled for row in rows])),
             greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
             device=device,
@@ -175,9 +173,9 @@ class KeyedNoise(Noise):
 
     def select(self, rows: Tensor) -> KeyedNoise:
         rows = rows.cpu()
-        return KeyedNoise(
-            self.keys[rows], self.positions[rows], self.coupled[rows], self.greedy[rows], self.device
-        )
+        members = rows.tolist()
+        keys, positions = [self.keys[row] for row in members], [self.positions[row] for row in members]
+        return KeyedNoise(keys, positions, self.coupled[rows], self.greedy[rows], self.device)
 
     def _sample(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
         """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
@@ -195,7 +193,7 @@ class KeyedNoise(Noise):
         """
         # For a few numbers, the overhead of an array exceeds the computation.
         if sum(map(len, places)) > _MAX_SCALAR_HASHES:
-            keys = _hash(self.keys.numpy(), self.positions.numpy(), Purpose.ROUND)
+            keys = _hash(numpy.array(self.keys), numpy.array(self.positions), Purpose.ROUND)
             hashes = _hash(keys[:, None], numpy.array(places), purpose)
             return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
         uniforms = [
@@ -206,9 +204,9 @@ class KeyedNoise(Noise):
 
     @cached_property
     def _round_keys(self) -> list[int]:
-        starts = zip(self.keys.tolist(), self.positions.tolist(), strict=True)
         return [
-            _mix_integer((key & _ALL_BITS) ^ _place_hash(position, Purpose.ROUND)) for key, position in starts
+            _mix_integer((key & _ALL_BITS) ^ _place_hash(position, Purpose.ROUND))
+            for key, position in zip(self.keys, self.positions, strict=True)
         ]
 
     def _race(self, dists: Tensor, depths: Tensor) -> Tensor:
@@ -225,12 +223,13 @@ class KeyedNoise(Noise):
         return -uniforms.log() / dists
 
     def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
-        hashes = _race_hashes(self.keys.numpy(), self.positions.numpy(), depths.numpy())
+        hashes = _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
         return torch.from_numpy(_uniform_per_token(hashes, dists.shape[-1]))
 
     def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         device = dists.device
-        hashes = _race_hashes(self.keys.to(device), self.positions.to(device), depths.to(device))
+        keys, positions = token_tensor(self.keys, device), token_tensor(self.positions, device)
+        hashes = _race_hashes(keys, positions, depths.to(device))
         return _uniform_per_token_on_device(hashes, dists.shape[-1])
 
 

@@ -24,7 +24,7 @@ from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.penalties import LogitProcessors
-from secondguess.sampling.truncation import Rule, make_rule
+from secondguess.sampling.truncation import Rule, make_rule, most_likely
 
 
 def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
@@ -44,12 +44,27 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
     """
     dists = _probs(logits, rows, draft.tokens, _ancestors_of(draft))
     if _has_nan(dists):
-        _require_finite(logits)
-        raise BadInputError(
-            "expected at least one possible token, got settings that ban every token; "
-            "relax logit_bias, min_tokens or grammar"
-        )
+        raise _no_token_error(logits)
     return dists
+
+
+def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> list[list[int]]:
+    """Return the target's most likely token at each query, per row, for rows at temperature 0.
+
+    The one-hot distributions of `compute_target_probs` are not built; arguments and errors are the same.
+    """
+    edits, _ = _settings(rows, logits)
+    scores = _edited(logits, edits, rows, draft.tokens, _ancestors_of(draft))
+    tokens: list[list[int]] = most_likely(scores).tolist()
+    # A few elements are read faster one by one than by a tensor operation.
+    values = scores.numpy() if scores.is_cpu else scores
+    if not all(
+        math.isfinite(values[row, query, token])
+        for row, of_row in enumerate(tokens)
+        for query, token in enumerate(of_row)
+    ):
+        raise _no_token_error(logits)
+    return tokens
 
 
 def compute_draft_probs(
@@ -94,12 +109,24 @@ def _probs(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Callable
 
     Arguments as in `LogitProcessors.apply`.
     """
-    params = tuple([row.params for row in rows])
-    edits, rule = _setting_tensors(params, logits.shape[-1], logits.device)
+    edits, rule = _settings(rows, logits)
+    return rule(_edited(logits, edits, rows, nodes, visible))
+
+
+def _settings(rows: Sequence[Row], logits: Tensor) -> tuple[LogitProcessors, Rule]:
+    return _setting_tensors(tuple([row.params for row in rows]), logits.shape[-1], logits.device)
+
+
+def _edited(
+    logits: Tensor,
+    edits: LogitProcessors,
+    rows: Sequence[Row],
+    nodes: Tensor,
+    visible: Callable[[], Tensor],
+) -> Tensor:
+    """Return logits after all settings but temperature, top-k, top-p and min-p."""
     scores = _at_least_float32(logits)
-    if edits.change_logits(rows):
-        scores = edits.apply(scores, rows, nodes, visible())
-    return rule(scores)
+    return edits.apply(scores, rows, nodes, visible()) if edits.change_logits(rows) else scores
 
 
 def _ancestors_of(draft: Draft) -> Callable[[], Tensor]:
@@ -118,7 +145,7 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
-    """Add log-probabilities to a commit if its request asks for them.
+    """Return a commit with the log-probabilities that its request asks for.
 
     Args:
         commit: tokens that the row gained.
@@ -126,13 +153,8 @@ def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Comm
             setting.
         path: accepted nodes. Token 0 of the commit follows query 0, token i follows node
             `path[i - 1]`.
-
-    Returns:
-        The commit itself if the request asks for no log-probabilities, else a copy with them.
     """
-    num_alternatives = commit.row.params.logprobs
-    if num_alternatives is None:
-        return commit
+    num_alternatives = commit.row.params.logprobs or 0
     queries = [0, *(node + 1 for node in path)][: len(commit.tokens)]
     logprobs = _at_least_float32(logits[queries]).log_softmax(-1)
     tokens = torch.tensor(commit.tokens, device=logits.device)
@@ -162,6 +184,14 @@ def _has_nan(dists: Tensor) -> bool:
     # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
     first = dists[..., 0]
     return math.isnan(first.item() if first.numel() == 1 else first.sum().item())
+
+
+def _no_token_error(logits: Tensor) -> SecondGuessError:
+    _require_finite(logits)
+    return BadInputError(
+        "expected at least one possible token, got settings that ban every token; "
+        "relax logit_bias, min_tokens or grammar"
+    )
 
 
 def _require_finite(logits: Tensor) -> None:

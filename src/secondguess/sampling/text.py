@@ -83,13 +83,16 @@ class IncrementalDecoder:
         self._num_given = len(text) - _num_incomplete(text)
         self._num_settled = self._boundary = len(window)
 
-    def push(self, token: int) -> str:
-        """Return the text that this token completes; empty inside a character.
+    def push(self, *tokens: int) -> str:
+        """Return the text that these tokens complete; empty inside a character.
 
-        Special tokens have no text.
+        Special tokens have no text. The text does not depend on how many tokens are pushed together.
         """
-        self._window.append(token)
+        self._window += tokens
         text = self._decode(self._window)
+        if len(tokens) > 1 and REPLACEMENT in text[self._num_given :]:
+            del self._window[-len(tokens) :]
+            return "".join([self.push(token) for token in tokens])
         num_open = _num_incomplete(text)
         if num_open and len(self._window) - self._num_settled < MAX_BYTES_PER_CHARACTER:
             return ""
@@ -165,11 +168,15 @@ class StreamingDetokenizer:
         # Text of each token that is not returned yet, and True if a drafter proposed the token.
         self._segments: list[tuple[str, bool]] = []
         self._held = ""  # the same as one string
+        self._unread: list[int] = []  # tokens that are not decoded yet, if there are no stop strings
         self._search_from = 0  # offset in `_held` at which the next stop string may begin
         self._match: tuple[int, int] | None = None  # span in `_held` that the last token completed
 
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
+        if not self._stop:
+            self._unread.append(token)  # `take` decodes the tokens of a commit together
+            return False
         self._skip_match()
         text = self._decoder.push(token)
         self._segments.append((text, False))
@@ -184,9 +191,14 @@ class StreamingDetokenizer:
 
         Text that may be the beginning of a stop string is held back until the row is finished.
         """
-        first = len(self._segments) - len(commit.tokens)
-        for index, drafted in enumerate(commit.drafted, first):
-            self._segments[index] = (self._segments[index][0], drafted)
+        if self._stop:
+            first = len(self._segments) - len(commit.tokens)
+            for index, drafted in enumerate(commit.drafted, first):
+                self._segments[index] = (self._segments[index][0], drafted)
+        else:
+            self._unread.clear()
+            self._decode(commit.tokens[: commit.num_accepted], True)
+            self._decode(commit.tokens[commit.num_accepted :], False)
         if self._match and commit.row.finish_reason == "stop":
             size = self._match[0]
         elif commit.row.finished:
@@ -199,8 +211,16 @@ class StreamingDetokenizer:
             size = len(self._held) - self._num_held_back()
         return replace(self._release(size, commit.tokens, commit.drafted), rejected=commit.rejected)
 
+    def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
+        if tokens:
+            text = self._decoder.push(*tokens)
+            self._held += text
+            self._segments.append((text, drafted))
+
     def flush(self, finish_reason: FinishReason | None = None) -> Piece:
         """Return the text still held back for a row that was interrupted: no commit follows."""
+        self._decode(self._unread, False)
+        self._unread.clear()
         stop = self._match if finish_reason == "stop" else None
         return self._release(len(self._held) if stop is None else stop[0], [], [])
 

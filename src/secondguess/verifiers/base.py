@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -78,6 +78,17 @@ class Verifier(ABC):
             BadInputError: a draft or rows that this rule cannot verify exactly.
         """
 
+    def verify_greedy(self, draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
+        """Return the verdict for rows at temperature 0, without their one-hot distributions.
+
+        Every rule accepts what matches there, if the draft is deterministic.
+
+        Args:
+            draft: nodes without `probs`.
+            chosen: per row, the target's most likely token at each query.
+        """
+        return accept_matching(draft, chosen)
+
 
 class IndependentVerifier(Verifier):
     """Base class of rules that accept a node with a probability.
@@ -98,7 +109,8 @@ class IndependentVerifier(Verifier):
                 "use verifier 'auto' or 'coupled' with them"
             )
         if draft.num_nodes == 0:
-            return Verdict.from_chain(draft.lengths, noise.draw(target_probs.select(1, 0), draft.lengths))
+            next_tokens = noise.draw(target_probs.select(1, 0), draft.lengths)
+            return Verdict.from_chain([0] * draft.num_rows, next_tokens.tolist())
         return self.verify_nodes(draft, target_probs, noise)
 
     @abstractmethod
@@ -115,7 +127,7 @@ def verify_groups(
         if len(rows):
             there = rows.to(target_probs.device)
             part = verifier.verify(draft.select(there), target_probs[there], noise.select(rows))
-            parts.append((there, part))
+            parts.append((rows.tolist(), part))
     return Verdict.merged(parts, draft.num_rows)
 
 
@@ -223,8 +235,31 @@ def make_chain_verdict(
     `residual_at` as in `next_token_probs`.
     """
     dist = next_token_probs(draft, target_probs, lengths, residual_at)
-    on_device = torch.from_numpy(lengths).to(draft.tokens.device)
-    return Verdict.from_chain(on_device, noise.draw(dist, on_device))
+    next_tokens = noise.draw(dist, torch.from_numpy(lengths))
+    return Verdict.from_chain(lengths.tolist(), next_tokens.tolist())
+
+
+def accept_matching(draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
+    """Accept the path on which every node has the token chosen at its parent.
+
+    `chosen` has per row one token for each query.
+    """
+    paths = [
+        _matching_path(tokens, parents, own)
+        for tokens, parents, own in zip(draft.token_lists, draft.shapes, chosen, strict=True)
+    ]
+    ends = [path[-1] + 1 if path else 0 for path in paths]
+    return Verdict(paths, [own[end] for own, end in zip(chosen, ends, strict=True)])
+
+
+def _matching_path(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    path: list[int] = []
+    last = -1
+    for node, parent in enumerate(parents):
+        if parent == last and tokens[node] == chosen[last + 1]:
+            path.append(node)
+            last = node
+    return path
 
 
 def query_depths(draft: Draft) -> Tensor:

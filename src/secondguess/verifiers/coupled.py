@@ -14,8 +14,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import Exactness, Verifier, query_depths
-from secondguess.verifiers.trees import accept_matching
+from secondguess.verifiers.base import Exactness, Verifier, accept_matching, query_depths
 
 
 class CoupledVerifier(Verifier):
@@ -28,4 +27,4 @@ class CoupledVerifier(Verifier):
         return True
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        return accept_matching(draft, noise.race(target_probs, query_depths(draft)))
+        return accept_matching(draft, noise.race(target_probs, query_depths(draft)).tolist())

@@ -10,7 +10,6 @@ from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.truncation import most_likely
 from secondguess.verifiers.base import Exactness, Verifier
-from secondguess.verifiers.trees import accept_matching
 
 
 class GreedyVerifier(Verifier):
@@ -32,4 +31,4 @@ class GreedyVerifier(Verifier):
                 "verifier 'greedy' expects rows at temperature 0, got a row that samples; "
                 "set temperature to 0 or use verifier 'auto'"
             )
-        return accept_matching(draft, most_likely(target_probs))
+        return self.verify_greedy(draft, most_likely(target_probs).tolist())

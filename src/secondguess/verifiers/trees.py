@@ -1,4 +1,4 @@
-"""Shared parts of the rules for sampled trees: shapes, sibling distributions, residuals.
+"""Shared parts of the rules for sampled trees: sibling distributions, residuals.
 
 A tree is verified node by node. A node is visited only after the alternatives before it were
 rejected, so its acceptance probability at that moment follows from the draft alone. Therefore the
@@ -11,8 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import zip_longest
+from functools import cached_property
 
 import numpy
 import torch
@@ -25,101 +24,12 @@ from secondguess.verifiers.base import (
     SMALLEST,
     FloatArray,
     IndependentVerifier,
-    accepted_prefix,
     at,
     residual,
     to_host,
     verify_groups,
 )
-
-
-@dataclass(frozen=True)
-class SiblingRank:
-    """The n-th children of a level's queries: all first children, all second children, ...
-
-    Args:
-        nodes: the children, one per query.
-        queries: their parents, the first queries of the level.
-    """
-
-    nodes: tuple[int, ...]
-    queries: tuple[int, ...]
-
-    @cached_property
-    def node_index(self) -> NDArray[numpy.int64]:
-        return numpy.array(self.nodes)
-
-    @cached_property
-    def query_index(self) -> NDArray[numpy.int64]:
-        return numpy.array(self.queries)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a tree: the parent of each node.
-
-    Queries are numbered as in `core`: 0 is pending, i + 1 is node i.
-    """
-
-    parents: tuple[int, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parents)
-
-    @cached_property
-    def children(self) -> list[list[int]]:
-        """Children of each query, in the order in which they were drawn."""
-        found: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
-        for node, parent in enumerate(self.parents):
-            found[parent + 1].append(node)
-        return found
-
-    @cached_property
-    def earlier_siblings(self) -> list[list[int]]:
-        """Siblings drawn before each node."""
-        siblings = [self.children[parent + 1] for parent in self.parents]
-        return [nodes[: nodes.index(node)] for node, nodes in enumerate(siblings)]
-
-    @cached_property
-    def levels(self) -> list[list[SiblingRank]]:
-        """Ranks of nodes per depth, from the root down; a rank is processed as one batch.
-
-        Queries are sorted by number of children, most first, so those with a child of a given rank
-        are always the first ones.
-        """
-        below = [0]
-        found = []
-        while parents := [query for query in below if self.children[query]]:
-            parents.sort(key=lambda query: -len(self.children[query]))
-            by_rank = zip_longest(*[self.children[query] for query in parents])
-            nodes = [tuple(node for node in rank if node is not None) for rank in by_rank]
-            found.append([SiblingRank(rank, tuple(parents[: len(rank)])) for rank in nodes])
-            below = [node + 1 for query in parents for node in self.children[query]]
-        return found
-
-    @cached_property
-    def post_order(self) -> list[int]:
-        """Nodes in post-order: children before their parent, the first child's subtree first."""
-
-        def below(query: int) -> list[int]:
-            return [step for node in self.children[query] for step in (*below(node + 1), node)]
-
-        return below(0)
-
-    @cached_property
-    def paths(self) -> list[list[int]]:
-        """Nodes on the path from pending to each query, including the query's own node."""
-        found: list[list[int]] = [[]]
-        for node, parent in enumerate(self.parents):
-            found.append([*found[parent + 1], node])
-        return found
-
-
-@lru_cache(maxsize=256)
-def shape_of(parents: tuple[int, ...]) -> Shape:
-    """Return the shape with these parents; cached, as few shapes occur."""
-    return Shape(parents)
+from secondguess.verifiers.shapes import Shape, SiblingRank, shape_of
 
 
 class TreeVerifier(IndependentVerifier):
@@ -287,27 +197,5 @@ def make_tree_verdict(
     """
     paths = [shape.paths[query] for query in queries.tolist()]
     dist = dists[int(queries[0])] if len(queries) == 1 else at(torch.stack(list(dists), 1), queries)
-    lengths = torch.tensor([len(path) for path in paths], device=dist.device)
-    return Verdict.from_paths(paths, noise.draw(dist, lengths))
-
-
-def descend(shape: Shape, accepted: Sequence[bool]) -> int:
-    """Return the query at which the descent through the first accepted children ends."""
-    query = 0
-    while (child := next((node for node in shape.children[query] if accepted[node]), None)) is not None:
-        query = child + 1
-    return query
-
-
-def accept_matching(draft: Draft, chosen: Tensor) -> Verdict:
-    """Accept the path on which every node has the token `chosen` `[row, query]` at its parent."""
-    if not draft.num_nodes:
-        return Verdict.from_chain(draft.lengths, chosen[:, 0])
-    if draft.is_chain:
-        lengths = accepted_prefix(draft, (draft.tokens == chosen[:, :-1]).cpu().numpy())
-        return Verdict.from_chain(torch.from_numpy(lengths).to(chosen.device), at(chosen, lengths))
-    matches = (draft.tokens == chosen.gather(1, draft.parents + 1)).tolist()
-    shapes = [shape_of(parents) for parents in draft.shapes]
-    queries = [descend(shape, row) for shape, row in zip(shapes, matches, strict=True)]
-    paths = [shape.paths[query] for shape, query in zip(shapes, queries, strict=True)]
-    return Verdict.from_paths(paths, at(chosen, numpy.array(queries)))
+    lengths = torch.tensor([len(path) for path in paths])
+    return Verdict(paths, noise.draw(dist, lengths).tolist())

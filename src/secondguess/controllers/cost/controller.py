@@ -276,7 +276,7 @@ class CostController(Controller):
             self.expectations.decay_rows(rows, 1)
             self._book(self._place, rows, num_rows, time.total, 0.0, time.total)
             return
-        accepted = verdict.lengths.tolist()
+        accepted = verdict.lengths
         won = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
         seen = [proposal.seen for proposal in drafted]
         drafted_round = DraftedRound(drafted, seen, lengths, accepted, time, won)
