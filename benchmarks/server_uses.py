@@ -168,7 +168,8 @@ def measure_second_turn(server: ServerProcess) -> Json:
 
 def measure_long_prompt(server: ServerProcess, speculation: str) -> Json:
     """Return by how many rounds a prompt of 2,000 tokens delays 8 streams that decode."""
-    token_ids = random.Random(1).choices(range(300, 6000), k=NUM_LONG)
+    # other tokens each time: a prefix that is cached already is not prefilled
+    token_ids = random.Random(speculation).choices(range(300, 6000), k=NUM_LONG)
     arrivals: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
 
     def read(place: int) -> None:

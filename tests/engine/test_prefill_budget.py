@@ -33,6 +33,12 @@ def test_a_prefill_takes_about_two_rounds_while_rows_decode() -> None:
     assert tokens * 0.001 == MAX_DELAY * 0.1
 
 
+def test_what_rows_have_waited_already_is_not_given_to_prefill() -> None:
+    budget = measured(0.1, 0.001)
+    assert budget.max_tokens(1, spent=0.15) * 0.001 == pytest.approx(MAX_DELAY * 0.1 - 0.15, abs=0.001)
+    assert budget.max_tokens(1, spent=1.0) == MIN_TOKENS
+
+
 def test_the_number_of_tokens_is_bounded() -> None:
     assert measured(0.001, 0.001).max_tokens(1) == MIN_TOKENS
     assert measured(10.0, 0.001).max_tokens(1) == MAX_TOKENS
@@ -78,7 +84,7 @@ def test_a_long_prompt_delays_no_token_of_other_rows_by_more_than_three_rounds(
     llm = load(str(write_llama(tmp_path, seed=0, max_position_embeddings=4096)), "none", dtype="float32")
     clock = SimulatedTime(llm.target.runtime, monkeypatch)
     if not is_bounded:
-        monkeypatch.setattr(PrefillBudget, "max_tokens", lambda self, num_decoding: None)
+        monkeypatch.setattr(PrefillBudget, "max_tokens", lambda self, num_decoding, spent: None)
     params = SamplingParams(max_tokens=60, min_tokens=60)
     streams = RowGroup([Row([row, 5, 6], params) for row in range(1, 9)], list)
     late = RowGroup([Row([7, 8] * 1000, params)], list)

@@ -263,7 +263,8 @@ def test_a_long_prompt_is_prefilled_in_pieces_while_others_decode(llm: LLM, plai
     submit(llm, late)
     left = []
     for _ in range(3):
-        budget._round_seconds, budget._token_seconds = 1.0, 0.1
+        # far longer than what the rows wait for besides
+        budget._round_seconds, budget._token_seconds = 1005.0, 100.0
         llm.shared_batch.step()
         left.append(llm.target.runtime.num_to_prefill(late.rows[0]))
     assert left == [99, 79, 59], "2 rounds' worth of tokens before each round"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -209,3 +213,30 @@ def test_a_cache_that_is_long_enough_is_kept():
         held.slots.release(row)
     held.admit([7, 2, 3, 4])
     assert (held.cache.num_slots, held.num_written) == (8, 8 * 2 + 1)
+
+
+def test_the_cache_grows_once_for_a_row_when_it_is_admitted():
+    held = TokenCache()
+    rows = [held.admit([1, 2, 3]), held.admit([4, 5, 6])]
+    rows.append(Row(list(range(2000)), SamplingParams()))
+    held.slots.admit(rows[2:])
+    keys = held.cache.keys[0]
+    held.write(rows[2])
+    assert held.cache.keys[0] is keys
+    held.check(rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory in use is read from /proc")
+def test_memory_of_the_cache_is_not_taken_before_it_is_used():
+    """Writing zeros to all of a growing cache would delay the rows that decode."""
+    cache = KeyValueCache(torch.device("cpu"))
+    cache.reserve(16, 4096)
+    before = resident_bytes()
+    cache.allocate(8, 4, 64, torch.bfloat16)
+    assert not cache.keys[0][3, 1, 100:200].any()
+    allocated = sum(block.nbytes for block in (*cache.keys, *cache.values))
+    assert resident_bytes() - before < allocated / 10
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

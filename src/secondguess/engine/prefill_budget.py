@@ -19,17 +19,18 @@ class PrefillBudget:
         self._round_seconds = 0.0
         self._token_seconds = 0.0
 
-    def max_tokens(self, num_decoding: int) -> int:
+    def max_tokens(self, num_decoding: int, spent: float = 0.0) -> int:
         """Return the maximum number of tokens to prefill before the next round.
 
         Args:
             num_decoding: number of rows that wait for the prefill.
+            spent: seconds that they have waited already.
         """
         if not num_decoding or not self._round_seconds:
             return MAX_TOKENS
         if not self._token_seconds:
             return MIN_TOKENS
-        tokens = int(MAX_DELAY * self._round_seconds / self._token_seconds)
+        tokens = int((MAX_DELAY * self._round_seconds - spent) / self._token_seconds)
         return min(max(tokens, MIN_TOKENS), MAX_TOKENS)
 
     def add_round(self, seconds: float) -> None:

@@ -186,8 +186,9 @@ class SharedBatch:
     def _step(self) -> None:
         with self._busy():
             try:
+                start = time.perf_counter()
                 self._join()
-                self._prefill()
+                self._prefill(time.perf_counter() - start)
                 self._run()
             finally:
                 self._remove_cancelled()
@@ -211,13 +212,16 @@ class SharedBatch:
                 with self._failing([group]):
                     self._batch.add(rows)
 
-    def _prefill(self) -> None:
-        """Prefill rows that have joined, as many tokens as other rows can wait for."""
+    def _prefill(self, spent: float) -> None:
+        """Prefill rows that have joined, as many tokens as other rows can wait for.
+
+        `spent` is the seconds since the last round.
+        """
         rows = self._taking_part(self._batch.prefilling)
         if not rows:
             return
         batch, target = self._batch, self.components.target
-        batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)))
+        batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)), spent)
         before, start = target.num_prefilled, time.perf_counter()
         groups = self._by_group(rows)
         with self._failing(groups):

@@ -8,6 +8,8 @@ is also correct if heads are spread over devices.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -85,8 +87,7 @@ class KeyValueCache:
         if not self.keys:
             shape = (self.num_slots, num_heads, self.capacity, head_size)
             self.keys, self.values = (
-                [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(num_layers)]
-                for _ in range(2)
+                [_zeros(shape, dtype, self.device) for _ in range(num_layers)] for _ in range(2)
             )
 
     def place(
@@ -213,30 +214,48 @@ class KeyValueCache:
         slots = _doubled(self.num_slots or 1, num_slots)
         return slots, _doubled(self.capacity or MIN_CAPACITY, num_positions)
 
-    def reserve(self, num_slots: int, num_positions: int) -> None:
-        """Grow the cache, if needed, to so many slots and positions."""
+    def reserve(self, num_slots: int, num_positions: int, num_used: int | None = None) -> None:
+        """Grow the cache, if needed, to so many slots and positions.
+
+        `num_used` is the number of positions that hold entries; None for all.
+        """
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
         slots, capacity = self._grown_size(num_slots, num_positions)
         # Allocate everything before assigning, so that running out of memory leaves the cache
         # unchanged.
         keys, values, indexes = (
-            [_grown(block, slots, capacity) for block in blocks]
+            [_grown(block, slots, capacity, num_used) for block in blocks]
             for blocks in (self.keys, self.values, self.indexes)
         )
         self.keys, self.values, self.indexes = keys, values, indexes
         self.num_slots, self.capacity = slots, capacity
 
 
-def _grown(block: Tensor, num_slots: int, capacity: int) -> Tensor:
+def _grown(block: Tensor, num_slots: int, capacity: int, num_used: int | None) -> Tensor:
     grown = _empty(block, num_slots, capacity)
-    grown[: block.shape[0], :, : block.shape[2]] = block
+    used = block[:, :, :num_used]
+    grown[: used.shape[0], :, : used.shape[2]] = used
     return grown
 
 
 def _empty(like: Tensor, num_slots: int, capacity: int) -> Tensor:
     # zeros, not empty: attention multiplies masked values by zero, and 0 * nan is nan
-    return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+    return _zeros((num_slots, like.shape[1], capacity, like.shape[3]), like.dtype, like.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros, on a CPU in pages that the system clears when they are first used.
+
+    Torch writes all zeros at once, which delays the rows that decode while the cache grows.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _doubled(size: int, needed: int) -> int:

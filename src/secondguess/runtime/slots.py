@@ -95,6 +95,9 @@ class SlotTable:
         if rows and self._is_cleared_for(len(rows), max(len(row.tokens) + row.room for row in rows)):
             self.forget()
             self._cache.clear()
+        if rows:  # at once, as a copy of the cache delays the rows that decode
+            longest = max(len(row.tokens) for row in rows)
+            self._cache.reserve(len(self._by_slot) + len(rows), longest, self._num_used())
         limits = reuse_limits or [None] * len(rows)
         # Of the rows of this call, only those that take over entries have any.
         live = [state for state in self._by_slot if state.length]
@@ -179,6 +182,11 @@ class SlotTable:
             else:
                 self._cache.move(released.slot, last.slot, length + num_nodes)
         last.length, last.num_nodes = length, num_nodes
+
+    def _num_used(self) -> int:
+        """Return how many positions hold entries, at most."""
+        live = [state.length + state.num_nodes for state in self._by_slot]
+        return max([*live, *map(len, self._remembered.values())], default=0)
 
     def forget(self) -> None:
         """Forget the tokens of free slots."""
