@@ -467,7 +467,7 @@ def top_p_after_the_ratio(patch: Patch) -> None:
         seen["probs"] = logits.softmax(-1)
         return compute_target_probs(logits, rows, draft)
 
-    patch.setattr(rounds, "compute_target_probs", remember)
+    patch.setattr(base, "compute_target_probs", remember)
     patch.setattr(
         rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["probs"])
     )
@@ -571,13 +571,13 @@ def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
 
 
 def rows_swapped_in_the_batch(patch: Patch) -> None:
-    original = rounds._verify
+    original = rounds.verify_logits
 
     def verify(*arguments):
         verdict = original(*arguments)
         return Verdict(verdict.paths, [*verdict.next_tokens[-1:], *verdict.next_tokens[:-1]])
 
-    patch.setattr(rounds, "_verify", verify)
+    patch.setattr(rounds, "verify_logits", verify)
 
 
 def stale_cache_after_a_rejection(patch: Patch) -> None:

@@ -32,9 +32,9 @@ from secondguess.drafters.combined import merge_drafts
 from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
-from secondguess.sampling.probs import commit_logprobs, compute_greedy_tokens, compute_target_probs
+from secondguess.sampling.probs import commit_logprobs
 from secondguess.stats import StatsRecorder
-from secondguess.verifiers.base import Verifier
+from secondguess.verifiers.base import Verifier, verify_logits
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
         with recorder.phase("score"):
             scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
-            verdict = _verify(components.verifier, rows, draft, scores.logits, noise)
+            verdict = verify_logits(components.verifier, rows, draft, scores.logits, noise)
             paths = verdict.paths
         # The cache drops rejected nodes before the rows' tokens change.
         components.target.keep(rows, paths)
@@ -158,13 +158,6 @@ def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budg
         return components.drafter.propose(rows, budgets, noise)
 
 
-def _verify(verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise) -> Verdict:
-    """Verify the draft; at temperature 0 without building the one-hot distributions."""
-    if noise.all_greedy and draft.probs is None:
-        return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
-    return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
-
-
 def _commit(
     rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
 ) -> list[Commit]:
@@ -173,9 +166,7 @@ def _commit(
     for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
         accepted = [draft.token_lists[index][node] for node in path]
         commit = row.commit(accepted, verdict.next_tokens[index], draft.following(index, path))
-        if row.params.logprobs is not None:
-            commit = commit_logprobs(commit, scores.logits[index], path)
-        commits.append(commit)
+        commits.append(commit_logprobs(commit, scores.logits, index, path))
     return commits
 
 

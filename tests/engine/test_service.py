@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from secondguess import LLM, load
+from secondguess.checkpoint import memory
 from secondguess.engine import (
     DeadlineError,
     DrainingError,
@@ -240,3 +241,13 @@ def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
     llm.target.runtime.release(client.ticket.generation.group.rows[0])
     llm.shared_batch.step()
     assert isinstance(Client(engine, request()).last_event(), Finished)
+
+
+@pytest.mark.parametrize(("available", "is_reserved"), [(1 << 40, True), (0, False)])
+def test_an_engine_makes_room_for_a_usual_load(monkeypatch, available, is_reserved):
+    """If memory allows: the cache is then not copied while rows decode."""
+    own = load("builtin", "none")
+    monkeypatch.setattr(memory, "available_memory", lambda device: available)
+    Engine(own).close()
+    cache = own.target.runtime.cache
+    assert ((cache.num_slots, cache.capacity) == (16, 2048)) == is_reserved

@@ -338,7 +338,11 @@ class TestLogprobs:
     def commit(self, logprobs, path, next_token=6, **settings):
         row = Row([1], SamplingParams(logprobs=logprobs, temperature=0.3, logit_bias={6: 50}, **settings))
         commit = row.commit([[7, 8, 9][node] for node in path], next_token)
-        return commit, commit_logprobs(commit, self.logits, path)
+        return commit, commit_logprobs(commit, self.logits[None], 0, path)
+
+    def test_logprobs_are_not_computed_unless_requested(self):
+        commit, reported = self.commit(None, [0])
+        assert reported is commit
 
     def test_logprobs_are_those_of_the_model_after_the_parent(self):
         _, reported = self.commit(3, [0, 2])

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from secondguess.checkpoint import memory
 from secondguess.engine.generation import Generation, NewPiece, Output
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.prompts import Prompt
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from secondguess.api import LLM
 
 logger = logging.getLogger(__name__)
+
+RESERVED_ROWS, RESERVED_POSITIONS = 16, 2048
+"""Size of the KV cache for which an engine makes room at its start, if memory allows."""
+RESERVED_SHARE = 0.1
+"""Maximum share of the available memory that this room may take once it is used."""
 
 
 class QueueFullError(SecondGuessError):
@@ -161,6 +167,21 @@ class Ticket:
             logger.exception("the callback of a request failed")
 
 
+def reserve_cache(llm: LLM) -> None:
+    """Make room in the KV cache for a usual load, so that it is not copied while rows decode.
+
+    On a CPU, memory that no row has used yet is not taken.
+    """
+    runtime = llm.target.runtime
+    available = memory.available_memory(runtime.device)
+    if runtime.device.type != "cpu" or available is None or not llm.cache_bytes:
+        return
+    num_positions = min(RESERVED_POSITIONS, runtime.context_length)
+    num_rows = int(RESERVED_SHARE * available / (num_positions * llm.cache_bytes))
+    if num_rows:
+        runtime.reserve(min(num_rows, RESERVED_ROWS), num_positions)
+
+
 class Engine:
     """Thread that decodes requests, which join and leave between rounds.
 
@@ -176,6 +197,7 @@ class Engine:
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
         self._seconds_per_request, self._last_end = 1.0, time.monotonic()
+        reserve_cache(llm)
         self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
         self._thread.start()
 

@@ -159,6 +159,11 @@ class CachedRuntime(Runtime):
         self.cache = KeyValueCache(self.device)
         self.slots = SlotTable(self.cache)
 
+    @exclusive
+    def reserve(self, num_rows: int, longest: int) -> None:
+        """Make room in the cache for so many rows of so many tokens."""
+        self.cache.reserve(num_rows, longest)
+
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
         """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)

@@ -144,19 +144,24 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
     return torch.where(banned[..., None], first.to(dists.dtype), dists), banned
 
 
-def commit_logprobs(commit: Commit, logits: Tensor, path: Sequence[int]) -> Commit:
-    """Return a commit with the log-probabilities that its request asks for.
+def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[int]) -> Commit:
+    """Add log-probabilities to a commit if its request asks for them.
 
     Args:
         commit: tokens that the row gained.
-        logits: `[node + 1, vocab]` of this row. Their log-softmax is reported, before any sampling
-            setting.
+        logits: `[row, node + 1, vocab]`. Their log-softmax is reported, before any sampling setting.
+        index: index of the commit's row.
         path: accepted nodes. Token 0 of the commit follows query 0, token i follows node
             `path[i - 1]`.
+
+    Returns:
+        The commit itself if the request asks for no log-probabilities, else a copy with them.
     """
-    num_alternatives = commit.row.params.logprobs or 0
+    num_alternatives = commit.row.params.logprobs
+    if num_alternatives is None:
+        return commit
     queries = [0, *(node + 1 for node in path)][: len(commit.tokens)]
-    logprobs = _at_least_float32(logits[queries]).log_softmax(-1)
+    logprobs = _at_least_float32(logits[index, queries]).log_softmax(-1)
     tokens = torch.tensor(commit.tokens, device=logits.device)
     own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     top = logprobs.topk(min(num_alternatives, logprobs.shape[-1]))

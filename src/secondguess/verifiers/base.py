@@ -17,6 +17,7 @@ from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs
 
 FloatArray = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -116,6 +117,18 @@ class IndependentVerifier(Verifier):
     @abstractmethod
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         """Verify drafts of at least one node, as `verify` does."""
+
+
+def verify_logits(
+    verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise
+) -> Verdict:
+    """Verify a draft with the target's logits `[row, node + 1, vocab]`.
+
+    At temperature 0 the one-hot distributions are not built.
+    """
+    if noise.all_greedy and draft.probs is None:
+        return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
+    return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
 
 
 def verify_groups(
