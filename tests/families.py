@@ -53,6 +53,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **LLAMA_LIKE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=8
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(**LLAMA_LIKE, **GEMMA, query_pre_attn_scalar=8),
+    "olmo2": lambda: transformers.Olmo2Config(**LLAMA_LIKE),
+    "granite": lambda: transformers.GraniteConfig(
+        **LLAMA_LIKE, embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=3.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**LLAMA_LIKE, no_rope_layers=[1, 0]),
+    "glm": lambda: transformers.GlmConfig(**LLAMA_LIKE, head_dim=16),
+    "phi": lambda: transformers.PhiConfig(**LLAMA_LIKE),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=96, initializer_range=0.15,
         bos_token_id=None, eos_token_id=0,
@@ -110,6 +117,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         bos_token_id=None, eos_token_id=0,
     ),
 }  # fmt: skip
+
+SIMILAR: dict[str, Callable[[], Any]] = {
+    "ministral": lambda: transformers.MinistralConfig(
+        **LLAMA_LIKE, head_dim=8, sliding_window=WINDOW, layer_types=GEMMA["layer_types"]
+    ),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **LLAMA_LIKE | {"num_attention_heads": 2}, original_max_position_embeddings=64,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                         "short_factor": [1.0, 1.2, 1.3, 1.5, 2.0, 3.0], "long_factor": [9.0] * 6},
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(**LLAMA_LIKE, sliding_window=WINDOW, layer_types=GEMMA["layer_types"]),
+    "glm4": lambda: transformers.Glm4Config(**LLAMA_LIKE, head_dim=16),
+    "stablelm": lambda: transformers.StableLmConfig(**LLAMA_LIKE, use_qkv_bias=True),
+    "gpt-neox-sequential": lambda: transformers.GPTNeoXConfig(
+        **{name: value for name, value in LLAMA_LIKE.items() if name != "num_key_value_heads"},
+        use_parallel_residual=False,
+    ),
+}  # fmt: skip
+"""Families that our own decoders run with the code of others above."""
 
 
 COVERED = [name for name, config in FAMILIES.items() if not why_not_fused(config(), torch.device("cpu"))]

@@ -12,6 +12,7 @@ from families import (
     COVERED,
     FAMILIES,
     KINDS,
+    SIMILAR,
     assert_near,
     plain_logits,
     plain_model,
@@ -30,19 +31,33 @@ from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.packing import can_pack
 
-NAMES = COVERED
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*COVERED, *SIMILAR])
 def checkpoint(request, tmp_path_factory):
-    path = write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("fused"))
+    return write_varied(request.param, tmp_path_factory.mktemp("fused"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_varied("llama", tmp_path_factory.mktemp("fused"))
+
+
+def write_varied(name, directory):
+    path = write_checkpoint((FAMILIES | SIMILAR)[name](), directory)
     model = plain_model(path)
-    with torch.no_grad():  # norms of ones would hide where they are multiplied in
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(),
+    ):  # norms of ones and biases of zero would hide where they are used
+        torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.2)
     model.save_pretrained(path)
     return path
 
@@ -55,8 +70,8 @@ def scores(path, runtime, dtype, num_nodes=4):
     return loaded.runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0]
 
 
-@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_bfloat16_logits_are_bit_identical_to_the_packed_module(checkpoint):
+def test_bfloat16_logits_are_bit_identical_to_the_module(checkpoint):
+    """Both with packed weights where there are bfloat16 products, else both without."""
     assert torch.equal(
         scores(checkpoint, "fused", "bfloat16"), scores(checkpoint, "transformers", "bfloat16")
     )
@@ -65,13 +80,15 @@ def test_bfloat16_logits_are_bit_identical_to_the_packed_module(checkpoint):
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
 @pytest.mark.parametrize("runtime", KINDS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COVERED)
 def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv_heads, runtime, tmp_path):
     """The condition for identical text in bfloat16, for widths that are multiples of 64.
 
     Without whole key blocks it fails at every multiple of 16, without company for a lone query where no heads
     share keys.
     """
+    if name == "gpt-neox" and runtime != "native":
+        pytest.skip("the exact GELU of torch rounds a row by the number of rows in bfloat16")
     config = FAMILIES[name]()
     for field, value in {
         "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32,
@@ -112,8 +129,8 @@ def test_other_dtypes_differ_by_rounding(checkpoint, dtype):
     )
 
 
-def test_weights_are_held_once(checkpoint):
-    model = plain_model(checkpoint)
+def test_weights_are_held_once(llama):
+    model = plain_model(llama)
     released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.down_proj.weight)]
     decoder = fuse(model, packed=False)
     gc.collect()
@@ -122,12 +139,12 @@ def test_weights_are_held_once(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_family_description_is_not_used(checkpoint, monkeypatch, dtype):
-    monkeypatch.setattr(fused, "rotate", lambda states, cos, sin: states)
-    loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
+def test_a_wrong_family_description_is_not_used(llama, monkeypatch, dtype):
+    monkeypatch.setattr(fused, "rotate", lambda states, *_: states)
+    loaded = Checkpoint.resolve(llama, dtype=dtype, device="cpu").load()
     assert loaded.kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
-        Checkpoint.resolve(checkpoint, runtime="fused", dtype="float32", device="cpu").load()
+        Checkpoint.resolve(llama, runtime="fused", dtype="float32", device="cpu").load()
 
 
 def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
@@ -137,8 +154,8 @@ def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
     path = write_checkpoint(config, tmp_path)
     made = fused.Rotary.__init__
 
-    def slightly_off(self, module, dtype, layer_type=None):
-        made(self, module, dtype, layer_type)
+    def slightly_off(self, *arguments):
+        made(self, *arguments)
         self.frequencies = self.frequencies * 1.001
 
     monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
@@ -167,14 +184,14 @@ def test_sliding_windows_are_read_from_the_module(name, foreign, tmp_path):
     )
 
 
-def test_modified_layers_use_the_module(checkpoint):
+def test_modified_layers_use_the_module(llama):
     """An adapter shows its base weights under the same name."""
 
     class Adapted(torch.nn.Linear):
         def forward(self, values):
             return super().forward(values) + 0.001
 
-    model = plain_model(checkpoint)
+    model = plain_model(llama)
     model.model.layers[1].mlp.down_proj.__class__ = Adapted
     assert fuse(model, packed=False) is None
     assert model.model.layers[0].mlp.down_proj.weight.numel()  # nothing was taken apart
@@ -191,21 +208,38 @@ def test_quantised_or_wrapped_layers_use_the_module():
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("gemma3", {"final_logit_softcapping": 30.0}),
-        ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("gemma3", {"use_bidirectional_attention": True}),
         ("llama", {"hidden_act": "relu"}),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}),
-        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("phi", {"qk_layernorm": True}),
+        ("stablelm", {"qk_layernorm": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    kind: {"rope_type": "longrope"} for kind in ("full_attention", "sliding_attention")
+                }
+            },
+        ),
     ],
 )
 def test_undescribed_features_use_the_module(name, changes):
     """A soft cap, for one, hardly shows in the small logits of a probe."""
-    config = FAMILIES[name]()
+    config = (FAMILIES | SIMILAR)[name]()
     assert not why_not_fused(config, torch.device("cpu"))
     for field, value in changes.items():
         setattr(config, field, value)
     assert why_not_fused(config, torch.device("cpu"))
+
+
+def test_fields_of_newer_versions_use_the_module():
+    """Whatever a field means, a module may read it in a way that a probe does not see."""
+
+    class Newer(type(FAMILIES["llama"]())):
+        num_new_features: int = 0
+
+    assert not why_not_fused(Newer(), torch.device("cpu"))
+    assert "num_new_features" in why_not_fused(Newer(num_new_features=2), torch.device("cpu"))
 
 
 def test_undescribed_families_use_the_module(tmp_path):
@@ -234,34 +268,38 @@ def test_rope_scalings_equal_the_module(rope, tmp_path):
     )
 
 
-def test_length_dependent_rope_uses_the_module(tmp_path):
+def test_length_dependent_rope_is_used_up_to_its_switch(tmp_path):
     config = FAMILIES["llama"]()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     path = write_checkpoint(config, tmp_path)
-    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
+    runtime = runtime_of(path, runtime="fused")
+    tokens = random_tokens(runtime.context_length, seed=5)
+    row = row_of(tokens)
+    runtime.begin([row])
+    assert_near(runtime.score([row], Draft.empty(1)).logits[0], plain_logits(plain_model(path), tokens)[-1:])
 
 
-def test_an_unknown_runtime_is_refused(checkpoint):
+def test_an_unknown_runtime_is_refused(llama):
     with pytest.raises(BadInputError, match="auto, native, fused, transformers, got 'quick'"):
-        Checkpoint.resolve(checkpoint, runtime="quick").load()
+        Checkpoint.resolve(llama, runtime="quick").load()
 
 
-def test_int8_uses_the_module(checkpoint):
+def test_int8_uses_the_module(llama):
     pytest.importorskip("torchao")
     assert (
-        Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load().kind
+        Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int8").load().kind
         == "transformers"
     )
 
 
-def test_the_reference_module_is_read_again(checkpoint):
-    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
+def test_the_reference_module_is_read_again(llama):
+    loaded = Checkpoint.resolve(llama, dtype="float32", device="cpu").load()
     assert isinstance(loaded.runtime, FusedRuntime)
     assert torch.equal(
         loaded.module().model.layers[0].mlp.down_proj.weight,
-        read_module(str(checkpoint), torch.float32).model.layers[0].mlp.down_proj.weight,
+        read_module(str(llama), torch.float32).model.layers[0].mlp.down_proj.weight,
     )
-    assert isinstance(runtime_of(checkpoint), FusedRuntime)
+    assert isinstance(runtime_of(llama), FusedRuntime)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")

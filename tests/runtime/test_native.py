@@ -13,6 +13,7 @@ import torch
 from families import (
     COVERED,
     FAMILIES,
+    SIMILAR,
     needs_kernels,
     plain_model,
     random_tokens,
@@ -41,7 +42,21 @@ UNITS = [pytest.param(unit, id=unit.name) for unit in library.units()]
 
 @pytest.fixture(scope="module", params=COVERED)
 def checkpoint(request, tmp_path_factory):
-    path = write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("native"))
+    return write_varied(request.param, tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "phi"])
+def some_checkpoint(request, tmp_path_factory):
+    return write_varied(request.param, tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_varied("llama", tmp_path_factory.mktemp("native"))
+
+
+def write_varied(name, directory):
+    path = write_checkpoint((FAMILIES | SIMILAR)[name](), directory)
     model = plain_model(path)
     with (
         torch.no_grad(),
@@ -87,6 +102,18 @@ def test_int8_is_bit_identical_with_tiles_and_vectors(checkpoint):
         native_runtime(checkpoint, weight_format=INT8, unit=each) for each in library.units()[:2]
     )
     assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", SIMILAR)
+def test_similar_families_have_the_error_of_their_module(name, tmp_path):
+    path = write_varied(name, tmp_path)
+    model = read_module(str(path), torch.bfloat16).eval()
+    with torch.inference_mode():
+        of_module = model(TOKENS, use_cache=False).logits
+        truth = model.float()(TOKENS, use_cache=False).logits
+    loaded = Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load()
+    assert loaded.kind == "native"
+    assert error(loaded.runtime.read(TOKENS).logits, truth) < 1.2 * error(of_module, truth)
 
 
 def test_int8_differs_by_rounding(checkpoint):
@@ -198,8 +225,8 @@ def test_hidden_states_are_equal_in_16_and_32_bits(width, unit, tmp_path, monkey
         assert torch.equal(states.float(), found[False][layer])
 
 
-def test_a_released_runtime_can_be_used_again(checkpoint):
-    runtime = native_runtime(checkpoint)
+def test_a_released_runtime_can_be_used_again(llama):
+    runtime = native_runtime(llama)
     tokens = TOKENS[0].tolist()
     logits = []
     for _ in range(2):
@@ -213,13 +240,13 @@ def test_a_released_runtime_can_be_used_again(checkpoint):
     assert torch.equal(*logits)
 
 
-def test_int8_has_no_module(checkpoint):
+def test_int8_has_no_module(llama):
     with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
-        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").load().module()
+        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").load().module()
 
 
-def test_the_peak_memory_of_loading_int8_is_estimated(checkpoint):
-    need = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").memory(0)
+def test_the_peak_memory_of_loading_int8_is_estimated(llama):
+    need = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").memory(0)
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
 
@@ -285,31 +312,29 @@ def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):
     assert [set(each.tolist()) for each in held] == [{3.0}, {1000.0}, {5.0}, {60.0}]
 
 
-def test_bfloat16_models_are_native_and_described_as_such(checkpoint):
-    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load()
+def test_bfloat16_models_are_native_and_described_as_such(llama):
+    loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load()
     assert (loaded.kind, loaded.runtime_description) == ("native", "native")
-    drafting = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=True).load()
+    drafting = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True).load()
     assert drafting.runtime_description == "native, weights in 8 bits"
-    small = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", quantize="int8").load()
+    small = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").load()
     assert small.runtime_description == "native, weights in 8 bits"
-    assert Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load().kind == "fused"
+    assert Checkpoint.resolve(llama, dtype="float32", device="cpu").load().kind == "fused"
 
 
-def test_a_draft_model_needs_half_the_memory(checkpoint):
+def test_a_draft_model_needs_half_the_memory(llama):
     plain, drafting = (
-        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", drafts=drafts).memory()
+        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=drafts).memory()
         for drafts in (False, True)
     )
     linear = sum(
-        module.weight.numel()
-        for module in plain_model(checkpoint).modules()
-        if type(module) is torch.nn.Linear
+        module.weight.numel() for module in plain_model(llama).modules() if type(module) is torch.nn.Linear
     )
     assert 0.9 * linear < plain.weights - drafting.weights <= linear
 
 
-def test_weights_are_held_once(checkpoint):
-    model = read_module(str(checkpoint), torch.bfloat16).eval()
+def test_weights_are_held_once(llama):
+    model = read_module(str(llama), torch.bfloat16).eval()
     released = [weakref.ref(model.model.layers[0]), weakref.ref(model.model.layers[1].mlp.down_proj.weight)]
     decoder = fuse(model, packed=False)
     released += [weakref.ref(decoder.layers[1].gate_up.weight)]
@@ -320,9 +345,9 @@ def test_weights_are_held_once(checkpoint):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_layers_can_be_run_in_two_parts(checkpoint, unit):
+def test_layers_can_be_run_in_two_parts(some_checkpoint, unit):
     """A draft is read ahead as it grows, and scored from there: in the bits of one forward, for rows of any length."""
-    whole, parts = (native_runtime(checkpoint, unit=unit, hidden_layers=(0, 2, -1)) for _ in range(2))
+    whole, parts = (native_runtime(some_checkpoint, unit=unit, hidden_layers=(0, 2, -1)) for _ in range(2))
     for drafts in GROWING:
         rows = {
             runtime: [row_of(TOKENS[0].tolist()[:20]), row_of(TOKENS[1].tolist()[:13])]
@@ -368,8 +393,8 @@ GROWING = [
 padding is made of."""
 
 
-def test_first_layers_are_not_run_again(checkpoint):
-    runtime = native_runtime(checkpoint)
+def test_first_layers_are_not_run_again(llama):
+    runtime = native_runtime(llama)
     calls = []
     run = runtime._forward._kernels.secondguess_run
 
@@ -411,10 +436,10 @@ def test_gradients_reach_through_a_tied_head(tmp_path):
     assert error < 0.02 * logits.detach().abs().max()
 
 
-def test_layers_can_be_left_out(checkpoint):
-    runtime = native_runtime(checkpoint)
+def test_layers_can_be_left_out(some_checkpoint):
+    runtime = native_runtime(some_checkpoint)
     fewer = runtime.skip_layers([0])
-    decoder = fuse(read_module(str(checkpoint), torch.bfloat16).eval(), packed=False)
+    decoder = fuse(read_module(str(some_checkpoint), torch.bfloat16).eval(), packed=False)
     expected = NativeRuntime(NativeDecoder(decoder.without([0])))
     assert fewer.num_layers == runtime.num_layers - 1
     assert torch.equal(fewer.read(TOKENS).logits, expected.read(TOKENS).logits)
@@ -424,14 +449,14 @@ def test_layers_can_be_left_out(checkpoint):
             runtime.skip_layers(wrong)
 
 
-def test_without_kernels_torch_is_used(checkpoint, monkeypatch):
+def test_without_kernels_torch_is_used(llama, monkeypatch):
     monkeypatch.setattr(library, "units", lambda: ())
-    assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
+    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "fused"
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
-        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="native").load()
+        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", runtime="native").load()
 
 
-def test_kernels_with_other_results_are_not_used(checkpoint, monkeypatch):
+def test_kernels_with_other_results_are_not_used(llama, monkeypatch):
     made = NativeDecoder.__init__
 
     def slightly_off(self, *arguments):
@@ -439,7 +464,7 @@ def test_kernels_with_other_results_are_not_used(checkpoint, monkeypatch):
         self.described.scaling *= 3
 
     monkeypatch.setattr(NativeDecoder, "__init__", slightly_off)
-    assert Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load().kind == "fused"
+    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "fused"
 
 
 def test_kernels_of_other_sources_are_refused(monkeypatch):
@@ -502,48 +527,47 @@ def test_one_logit_further_off_than_the_tolerance_passes_a_probe(caplog):
     assert caplog.text == ""
 
 
-def test_a_failed_probe_is_logged(checkpoint, monkeypatch, caplog):
+def test_a_failed_probe_is_logged(llama, monkeypatch, caplog):
     monkeypatch.setattr("secondguess.runtime.fused.rotate", lambda states, *_: states)
-    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").load()
+    loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load()
     assert loaded.kind == "transformers"
     assert "the fused runtime is not used: expected the model's logits" in caplog.text
 
 
-def test_threads_of_a_forward_are_those_of_the_quota(checkpoint, monkeypatch):
-    runtime = native_runtime(checkpoint)
+def test_threads_of_a_forward_are_those_of_the_quota(llama, monkeypatch):
+    runtime = native_runtime(llama)
     monkeypatch.setattr("secondguess.runtime.native.forward.num_threads", lambda: 3)
     runtime.read(TOKENS)
     assert runtime._forward._arguments.num_threads == 3
 
 
-def test_auto_without_matching_kernels_is_as_without_kernels(checkpoint, monkeypatch):
+def test_auto_without_matching_kernels_is_as_without_kernels(llama, monkeypatch):
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
-    assert Checkpoint.resolve(checkpoint, device="cpu").load().dtype == "bfloat16"
+    assert Checkpoint.resolve(llama, device="cpu").load().dtype == "bfloat16"
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
-    found = Checkpoint.resolve(checkpoint, device="cpu").load()
+    found = Checkpoint.resolve(llama, device="cpu").load()
     assert (found.kind, found.dtype) == ("fused", "float32")
 
 
-def test_prompts_are_checked_against_the_cache_in_use(checkpoint, monkeypatch):
+def test_prompts_are_checked_against_the_cache_in_use(llama, monkeypatch):
     """With float32 instead of the requested bfloat16 a token needs twice the bytes."""
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
-    picked = load(checkpoint, "none", device="cpu").cache_bytes
+    picked = load(llama, "none", device="cpu").cache_bytes
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
-    assert load(checkpoint, "none", device="cpu").cache_bytes == 2 * picked
+    assert load(llama, "none", device="cpu").cache_bytes == 2 * picked
 
 
-def test_the_memory_estimate_is_that_of_the_requested_runtime(checkpoint, monkeypatch):
+def test_the_memory_estimate_is_that_of_the_requested_runtime(llama, monkeypatch):
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
     needs = {
-        kind: Checkpoint.resolve(checkpoint, device="cpu", runtime=kind).memory()
-        for kind in ("auto", "fused")
+        kind: Checkpoint.resolve(llama, device="cpu", runtime=kind).memory() for kind in ("auto", "fused")
     }
     assert needs["fused"].cache == 2 * needs["auto"].cache
     assert needs["fused"].weights > needs["auto"].weights
 
 
-def test_running_out_of_memory_between_layers_is_reported(checkpoint, monkeypatch):
-    runtime = native_runtime(checkpoint)
+def test_running_out_of_memory_between_layers_is_reported(llama, monkeypatch):
+    runtime = native_runtime(llama)
 
     class Full:
         secondguess_free = runtime._forward._kernels.secondguess_free
@@ -557,8 +581,8 @@ def test_running_out_of_memory_between_layers_is_reported(checkpoint, monkeypatc
         runtime.read(TOKENS)
 
 
-def test_a_token_outside_the_vocabulary_is_refused(checkpoint):
-    runtime = native_runtime(checkpoint)
+def test_a_token_outside_the_vocabulary_is_refused(llama):
+    runtime = native_runtime(llama)
     for token in (-1, 300):
         with pytest.raises(BadInputError, match=f"token ids from 0 to 299, got .*{token}"):
             runtime.read(torch.tensor([[5, token]]))
@@ -600,9 +624,11 @@ def test_the_most_probable_token_and_its_probability_equal_torch(width: int, spe
 
 @pytest.mark.parametrize("hidden_layers", [(), (1, -1)])
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
-def test_rows_of_different_lengths_are_run_without_padding(checkpoint, hidden_layers, is_tree, monkeypatch):
+def test_rows_of_different_lengths_are_run_without_padding(
+    some_checkpoint, hidden_layers, is_tree, monkeypatch
+):
     """Drafts of different lengths, and rows that have to catch up: each row's bits are those of the row alone."""
-    runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+    runtime = native_runtime(some_checkpoint, hidden_layers=hidden_layers)
     call, num_tokens = runtime._forward, []
     monkeypatch.setattr(
         runtime,
@@ -623,7 +649,7 @@ def test_rows_of_different_lengths_are_run_without_padding(checkpoint, hidden_la
     assert torch.isfinite(together.logits).all()
     for number, row in enumerate(rows):
         alone_row, alone_draft = row_of(list(row.tokens)), draft.select(torch.tensor([number]))
-        alone_runtime = native_runtime(checkpoint, hidden_layers=hidden_layers)
+        alone_runtime = native_runtime(some_checkpoint, hidden_layers=hidden_layers)
         alone_runtime.begin([alone_row])
         alone = alone_runtime.score([alone_row], alone_draft)
         num_queries = len(chains[number]) + 1

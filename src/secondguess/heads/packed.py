@@ -56,6 +56,8 @@ class PackedHead(PackedDecoder):
             "embedding_scale": described.embedding_scale,
             "embedding": described.embedding,
             "head": described.head,
+            "logit_divisor": described.logit_divisor,
+            "logit_cap": described.logit_cap,
         }
         array = (library.Layer * len(layers))(*layers)
         return library.Decoder(layers=array, num_layers=len(layers), **{**shared, **fields})
@@ -122,7 +124,7 @@ class PackedFeatureHead(PackedHead):
                 "embedding_scale": 1.0,
             }
         if head.lm_head is not None:
-            fields["head"] = self._linear(head.lm_head)
+            fields |= {"head": self._linear(head.lm_head), "logit_divisor": 0, "logit_cap": 0}
         if parts.projection is not None:
             fields["projection"] = self._linear(parts.projection)
         self.described = self._describe_attention(

@@ -159,7 +159,7 @@ def grouped_query_attention(
             "they would be ignored; secondguess cannot decode this model"
         )
     if softcap is not None or s_aux is not None or position_bias is not None:
-        return _explicit_attention(
+        return explicit_attention(
             query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
         ), None
     num_rows, num_heads, num_queries, _ = query.shape
@@ -199,19 +199,20 @@ def masked_attention(
     return scaled_dot_product_attention(twice, key, value, attn_mask=mask, scale=scaling)[:, :, :1]
 
 
-def _explicit_attention(
+def explicit_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-    sinks: Tensor | None,
-    position_bias: Tensor | None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute attention from explicit scores, for features that SDPA lacks.
 
-    The softmax is computed in float32, or in float64 for float64 scores.
+    Arguments and result are those of `grouped_query_attention`. The softmax is computed in float32,
+    or in float64 for float64 scores.
     """
     num_rows, num_heads, num_queries, size = query.shape
     num_kv_heads, num_keys = key.shape[1:3]

@@ -7,26 +7,39 @@ correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import LENGTH_DEPENDENT_ROPE
+
+with quiet():
+    from transformers import PreTrainedConfig
+    from transformers.activations import NewGELUActivation
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
+    "gelu_new": NewGELUActivation(),  # rounds after each operation
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
 
 
 class Norm:
-    """Root-mean-square norm that rounds before it applies the weight, as Llama's modules do."""
+    """Root-mean-square norm that rounds before it applies the weight, as Llama's modules do.
+
+    Attributes:
+        bias: added after the weight by a layer norm, which also subtracts the mean; else None.
+    """
+
+    rounds_first = True
+    bias: Tensor | None = None
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
@@ -36,46 +49,61 @@ class Norm:
         return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
 
 
-class GemmaRMSNorm(Norm):
-    """Gemma's root-mean-square norm: the scale is 1 + weight, and the result is rounded last."""
+class Float32Norm(Norm):
+    """Root-mean-square norm that rounds after it has applied the weight, as OLMo's modules do."""
+
+    rounds_first = False
 
     def __init__(self, module: Any) -> None:
-        self.weight = 1.0 + module.weight.detach().float()
-        self.eps = module.eps
+        self.weight = module.weight.detach().float()
+        self.eps = module.variance_epsilon
 
     def __call__(self, states: Tensor) -> Tensor:
         return functional.rms_norm(states.float(), self.weight.shape, self.weight, self.eps).to(states.dtype)
 
 
-@dataclass(frozen=True)
-class Family:
-    """Differences of a model family from Llama.
+class GemmaNorm(Float32Norm):
+    """Gemma's root-mean-square norm, which scales by 1 + weight."""
 
-    All families have Llama's structure: pre-norm, rotary positions, a gated feed-forward network,
-    and biases where the checkpoint has them.
+    def __init__(self, module: Any) -> None:
+        self.weight = 1.0 + module.weight.detach().float()
+        self.eps = module.eps
 
-    Args:
-        windows: function from the configuration to each layer's sliding window in tokens, None for
-            full attention. A configuration may name windows that the family's module does not use.
-        has_qk_norm: whether queries and keys are normalised per head (Qwen3).
-        has_joined_projections: whether query, key and value are one linear layer, and gate and up
-            another (Phi-3).
-        norm: class of the root-mean-square norms.
-        has_post_norms: whether the outputs of attention and feed-forward are normalised before
-            they are added to the residual (Gemma 3).
-        turns_by_layer_type: whether each layer type has its own rotary frequencies (Gemma 3).
-        scales_embeddings: whether the embedding module scales its output (Gemma).
-        activation: name of the configuration field that holds the activation.
-    """
 
-    windows: Callable[[Any], list[int | None]]
-    has_qk_norm: bool = False
-    has_joined_projections: bool = False
-    norm: type[Norm] = Norm
-    has_post_norms: bool = False
-    turns_by_layer_type: bool = False
-    scales_embeddings: bool = False
-    activation: str = "hidden_act"
+class LayerNorm(Norm):
+    """Layer norm with a weight and a bias."""
+
+    rounds_first = False
+
+    def __init__(self, module: Any) -> None:
+        self.weight, self.bias = module.weight.detach(), module.bias.detach()
+        self.eps = module.eps
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return functional.layer_norm(states, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class NormNames(NamedTuple):
+    """Names of a layer's norms before and after its two parts; None where there is no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+class LinearNames(NamedTuple):
+    """Names of a layer's linear layers. Several inputs are joined, in this order."""
+
+    attention_inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention_output: str = "o_proj"
+    mlp_inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_output: str = "down_proj"
+
+
+LLAMA_NORMS, LLAMA_LINEARS = NormNames(), LinearNames()
+NO_ROTARY = "none"
+"""Key of the rotary table of layers without rotary positions."""
 
 
 def no_windows(config: Any) -> list[int | None]:
@@ -90,26 +118,151 @@ def window_by_layer(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
+def one_rotary(config: Any) -> list[str | None]:
+    return [None] * config.num_hidden_layers
+
+
+def rotary_by_layer_type(config: Any) -> list[str | None]:
+    return list(config.layer_types)
+
+
+def rotary_in_marked_layers(config: Any) -> list[str | None]:
+    return [None if has_rotary else NO_ROTARY for has_rotary in config.no_rope_layers]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a model family from Llama.
+
+    All families have rotary positions, and biases where the checkpoint has them. By default a
+    layer has Llama's structure: pre-norm, and a gated feed-forward network.
+
+    Args:
+        windows: function from the configuration to each layer's sliding window in tokens, None for
+            full attention. A configuration may name windows that the family's module does not use.
+        own_fields: configuration fields that the description covers, beside `COMMON_FIELDS`.
+        norm: class of the norms.
+        norms: names of a layer's norms.
+        has_qk_norm: whether queries and keys are normalised, per head (Qwen3) or all heads together
+            (OLMo 2), as the size of the weight says.
+        linears: names of a layer's linear layers.
+        attention, final_norm: names of the attention in a layer, and of the norm behind the layers.
+        has_interleaved_heads: whether the joined projection lists query, key and value of each head
+            in turn (GPT-NeoX), not all queries first.
+        is_gated: whether the first half of the feed-forward inputs gates the second one.
+        is_parallel: function from the configuration to whether attention and feed-forward read the
+            same states and are added together (Phi).
+        rotaries: function from the configuration to the key of each layer's rotary table: None for
+            the module's only one, a layer type that has its own (Gemma 3), or `NO_ROTARY`.
+        rotates_pairs: whether rotary positions turn neighbouring numbers (GLM), not halves.
+        rotates_in_float32: whether cosines and sines are float32 in any dtype (OLMo 2).
+        scales_embeddings: whether the embedding module scales its output (Gemma).
+        activation: name of the configuration field that holds the activation.
+    """
+
+    windows: Callable[[Any], list[int | None]] = no_windows
+    own_fields: frozenset[str] = frozenset()
+    norm: type[Norm] = Norm
+    norms: NormNames = LLAMA_NORMS
+    has_qk_norm: bool = False
+    linears: LinearNames = LLAMA_LINEARS
+    attention: str = "self_attn"
+    final_norm: str = "norm"
+    has_interleaved_heads: bool = False
+    is_gated: bool = True
+    is_parallel: Callable[[Any], bool] = lambda config: False
+    rotaries: Callable[[Any], list[str | None]] = one_rotary
+    rotates_pairs: bool = False
+    rotates_in_float32: bool = False
+    scales_embeddings: bool = False
+    activation: str = "hidden_act"
+
+    def number(self, config: Any, field: str) -> float | None:
+        """Return the value of a configuration field, or None if the family's module does not use it."""
+        return getattr(config, field) if field in self.own_fields else None
+
+
+GEMMA_NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+SOFT_CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+GEMMA2 = Family(
+    window_by_layer,
+    SOFT_CAPS,
+    norm=GemmaNorm,
+    norms=GEMMA_NORMS,
+    scales_embeddings=True,
+    activation="hidden_activation",
+)
+OLMO2 = Family(
+    norm=Float32Norm,
+    norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    has_qk_norm=True,
+    rotates_in_float32=True,
+)
+GLM = Family(linears=LinearNames(mlp_inputs=("gate_up_proj",)), rotates_pairs=True)
+
 FAMILIES = {
-    "llama": Family(no_windows),
+    "llama": Family(),
     "mistral": Family(one_window),
+    "ministral": Family(window_by_layer),
     "qwen2": Family(window_by_layer),
     "qwen3": Family(window_by_layer, has_qk_norm=True),
-    "phi3": Family(one_window, has_joined_projections=True),
-    "gemma": Family(no_windows, norm=GemmaRMSNorm, scales_embeddings=True),
-    "gemma3_text": Family(
+    "phi3": Family(one_window, linears=LinearNames(("qkv_proj",), mlp_inputs=("gate_up_proj",))),
+    "gemma": Family(norm=GemmaNorm, scales_embeddings=True),
+    "gemma2": GEMMA2,
+    "gemma3_text": replace(GEMMA2, has_qk_norm=True, rotaries=rotary_by_layer_type),
+    "olmo2": OLMO2,
+    "olmo3": replace(OLMO2, windows=window_by_layer, rotaries=rotary_by_layer_type),
+    "granite": Family(
+        own_fields=frozenset(
+            {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+        )
+    ),
+    "smollm3": Family(
         window_by_layer,
-        has_qk_norm=True,
-        norm=GemmaRMSNorm,
-        has_post_norms=True,
-        turns_by_layer_type=True,
-        scales_embeddings=True,
-        activation="hidden_activation",
+        frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+        rotaries=rotary_in_marked_layers,
+    ),
+    "glm": GLM,
+    "glm4": replace(
+        GLM,
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    ),
+    "stablelm": Family(norm=LayerNorm),
+    "phi": Family(
+        norm=LayerNorm,
+        norms=NormNames(before_mlp="input_layernorm"),
+        linears=LinearNames(attention_output="dense", mlp_inputs=("fc1",), mlp_output="fc2"),
+        final_norm="final_layernorm",
+        is_gated=False,
+        is_parallel=lambda config: True,
+    ),
+    "gpt_neox": Family(
+        own_fields=frozenset({"use_parallel_residual"}),
+        norm=LayerNorm,
+        linears=LinearNames(("query_key_value",), "dense", ("dense_h_to_4h",), "dense_4h_to_h"),
+        attention="attention",
+        final_norm="final_layer_norm",
+        has_interleaved_heads=True,
+        is_gated=False,
+        is_parallel=lambda config: config.use_parallel_residual,
     ),
 }
 
-UNSUPPORTED_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-"""Configuration fields that, when set, enable features the fused decoder does not implement."""
+COMMON_FIELDS = frozenset({
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
+    "attention_bias", "mlp_bias", "use_qkv_bias", "tie_word_embeddings", "query_pre_attn_scalar",
+    "max_position_embeddings", "original_max_position_embeddings", "rope_parameters", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers", "attention_dropout", "hidden_dropout",
+    "resid_pdrop", "embd_pdrop", "classifier_dropout", "initializer_range", "use_cache", "is_decoder",
+    "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
+})  # fmt: skip
+"""Configuration fields that every description covers, or that have no effect in a forward pass."""
+IGNORED_FIELDS = frozenset(field.name for field in fields(PreTrainedConfig))
 
 
 def why_not_fused(config: Any, device: torch.device) -> str | None:
@@ -118,31 +271,39 @@ def why_not_fused(config: Any, device: torch.device) -> str | None:
         return f"our own decoders run on a CPU, not on {device}"
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not among the families described ({', '.join(FAMILIES)})"
-    family, text = FAMILIES[config.model_type], config.get_text_config()
-    ropes = text.rope_parameters or {}
+    family = FAMILIES[config.model_type]
+    if getattr(config, "is_heterogeneous", False):
+        return "its layers have configurations of their own"
     if getattr(config, "quantization_config", None) is not None:
         return "the checkpoint is quantised"
-    if getattr(text, family.activation) not in ACTIVATIONS:
-        return f"activation {getattr(text, family.activation)} is none of {', '.join(ACTIVATIONS)}"
-    if not all(map(_is_plain_rope, ropes.values() if family.turns_by_layer_type else [ropes])):
-        return "its rotary positions depend on the length, or turn part of a head"
-    asked = [field for field in UNSUPPORTED_FIELDS if getattr(text, field, None)]
-    return f"no description has words for {asked[0]}" if asked else None
+    if getattr(config, family.activation) not in ACTIVATIONS:
+        return f"activation {getattr(config, family.activation)} is none of {', '.join(ACTIVATIONS)}"
+    if family.rotaries is rotary_by_layer_type and any(
+        rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in config.rope_parameters.values()
+    ):
+        return "the rotary positions of a layer type depend on the length"
+    if unknown := _unknown_fields(config, family):
+        return f"the description of {config.model_type} does not cover {', '.join(unknown)}"
+    return None
 
 
-def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
-    """Return whether rotary frequencies are the same at every length and rotate whole heads."""
-    fixed = rope.get("rope_type", "default") not in LENGTH_DEPENDENT_ROPE
-    return fixed and rope.get("partial_rotary_factor", 1.0) == 1.0
+def _unknown_fields(config: Any, family: Family) -> list[str]:
+    """Return the fields that the model's own configuration class declares and no description covers.
+
+    Only fields that are set count. A module may read them in a way that the probe cannot see: a soft
+    cap, for one, hardly shows in small logits.
+    """
+    known = COMMON_FIELDS | IGNORED_FIELDS | family.own_fields
+    declared = [field.name for field in fields(config) if field.name not in known]
+    return [name for name in declared if getattr(config, name, None)]
 
 
-def attention_inputs(attention: Any, family: Family) -> list[Any]:
-    """Return the linear layers that compute queries, keys and values."""
-    if family.has_joined_projections:
-        return [attention.qkv_proj]
-    return [attention.q_proj, attention.k_proj, attention.v_proj]
-
-
-def mlp_inputs(mlp: Any, family: Family) -> list[Any]:
-    """Return the linear layers that compute gate and up."""
-    return [mlp.gate_up_proj] if family.has_joined_projections else [mlp.gate_proj, mlp.up_proj]
+def linears_of(layer: Any, family: Family) -> tuple[list[Any], Any, list[Any], Any]:
+    """Return a layer's linear layers: inputs and output of attention, inputs and output of the MLP."""
+    names, attention, mlp = family.linears, getattr(layer, family.attention), layer.mlp
+    return (
+        [getattr(attention, name) for name in names.attention_inputs],
+        getattr(attention, names.attention_output),
+        [getattr(mlp, name) for name in names.mlp_inputs],
+        getattr(mlp, names.mlp_output),
+    )

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.attention import ForwardStep, masked_attention
+from secondguess.runtime.attention import ForwardStep, explicit_attention, masked_attention
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import KEY_MULTIPLE, Output
-from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, attention_inputs, mlp_inputs
+from secondguess.runtime.families import ACTIVATIONS, FAMILIES, NO_ROTARY, Family, Norm, linears_of
 from secondguess.runtime.layered import LayeredRuntime, remaining_layers
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.quiet import quiet
@@ -93,10 +93,9 @@ def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
 def _linears(model: Any) -> Iterator[Any]:
     """Yield every module that becomes part of a `PackableLinear`."""
     family = FAMILIES[model.config.model_type]
-    for layer in model.model.layers:
-        yield from attention_inputs(layer.self_attn, family)
-        yield from mlp_inputs(layer.mlp, family)
-        yield from (layer.self_attn.o_proj, layer.mlp.down_proj)
+    for layer in model.base_model.layers:
+        attention_inputs, attention_output, mlp_inputs, mlp_output = linears_of(layer, family)
+        yield from (*attention_inputs, attention_output, *mlp_inputs, mlp_output)
     yield model.get_output_embeddings()
 
 
@@ -136,14 +135,24 @@ class LayerMask:
 
 
 class AttentionHeads:
-    """Number, size and score scaling of a layer's heads, which are joined as query, key, value."""
+    """Number, size and score scaling of a layer's heads, which are joined as query, key, value.
 
-    def __init__(self, config: Any, attention: Any) -> None:
-        self.size: int = attention.head_dim
-        self.scaling: float = attention.scaling
-        self.num_queries: int = config.num_attention_heads
-        self.num_keys: int = config.num_key_value_heads
-        self.group: int = self.num_queries // self.num_keys
+    Args:
+        num_queries, num_keys: number of query heads and of key heads.
+        size: numbers per head.
+        scaling: factor on the scores.
+        cap: soft cap, which replaces scores by `cap * tanh(score / cap)`; None for none.
+    """
+
+    def __init__(
+        self, num_queries: int, num_keys: int, size: int, scaling: float, cap: float | None = None
+    ) -> None:
+        self.num_queries = num_queries
+        self.num_keys = num_keys
+        self.group = num_queries // num_keys
+        self.size = size
+        self.scaling = scaling
+        self.cap = cap
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, view: LayerMask) -> Tensor:
         """Return the attention output `[row, query, head * size]`.
@@ -154,6 +163,10 @@ class AttentionHeads:
             view: the mask.
         """
         rows, width = query.shape[:2]
+        if self.cap is not None:
+            mask = None if view.mask is None else view.mask[:, :, :: self.group]
+            mixed = explicit_attention(query.transpose(1, 2), key, value, mask, self.scaling, self.cap)
+            return mixed.reshape(rows, width, self.num_queries * self.size)
         if view.causal:
             mixed = functional.scaled_dot_product_attention(
                 query.transpose(1, 2),
@@ -177,34 +190,41 @@ class Rotary:
     """Table of rotary cosines and sines, computed on demand.
 
     Args:
-        frequencies: `[size / 2]`, angle between neighbouring positions.
+        frequencies: `[size / 2]`, angle between neighbouring positions. `size` numbers of a head are
+            rotated, the first ones.
         scaling: factor on cosines and sines.
         dtype: dtype of the table.
+        pairs: whether neighbouring numbers are rotated together, not one of each half.
     """
 
-    def __init__(self, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> None:
+    def __init__(self, frequencies: Tensor, scaling: float, dtype: torch.dtype, pairs: bool = False) -> None:
         self.frequencies = frequencies.float()
         self.scaling = scaling
         self.dtype = dtype
+        self.pairs = pairs
         self._table = torch.empty(0)
 
     @classmethod
-    def of(cls, module: Any, dtype: torch.dtype, layer_type: str | None = None) -> Rotary:
+    def of(cls, module: Any, dtype: torch.dtype, kind: str | None = None, pairs: bool = False) -> Rotary:
         """Return the table of a rotary embedding.
 
         Args:
             module: the rotary embedding.
             dtype: dtype of the table.
-            layer_type: layer type whose frequencies are used; None if the module has only one set.
+            kind: layer type whose frequencies are used; None if the module has only one set, or
+                `NO_ROTARY` for a table that changes nothing.
+            pairs: as in the constructor.
         """
-        prefix = "" if layer_type is None else f"{layer_type}_"
+        if kind == NO_ROTARY:
+            return cls(torch.zeros_like(module.inv_freq), 1.0, dtype, pairs)
+        prefix = "" if kind is None else f"{kind}_"
         frequencies = getattr(module, f"{prefix}inv_freq")
-        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype)
+        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype, pairs)
 
     def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
 
-        The first half of sin is negated, as `rotate` expects.
+        The sines of the first number of each pair are negated, as `rotate` expects.
         """
         table = self.table(step.num_keys)
         if step.start is None:
@@ -228,16 +248,47 @@ class Rotary:
     def _rows(self, count: int) -> Tensor:
         angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return torch.cat((cos, cos, -sin, sin), -1).to(self.dtype)
+        join = _interleaved if self.pairs else torch.cat
+        return torch.cat((join((cos, cos), -1), join((-sin, sin), -1)), -1).to(self.dtype)
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding in the half-split layout, rounding where the modules round.
+def _interleaved(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.stack(tuple(parts), dim).flatten(dim - 1)
 
-    The modules negate the second half of the states; here the sine is negated, which gives the
-    same bits.
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: bool = False) -> Tensor:
+    """Apply the rotary embedding to the first numbers of each head, rounding where the modules round.
+
+    The modules negate half of the states; here the sine is negated, which gives the same bits.
+
+    Args:
+        states: `[..., head_size]`.
+        cos, sin: `[..., size]` from `Rotary.at`.
+        pairs: as in `Rotary`.
     """
-    return states * cos + states.roll(states.shape[-1] // 2, -1) * sin
+    size = cos.shape[-1]
+    part, rest = states[..., :size], states[..., size:]
+    other = part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2) if pairs else part.roll(size // 2, -1)
+    turned = (part * cos + other * sin).to(states.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """Last step of the logits, beyond the LM head.
+
+    Args:
+        divisor: divides the logits (Granite).
+        cap: soft cap, applied after that (Gemma 2).
+    """
+
+    divisor: float | None = None
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 class Layer:
@@ -260,26 +311,37 @@ class Layer:
         rotary_kind: str | None,
         packed: bool,
     ) -> None:
-        attention, mlp = module.self_attn, module.mlp
+        attention_inputs, attention_output, mlp_inputs, mlp_output = linears_of(module, family)
+        attention = getattr(module, family.attention)
+        num_queries: int = config.num_attention_heads
+        size = attention_output.in_features // num_queries
+        num_heads = sum(linear.out_features for linear in attention_inputs) // size
         self.window = window
         self.rotary_kind = rotary_kind
-        self.heads = AttentionHeads(config, attention)
+        self.rotates_pairs = family.rotates_pairs
+        cap = family.number(config, "attn_logit_softcapping")
+        self.heads = AttentionHeads(num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap)
         self.activation_name: str = getattr(config, family.activation)
         self.activation = ACTIVATIONS[self.activation_name]
-        self.attention_norm = family.norm(module.input_layernorm)
-        self.query_norm = family.norm(attention.q_norm) if family.has_qk_norm else None
-        self.key_norm = family.norm(attention.k_norm) if family.has_qk_norm else None
-        self.attention_output_norm = self.mlp_output_norm = None
-        if family.has_post_norms:
-            self.attention_output_norm = family.norm(module.post_attention_layernorm)
-            self.mlp_norm = family.norm(module.pre_feedforward_layernorm)
-            self.mlp_output_norm = family.norm(module.post_feedforward_layernorm)
-        else:
-            self.mlp_norm = family.norm(module.post_attention_layernorm)
-        self.qkv = PackableLinear.joined(attention_inputs(attention, family), packed)
-        self.output = PackableLinear.joined([attention.o_proj], packed)
-        self.gate_up = PackableLinear.joined(mlp_inputs(mlp, family), packed)
-        self.down = PackableLinear.joined([mlp.down_proj], packed)
+        self.is_gated = family.is_gated
+        self.is_parallel = family.is_parallel(config)
+        self.residual_scale = family.number(config, "residual_multiplier")
+
+        def norm(name: str | None, owner: Any = module) -> Norm | None:
+            return None if name is None else family.norm(getattr(owner, name))
+
+        self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = map(
+            norm, family.norms
+        )
+        self.query_norm = norm("q_norm", attention) if family.has_qk_norm else None
+        self.key_norm = norm("k_norm", attention) if family.has_qk_norm else None
+        order = None
+        if family.has_interleaved_heads:
+            order = torch.arange(num_heads * size).view(-1, 3, size).transpose(0, 1).flatten()
+        self.qkv = PackableLinear.joined(attention_inputs, packed, order)
+        self.output = PackableLinear.joined([attention_output], packed)
+        self.gate_up = PackableLinear.joined(mlp_inputs, packed)
+        self.down = PackableLinear.joined([mlp_output], packed)
 
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
@@ -293,28 +355,51 @@ class Layer:
             view: the attention mask.
             cache: the `KeyValueCache`.
         """
+        attended = self._attend(states, index, rotary, view, cache)
+        if self.is_parallel:
+            return self._feed_forward(states) + attended + states
+        states = states + attended
+        return states + self._feed_forward(states)
+
+    def _attend(
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
+    ) -> Tensor:
         rows, width, _ = states.shape
         heads = self.heads
-        qkv = self.qkv(self.attention_norm(states)).view(rows, width, -1, heads.size)
+        qkv = self.qkv(_normalised(self.attention_norm, states)).view(rows, width, -1, heads.size)
         num_turned = heads.num_queries + heads.num_keys
         turned = qkv[:, :, :num_turned]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turned[:, :, : heads.num_queries], turned[:, :, heads.num_queries :]
-            turned = torch.cat((self.query_norm(query), self.key_norm(key)), 2)
-        turned = rotate(turned, *rotary)
+            normalised = _normalised_heads(self.query_norm, query), _normalised_heads(self.key_norm, key)
+            turned = torch.cat(normalised, 2)
+        turned = rotate(turned, *rotary, self.rotates_pairs)
         keys, values = cache.update(
             turned[:, :, heads.num_queries :].transpose(1, 2), qkv[:, :, num_turned:].transpose(1, 2), index
         )
         mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
-        added = self.output(mixed)
-        if self.attention_output_norm is not None:
-            added = self.attention_output_norm(added)
-        states = states + added
-        gate, up = self.gate_up(self.mlp_norm(states)).chunk(2, -1)
-        added = self.down(self.activation(gate) * up)
-        if self.mlp_output_norm is not None:
-            added = self.mlp_output_norm(added)
-        return states + added
+        return self._scaled(_normalised(self.attention_output_norm, self.output(mixed)))
+
+    def _feed_forward(self, states: Tensor) -> Tensor:
+        inner = self.gate_up(_normalised(self.mlp_norm, states))
+        if self.is_gated:
+            gate, up = inner.chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        return self._scaled(_normalised(self.mlp_output_norm, self.down(inner)))
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        return added if self.residual_scale is None else added * self.residual_scale
+
+
+def _normalised(norm: Norm | None, states: Tensor) -> Tensor:
+    return states if norm is None else norm(states)
+
+
+def _normalised_heads(norm: Norm, heads: Tensor) -> Tensor:
+    """Normalise `[row, query, head, size]` per head, or all heads together if the weight is that long."""
+    return norm(heads.reshape(*heads.shape[:2], -1, norm.weight.shape[0])).view_as(heads)
 
 
 class FusedDecoder:
@@ -328,20 +413,28 @@ class FusedDecoder:
     def __init__(self, model: Any, packed: bool) -> None:
         config = model.config.get_text_config()
         family = FAMILIES[config.model_type]
-        body = model.model
+        body = model.base_model
         self.config = config
         embeddings = model.get_input_embeddings()
         self.embedding: Tensor = embeddings.weight.detach()
         dtype = self.embedding.dtype
-        self.embedding_scale = embeddings.embed_scale.to(dtype) if family.scales_embeddings else None
-        windows = family.windows(config)
-        types = config.layer_types if family.turns_by_layer_type else [None] * len(windows)
-        self.rotaries = {kind: Rotary.of(body.rotary_emb, dtype, kind) for kind in dict.fromkeys(types)}
+        self.embedding_scale = family.number(config, "embedding_multiplier")
+        if family.scales_embeddings:
+            self.embedding_scale = float(embeddings.embed_scale.to(dtype))
+        self.logit_scaling = LogitScaling(
+            family.number(config, "logits_scaling"), family.number(config, "final_logit_softcapping")
+        )
+        windows, kinds = family.windows(config), family.rotaries(config)
+        table_dtype = torch.float32 if family.rotates_in_float32 else dtype
+        self.rotaries = {
+            kind: Rotary.of(body.rotary_emb, table_dtype, kind, family.rotates_pairs)
+            for kind in dict.fromkeys(kinds)
+        }
         self.layers: list[Layer] = []
-        for index, (window, kind) in enumerate(zip(windows, types, strict=True)):
+        for index, (window, kind) in enumerate(zip(windows, kinds, strict=True)):
             self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
             body.layers[index] = nn.Identity()  # frees the module's weights
-        self.norm = family.norm(body.norm)
+        self.norm = family.norm(getattr(body, family.final_norm))
         self.head = PackableLinear.joined([model.get_output_embeddings()], packed)
         self.windows = set(windows)
 
@@ -363,10 +456,14 @@ class FusedDecoder:
         states = functional.embedding(tokens, self.embedding)
         return states if self.embedding_scale is None else states * self.embedding_scale
 
+    def unembed(self, states: Tensor) -> Tensor:
+        """Return the logits of normalised hidden states."""
+        return self.logit_scaling(self.head(states))
+
     def embedding_and_head(self) -> EmbeddingAndHead:
         """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
-        return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.head)
+        return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.unembed)
 
     @property
     def num_heads_per_key(self) -> int:
@@ -409,7 +506,7 @@ class FusedRuntime(LayeredRuntime):
     def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> Output:
         """Return the output for the hidden states of all levels, embeddings first."""
         last = levels[-1] = self.decoder.norm(levels[-1])
-        logits = self.decoder.head(last[:, -num_logits:])
+        logits = self.decoder.unembed(last[:, -num_logits:])
         return Output(logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {})
 
     def _run_layers(self, states: Tensor, step: ForwardStep, layers: range) -> list[Tensor]:

@@ -42,12 +42,17 @@ class PackableLinear:
         self.packed = packed
 
     @classmethod
-    def joined(cls, linears: Sequence[Any], packed: bool) -> PackableLinear:
-        """Return one product for linear layers with the same input, outputs concatenated."""
+    def joined(cls, linears: Sequence[Any], packed: bool, order: Tensor | None = None) -> PackableLinear:
+        """Return one product for linear layers with the same input, outputs concatenated.
+
+        With `order`, output `i` is the output `order[i]` of the layers.
+        """
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias for linear in linears]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         bias = torch.cat([each.detach() for each in biases]) if biases[0] is not None else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
         return cls(weight, bias, packed)
 
     def release(self) -> None:

@@ -4,17 +4,38 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "vectors.h"
 
 struct Norm {
     const float* weight;  // null if the layer has no such norm
+    const float* bias;    // of a layer norm, which also subtracts the mean; null for a root-mean-square norm
     float eps;
     int32_t rounds_first;  // round before applying the weight (Llama), or after (Gemma)
 };
 
+// Layer norm (Ba, Kiros and Hinton, arXiv 1607.06450) of one row; `to` may be `from`.
+inline void normalise_around_mean(const bf16* from, int64_t size, const Norm& norm, bf16* to) {
+    Floats sum = zeros(), squares = zeros();
+    for (int64_t i = 0; i < size; i += 16) sum = sum + load(from + i, lanes(size - i));
+    const Floats mean = all(sum_of(sum) / size);
+    for (int64_t i = 0; i < size; i += 16) {
+        const Lanes part = lanes(size - i);
+        const Floats x = keep(part, load(from + i, part) - mean, zeros());
+        squares = add_product(squares, x, x);
+    }
+    const Floats factor = all(1.0f / std::sqrt(sum_of(squares) / size + norm.eps));
+    for (int64_t i = 0; i < size; i += 16) {
+        const Lanes part = lanes(size - i);
+        const Floats x = (load(from + i, part) - mean) * factor;
+        store(to + i, add_product(load(norm.bias + i, part), x, load(norm.weight + i, part)), part);
+    }
+}
+
 // Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467) of one row; `to` may be `from`.
 inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to) {
+    if (norm.bias) return normalise_around_mean(from, size, norm, to);
     Floats squares = zeros();
     for (int64_t i = 0; i < size; i += 16) {
         const Floats x = load(from + i, lanes(size - i));
@@ -39,20 +60,34 @@ inline void normalise_if(const Norm& norm, const bf16* from, int64_t size, bf16*
 
 constexpr int64_t LARGEST_HEAD = 512;
 
-// Rotary embedding of one head, rounded where the Transformers modules round. `cos_sin` holds the
-// cosines, then the sines with their first half negated.
-inline void rotate(const bf16* from, int64_t size, const bf16* cos_sin, bf16* to) {
-    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: halves swapped; `to` may be `from`
+// Rotary embedding of the first `size` numbers of a head, rounded where the Transformers modules
+// round: after each operation, or once if the table is float32. `cos_sin` holds the cosines, then
+// the sines, negated for the first number of each pair. A pair is one number of each half or, with
+// `pairs`, two neighbours.
+template <class Number>
+inline void rotate(const bf16* from, int64_t size, bool pairs, const Number* cos_sin, bf16* to) {
+    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
     const int64_t half = size / 2;
-    std::memcpy(other, from + half, half * sizeof(bf16));
-    std::memcpy(other + half, from, half * sizeof(bf16));
+    if (pairs) {
+        for (int64_t i = 0; i < size; i++) other[i] = from[i ^ 1];
+    } else {
+        std::memcpy(other, from + half, half * sizeof(bf16));
+        std::memcpy(other + half, from, half * sizeof(bf16));
+    }
+    constexpr bool is_exact = std::is_same_v<Number, float>;
     for (int64_t i = 0; i < size; i += 16) {
         const Lanes part = lanes(size - i);
-        const Floats straight = rounded(load(from + i, part) * load(cos_sin + i, part));
-        const Floats crossed = rounded(load(other + i, part) * load(cos_sin + size + i, part));
-        store(turned + i, straight + crossed, part);
+        const Floats straight = load(from + i, part) * load(cos_sin + i, part);
+        const Floats crossed = load(other + i, part) * load(cos_sin + size + i, part);
+        store(turned + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
     }
     std::memcpy(to, turned, size * sizeof(bf16));
+}
+
+// Soft cap, which keeps numbers between -cap and cap; `round` rounds the result of each operation.
+template <class Round>
+inline Floats capped(Floats x, float cap, Round round) {
+    return round(round(hyperbolic_tangent(round(x / all(cap)))) * all(cap));
 }
 
 // Dot product of a query and a key as 16 partial sums. With a fixed `SIZE` no lanes are masked.
@@ -94,7 +129,7 @@ inline void add_weighted(const bf16* values, int64_t size, int64_t left, const i
 
 template <int SIZE>
 inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values, int64_t any_size, const int32_t* positions,
-                         int64_t count, float scaling, float* scores, bf16* to) {
+                         int64_t count, float scaling, float cap, float* scores, bf16* to) {
     const int64_t size = SIZE > 0 ? SIZE : any_size;
     const int64_t padded = (count + 15) / 16 * 16;
     Floats most = all(-INFINITY);
@@ -102,7 +137,9 @@ inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values
         Floats parts[16];
         for (int i = 0; i < 16; i++)
             parts[i] = dot<SIZE>(query, keys + positions[std::min(start + i, count - 1)] * size, size);
-        const Floats seen = keep(lanes(count - start), sum_each(parts) * all(scaling), all(-INFINITY));
+        Floats found = sum_each(parts) * all(scaling);
+        if (cap) found = capped(found, cap, [](Floats x) { return x; });
+        const Floats seen = keep(lanes(count - start), found, all(-INFINITY));
         store(scores + start, seen);
         most = largest(most, seen);
     }
@@ -119,12 +156,12 @@ inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values
         add_weighted<SIZE>(values + j, size, size - j, positions, count, scores, factor, to + j);
 }
 
-// Attention of one query over the keys and values at `positions`: softmax(q k * scaling) v, in
-// float32 until the result is stored. All sums follow the order of the list, so that the result
-// does not depend on what else the cache holds.
+// Attention of one query over the keys and values at `positions`: softmax(q k * scaling) v, with a
+// soft cap on the scores unless `cap` is 0, in float32 until the result is stored. All sums follow
+// the order of the list, so that the result does not depend on what else the cache holds.
 inline void attend(const bf16* query, const bf16* keys, const bf16* values, int64_t size, const int32_t* positions,
-                   int64_t count, float scaling, float* scores, bf16* to) {
-    if (size == 64) return attend_sized<64>(query, keys, values, size, positions, count, scaling, scores, to);
-    if (size == 128) return attend_sized<128>(query, keys, values, size, positions, count, scaling, scores, to);
-    attend_sized<0>(query, keys, values, size, positions, count, scaling, scores, to);
+                   int64_t count, float scaling, float cap, float* scores, bf16* to) {
+    if (size == 64) return attend_sized<64>(query, keys, values, size, positions, count, scaling, cap, scores, to);
+    if (size == 128) return attend_sized<128>(query, keys, values, size, positions, count, scaling, cap, scores, to);
+    attend_sized<0>(query, keys, values, size, positions, count, scaling, cap, scores, to);
 }

@@ -43,6 +43,16 @@ struct Decoder {
     Norm token_norm, feature_norm;
     Weight projection;
     int64_t attends_both_ways;  // each token attends to all tokens of its row's step (block drafters)
+    // Differences of families from Llama; 0 for none.
+    int64_t rotary_size;           // numbers of a head that are rotated, 0 for all
+    int64_t rotates_pairs;         // neighbouring numbers are rotated together, not one of each half
+    int64_t rotary_is_float32;     // dtype of `Forward::cos_sin`
+    int64_t joins_heads_in_norms;  // query and key norms are over all heads together
+    int64_t is_parallel;           // attention and feed-forward read the same states
+    int64_t has_no_gates;          // `Layer::gate_up` has no gates
+    float residual_scale;          // factor on what a layer adds
+    float score_cap, logit_cap;    // soft caps
+    float logit_divisor;
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
@@ -62,7 +72,7 @@ struct Forward {
     const int64_t* selected;     // [num_logits], tokens whose logits are computed
     const int64_t* places;       // [num_logits], where they are written
     const uint8_t* closure;      // [row][num_indices][num_indices], 1 at ancestors and itself; null for chains
-    const bf16* const* cos_sin;  // rotary tables [position][2 * head_size], cosines then sines
+    const void* const* cos_sin;  // rotary tables [position][2 * rotary_size], cosines then sines
     bf16* const* keys;           // per layer [slot][head][capacity][size]
     bf16* const* values;
     void* const* hidden;         // per level 0..num_layers the output [token][width], or null
@@ -221,21 +231,26 @@ struct Worker {
             first_block);
     }
 
-    // Add a function of the product to the states.
+    // Add a function of the product, and of the row and first column of each part, to the states.
     template <class Function>
     void add_each(const Values& values, const Weight& weight, Function function) const {
         product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
-            bf16* at = space.states.row(row) + block * BLOCK;
-            const Lanes first = lanes(decoder.width - block * BLOCK), second = lanes(decoder.width - block * BLOCK - TILE);
-            store(at, load(at, first) + function(rounded(low)), first);
-            store(at + TILE, load(at + TILE, second) + function(rounded(high)), second);
+            const int64_t column = block * BLOCK;
+            bf16* at = space.states.row(row) + column;
+            const Lanes first = lanes(decoder.width - column), second = lanes(decoder.width - column - TILE);
+            store(at, load(at, first) + function(rounded(low), row, column), first);
+            store(at + TILE, load(at + TILE, second) + function(rounded(high), row, column + TILE), second);
         });
         wait();
     }
 
+    Floats scaled(Floats added) const {
+        return decoder.residual_scale ? rounded(added * all(decoder.residual_scale)) : added;
+    }
+
     // Add the product to the states, normalised first if the family has an output norm.
     void add(const Values& values, const Weight& weight, const Norm& norm) const {
-        if (!norm.weight) return add_each(values, weight, [](Floats added) { return added; });
+        if (!norm.weight) return add_each(values, weight, [&](Floats added, int64_t, int64_t) { return scaled(added); });
         write(space.added, values, weight);
         wait();
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
@@ -243,7 +258,7 @@ struct Worker {
             normalise(added, decoder.width, norm, added);
             for (int64_t i = 0; i < decoder.width; i += 16) {
                 const Lanes part = lanes(decoder.width - i);
-                store(at + i, load(at + i, part) + load(added + i, part), part);
+                store(at + i, load(at + i, part) + scaled(load(added + i, part)), part);
             }
         }
         wait();
@@ -288,9 +303,26 @@ struct Worker {
     }
 
     void rotate_head(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t index, bf16* to) const {
-        if (norm.weight) normalise(from, decoder.head_size, norm, from);
-        const int64_t at = std::min(position(row, index), forward.context_length - 1);
-        rotate(from, decoder.head_size, forward.cos_sin[layer.rotary] + at * 2 * decoder.head_size, to);
+        if (norm.weight && !decoder.joins_heads_in_norms) normalise(from, decoder.head_size, norm, from);
+        const int64_t size = decoder.rotary_size ? decoder.rotary_size : decoder.head_size;
+        const int64_t at = std::min(position(row, index), forward.context_length - 1) * 2 * size;
+        const void* table = forward.cos_sin[layer.rotary];
+        if (decoder.rotary_is_float32)
+            rotate(from, size, decoder.rotates_pairs, (const float*)table + at, to);
+        else
+            rotate(from, size, decoder.rotates_pairs, (const bf16*)table + at, to);
+        if (to != from) std::memcpy(to + size, from + size, (decoder.head_size - size) * sizeof(bf16));
+    }
+
+    // Normalise the queries of each token, all heads together, and its keys.
+    void normalise_joined_heads(const Layer& layer) const {
+        const int64_t num_queries = decoder.num_queries * decoder.head_size, num_keys = decoder.num_keys * decoder.head_size;
+        for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
+            bf16 *query = space.qkv.row(row), *key = query + num_queries;
+            normalise(query, num_queries, layer.query_norm, query);
+            normalise(key, num_keys, layer.key_norm, key);
+        }
+        wait();
     }
 
     // Rotate the new keys of one key head of one row, and write keys and values to the cache.
@@ -317,8 +349,8 @@ struct Worker {
             const int64_t line = forward.firsts[row] + token;
             for (int64_t query = head * group; query < (head + 1) * group; query++) {
                 rotate_head(layer, space.qkv.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
-                attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, space.scores[thread].data(),
-                       space.mixed.row(line) + query * size);
+                attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, decoder.score_cap,
+                       space.scores[thread].data(), space.mixed.row(line) + query * size);
             }
         }
     }
@@ -362,9 +394,14 @@ struct Worker {
         write(space.qkv, reads_joined ? read_shared(space.joined, layer.qkv) : read_states(layer.attention_norm, layer.qkv),
               layer.qkv);
         wait();
+        if (decoder.joins_heads_in_norms) normalise_joined_heads(layer);
         run_attention(layer, index);
         wait();
-        add(read_shared(space.mixed, layer.output), layer.output, layer.attention_output_norm);
+        const Values values = read_shared(space.mixed, layer.output);
+        if (decoder.is_parallel)
+            write(space.added, values, layer.output);  // added with the feed-forward, which reads the same states
+        else
+            add(values, layer.output, layer.attention_output_norm);
     }
 
     void run_layer(const Layer& layer, int64_t index) const {
@@ -372,16 +409,29 @@ struct Worker {
         if (!layer.gate_up.num_outputs) {
             const Values values = read_states(layer.mlp_norm, layer.down);
             wait();  // other threads still read the states
-            return add_each(values, layer.down, [&](Floats added) { return rounded(activate(added, decoder.activation)); });
+            return add_each(values, layer.down,
+                            [&](Floats added, int64_t, int64_t) { return rounded(activate(added, decoder.activation)); });
         }
-        // A block holds 16 gates and the 16 values that they multiply.
-        product(read_states(layer.mlp_norm, layer.gate_up), layer.gate_up,
-                [&](int64_t row, int64_t block, Floats gate, Floats up) {
-                    const Floats opened = rounded(activate(rounded(gate), decoder.activation));
-                    store(space.gated.row(row) + block * TILE, opened * rounded(up));
-                });
+        const Values values = read_states(layer.mlp_norm, layer.gate_up);
+        if (decoder.has_no_gates)
+            product(values, layer.gate_up, [&](int64_t row, int64_t block, Floats low, Floats high) {
+                bf16* at = space.gated.row(row) + block * BLOCK;
+                store(at, activate(rounded(low), decoder.activation));
+                store(at + TILE, activate(rounded(high), decoder.activation));
+            });
+        else  // a block holds 16 gates and the 16 values that they multiply
+            product(values, layer.gate_up, [&](int64_t row, int64_t block, Floats gate, Floats up) {
+                const Floats opened = rounded(activate(rounded(gate), decoder.activation));
+                store(space.gated.row(row) + block * TILE, opened * rounded(up));
+            });
         wait();
-        add(read_shared(space.gated, layer.down), layer.down, layer.mlp_output_norm);
+        const Values gated = read_shared(space.gated, layer.down);
+        if (decoder.is_parallel)
+            add_each(gated, layer.down, [&](Floats added, int64_t row, int64_t column) {
+                return rounded(added + load(space.added.row(row) + column));
+            });
+        else
+            add(gated, layer.down, layer.mlp_output_norm);
     }
 
     // Start from hidden states that the caller passes in.
@@ -451,9 +501,14 @@ struct Worker {
         const int64_t vocab = decoder.head.num_outputs;
         product(rows.values(num_selected), decoder.head, [&](int64_t selected, int64_t block, Floats low, Floats high) {
             float* at = forward.logits + forward.places[selected] * vocab + block * BLOCK;
-            store(at, rounded(low), lanes(vocab - block * BLOCK));
-            store(at + TILE, rounded(high), lanes(vocab - block * BLOCK - TILE));
+            store(at, scaled_logits(rounded(low)), lanes(vocab - block * BLOCK));
+            store(at + TILE, scaled_logits(rounded(high)), lanes(vocab - block * BLOCK - TILE));
         });
+    }
+
+    Floats scaled_logits(Floats logits) const {
+        if (decoder.logit_divisor) logits = rounded(logits / all(decoder.logit_divisor));
+        return decoder.logit_cap ? capped(logits, decoder.logit_cap, rounded) : logits;
     }
 
     void run_layers() const {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.runtime.families import GemmaRMSNorm, Norm, why_not_fused
+from secondguess.runtime.families import Norm, why_not_fused
 from secondguess.runtime.fused import FusedDecoder, Layer, Rotary
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
@@ -19,7 +19,7 @@ from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 MAX_HEAD_SIZE = 512
 
 
@@ -76,10 +76,13 @@ class PackedDecoder:
         self._kept.append(blocks)
         return blocks
 
-    def _keep_norm(self, weight: Tensor, eps: float, rounds_first: bool) -> library.Norm:
-        weight = weight.detach().float().contiguous()
-        self._kept.append(weight)
-        return library.Norm(weight.data_ptr(), eps, rounds_first)
+    def _keep_norm(
+        self, weight: Tensor, eps: float, rounds_first: bool, bias: Tensor | None = None
+    ) -> library.Norm:
+        kept = [each.detach().float().contiguous() for each in (weight, bias) if each is not None]
+        self._kept.append(kept)
+        addresses = [each.data_ptr() for each in kept]
+        return library.Norm(addresses[0], addresses[1] if bias is not None else None, eps, rounds_first)
 
 
 class NativeDecoder(PackedDecoder):
@@ -105,19 +108,20 @@ class NativeDecoder(PackedDecoder):
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
         self.embedding_scale = decoder.embedding_scale
+        self.logit_scaling = decoder.logit_scaling
         self.norm = decoder.norm
         # A tied head is also kept in plain layout, which takes no memory beside the embeddings.
         tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
         self.tied_head = copy.copy(decoder.head) if tied else None
-        heads = decoder.layers[0].heads
+        first = decoder.layers[0]
+        heads = first.heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         kinds = list(decoder.rotaries)
-        inner_width = decoder.layers[0].down.weight.shape[1]
+        inner_width = first.down.weight.shape[1]
         layers = (library.Layer * self.num_layers)()
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
-        activation = decoder.layers[0].activation_name
-        scale = decoder.embedding_scale
+        rotary = self.rotaries[0]
         self.head = self._weight(decoder.head)
         self.described = library.Decoder(
             layers=layers,
@@ -127,14 +131,24 @@ class NativeDecoder(PackedDecoder):
             num_queries=heads.num_queries,
             num_keys=heads.num_keys,
             head_size=heads.size,
-            activation=ACTIVATIONS[activation],
+            activation=ACTIVATIONS[first.activation_name],
             num_embedded=self.embedding.shape[0],
             amx=self.unit.has_tiles,
             scaling=heads.scaling,
-            embedding_scale=1.0 if scale is None else float(scale),
+            embedding_scale=1.0 if self.embedding_scale is None else self.embedding_scale,
             embedding=self.embedding.data_ptr(),
             norm=self._norm(decoder.norm),
             head=self.head.weight,
+            rotary_size=2 * len(rotary.frequencies),
+            rotates_pairs=rotary.pairs,
+            rotary_is_float32=rotary.dtype == torch.float32,
+            joins_heads_in_norms=first.query_norm is not None and len(first.query_norm.weight) != heads.size,
+            is_parallel=first.is_parallel,
+            has_no_gates=not first.is_gated,
+            residual_scale=first.residual_scale or 0,
+            score_cap=heads.cap or 0,
+            logit_divisor=decoder.logit_scaling.divisor or 0,
+            logit_cap=decoder.logit_scaling.cap or 0,
         )
 
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
@@ -182,7 +196,7 @@ class NativeDecoder(PackedDecoder):
             mlp_output_norm=self._norm(layer.mlp_output_norm),
             qkv=self._weight(layer.qkv).weight,
             output=self._weight(layer.output).weight,
-            gate_up=self._weight(layer.gate_up, gated=True).weight,
+            gate_up=self._weight(layer.gate_up, gated=layer.is_gated).weight,
             down=self._weight(layer.down).weight,
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
@@ -196,4 +210,4 @@ class NativeDecoder(PackedDecoder):
     def _norm(self, norm: Norm | None) -> library.Norm:
         if norm is None:
             return library.Norm()
-        return self._keep_norm(norm.weight, norm.eps, not isinstance(norm, GemmaRMSNorm))
+        return self._keep_norm(norm.weight, norm.eps, norm.rounds_first, norm.bias)

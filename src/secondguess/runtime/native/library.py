@@ -36,7 +36,7 @@ class Weight(Structure):
 
 
 class Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
 
 
 class Layer(Structure):
@@ -80,6 +80,16 @@ class Decoder(Structure):
         ("feature_norm", Norm),
         ("projection", Weight),
         ("attends_both_ways", c_int64),
+        ("rotary_size", c_int64),
+        ("rotates_pairs", c_int64),
+        ("rotary_is_float32", c_int64),
+        ("joins_heads_in_norms", c_int64),
+        ("is_parallel", c_int64),
+        ("has_no_gates", c_int64),
+        ("residual_scale", c_float),
+        ("score_cap", c_float),
+        ("logit_cap", c_float),
+        ("logit_divisor", c_float),
     ]
 
 

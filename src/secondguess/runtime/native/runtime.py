@@ -106,7 +106,7 @@ class NativeRuntime(LayeredRuntime):
             if self._differentiable_head is None:
                 self._differentiable_head = head.weight.to(self._dtype_of_states)
             bias = None if head.bias is None else head.bias.to(states.dtype)
-            return functional.linear(states, self._differentiable_head, bias)
+            return self.decoder.logit_scaling(functional.linear(states, self._differentiable_head, bias))
         with self.lock:
             return self._forward.unembed(states)
 
