@@ -97,8 +97,8 @@ class TestConversations:
         ([*CONVERSATION, "x"], r"messages\[2\] to be an object with role and content, got 'x'"),
         ([{"role": "user", "content": None}], r"content of messages\[0\] to be text, got None"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            r"content of messages\[0\] to be text",
+            [{"role": "user", "content": [{"type": "text", "text": "x", "more": "y"}]}],
+            r"each part of messages\[0\] to be text or an image",
         ),
         ([{"role": 3, "content": "x"}], r"role of messages\[0\] to be text, got 3"),
         ([{"role": "", "content": "x"}], r"role of messages\[0\] with at least one character"),

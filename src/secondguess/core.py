@@ -25,7 +25,7 @@ candidate for absolute position `len(row.tokens) + d`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -86,6 +86,10 @@ class DraftSource(Protocol):
         ...
 
 
+ImageInputs = Mapping[str, Tensor]
+"""Inputs of a vision-language model beside the tokens of a prompt, as its processor makes them."""
+
+
 @dataclass(eq=False)
 class Row:
     """One sequence of the batch: its tokens, sampling settings and end.
@@ -103,6 +107,7 @@ class Row:
         grammar: position in the request's grammar, if it has one.
         sources: the row's own draft sources, beside the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
+        images: inputs of the target for the images of the prompt; None for a prompt of text.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
         finish_reason: None until the row is finished.
@@ -119,6 +124,7 @@ class Row:
     grammar: GrammarState | None = None
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
+    images: ImageInputs | None = None
     history: str | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)

@@ -25,7 +25,8 @@ def prefill_rows(
     target = components.target
     by_prompt: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
-        by_prompt.setdefault(tuple(row.tokens), []).append(row)
+        # equal tokens may stand for different images
+        by_prompt.setdefault((id(row.images), *row.tokens), []).append(row)
     firsts = [equal[0] for equal in by_prompt.values()]
     whole, left = _within_limit(components, firsts, max_tokens)
     _store(hidden, whole, target.prefill(whole))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy
 from torch import Tensor
 
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.core import ImageInputs
 from secondguess.errors import BadInputError
+from secondguess.runtime.transformers import MODELS_WITH_IMAGES
 
-Message = Mapping[str, str]
-"""Message of a conversation, `{"role": ..., "content": ...}`; both values are text."""
+Message = Mapping[str, Any]
+"""Message of a conversation, `{"role": ..., "content": ...}`.
+
+Both values are text. For a vision-language model the content may be a list of parts, `{"type": "text",
+"text": ...}` and `{"type": "image", "image": ...}`, each image an object of PIL or an array.
+"""
 
 Prompt = str | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
 """Input of a generation.
@@ -85,7 +91,7 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[object]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def validate_messages(messages: object) -> list[dict[str, str]]:
+def validate_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages of a conversation, each with a role and a content.
 
     Raises:
@@ -99,7 +105,7 @@ def validate_messages(messages: object) -> list[dict[str, str]]:
     return [_checked_message(message, place) for place, message in enumerate(messages)]
 
 
-def _checked_message(message: object, place: int) -> dict[str, str]:
+def _checked_message(message: object, place: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadInputError(
             f"expected messages[{place}] to be an object with role and content, got {message!r:.60}"
@@ -113,9 +119,13 @@ def _checked_message(message: object, place: int) -> dict[str, str]:
     for name in MESSAGE_FIELDS:
         if name not in message:
             raise BadInputError(f"expected messages[{place}] to have {name}, got {message!r:.60}")
-        if not isinstance(message[name], str):
+        if name == "content" and isinstance(message[name], list):
+            for part in message[name]:
+                _check_part(part, place)
+        elif isinstance(message[name], str):
+            _checked_text(message[name])
+        else:
             raise BadInputError(f"expected {name} of messages[{place}] to be text, got {message[name]!r:.60}")
-        _checked_text(message[name])
     if not message["role"]:
         raise BadInputError(
             f"expected role of messages[{place}] with at least one character, got an empty one"
@@ -123,7 +133,70 @@ def _checked_message(message: object, place: int) -> dict[str, str]:
     return {name: message[name] for name in MESSAGE_FIELDS}
 
 
-def _encode_messages(target: LoadedModel, messages: list[dict[str, str]]) -> list[int]:
+def _check_part(part: object, place: int) -> None:
+    """Check a part of a message's content.
+
+    Images are objects, never paths or addresses: a prompt must not open files or connections.
+    """
+    if isinstance(part, Mapping) and part.keys() == {"type", "text"} and part["type"] == "text":
+        if isinstance(part["text"], str):
+            _checked_text(part["text"])
+            return
+    elif (
+        isinstance(part, Mapping)
+        and part.keys() == {"type", "image"}
+        and part["type"] == "image"
+        and (isinstance(part["image"], _ARRAYS) or type(part["image"]).__module__.startswith("PIL."))
+    ):
+        return
+    raise BadInputError(
+        f"expected each part of messages[{place}] to be text or an image, such as "
+        '{"type": "text", "text": "text"} and {"type": "image", "image": PIL.Image.open(path)}, '
+        f"got {part!r:.80}"
+    )
+
+
+def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return any(part["type"] == "image" for content in contents for part in content)
+
+
+def _text_of(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> tuple[list[int], ImageInputs]:
+    """Format a conversation with images; return its token ids and the other inputs of the model."""
+    if not target.runtime.takes_images:
+        raise BadInputError(
+            f"expected messages of text for {target.name}, got an image; images are taken by "
+            f"{', '.join(sorted(MODELS_WITH_IMAGES))}"
+        )
+    processor = target.checkpoint.processor
+    # every content as a list, because a processor looks for images in lists
+    parts = [
+        message
+        if isinstance(message["content"], list)
+        else message | {"content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
+    try:
+        inputs = dict(
+            processor.apply_chat_template(
+                parts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        )
+    except Exception as error:  # a template is code from the checkpoint and can raise anything
+        raise BadInputError(
+            f"expected messages that the processor of {target.name} can format, got an error from it: {error}; "
+            "change the messages"
+        ) from error
+    ids: list[int] = inputs.pop("input_ids")[0].tolist()
+    inputs.pop("attention_mask", None)
+    return ids, inputs
+
+
+def _encode_messages(target: LoadedModel, messages: list[dict[str, Any]]) -> list[int]:
     """Format a conversation; its template adds the special tokens, so the tokenizer adds none."""
     if not target.tokenizer.chat_template:
         raise BadInputError(
@@ -143,14 +216,36 @@ def _encode_messages(target: LoadedModel, messages: list[dict[str, str]]) -> lis
 
 
 def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt.
+    """Return the token ids of a prompt of text.
+
+    Raises:
+        BadInputError: as in `encode_with_images`, or a prompt with images.
+    """
+    ids, images = encode_with_images(target, prompt)
+    if images is not None:
+        raise BadInputError(
+            "expected a prompt of text, got an image; images are taken by LLM.generate and stream"
+        )
+    return ids
+
+
+def encode_with_images(target: LoadedModel, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
+    """Return the token ids of a prompt, and the inputs of the model for its images.
 
     Raises:
         BadInputError: a value that is not a prompt, a prompt without tokens, token ids outside the
-            vocabulary, or messages that cannot be formatted.
+            vocabulary, messages that cannot be formatted, or images for a model that takes none.
+        CheckpointError: images for a model whose processor is missing.
     """
+    images = None
     if is_conversation(prompt):
-        ids = _encode_messages(target, validate_messages(prompt))
+        messages = validate_messages(prompt)
+        if _has_images(messages):
+            ids, images = _encode_images(target, messages)
+        else:
+            ids = _encode_messages(
+                target, [message | {"content": _text_of(message["content"])} for message in messages]
+            )
     elif isinstance(checked := validate_prompt(prompt), str):
         # A tokenizer may add special tokens to an empty text.
         ids = target.encode(checked) if checked else []
@@ -161,4 +256,4 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     vocab_size = target.runtime.vocab_size
     if any(not 0 <= token < vocab_size for token in ids):
         raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
-    return ids
+    return ids, images

@@ -147,8 +147,8 @@ REFUSED = {
 
 
 def test_a_model_of_images_is_refused_in_one_line(tmp_path):
-    transformers.LlavaConfig().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"expected a causal language model.*llava") as refused:
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected a causal language model.*vit") as refused:
         Checkpoint.resolve(tmp_path)
     assert "\n" not in str(refused.value)
 

@@ -21,6 +21,7 @@ from secondguess.checkpoint.read import (
     quantize_to_int8,
     read_config,
     read_module,
+    read_processor,
     read_tokenizer,
     require_torchao,
 )
@@ -183,6 +184,15 @@ class Checkpoint:
             CheckpointError: if there is none, or it cannot be read.
         """
         return read_tokenizer(self.path)
+
+    @cached_property
+    def processor(self) -> Any:
+        """Processor of a vision-language model.
+
+        Raises:
+            CheckpointError: if there is none, or it cannot be read.
+        """
+        return read_processor(self.path)
 
     @property
     def dtype_name(self) -> str:

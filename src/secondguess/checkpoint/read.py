@@ -12,11 +12,21 @@ import torch
 
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import check_class, check_config
+from secondguess.runtime.support import check_class, check_config, takes_masks
 
 with quiet():
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+        ProcessorMixin,
+    )
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
     from transformers.utils import logging as transformers_logging
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -64,11 +74,11 @@ def check_loadable(config: Any, path: str) -> None:
     """
     name = f"{path} ({config.model_type})"
     check_config(config, name)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model_class = _class_of(config)
+    if model_class is None:
         raise CheckpointError(
             f"expected a causal language model, got {name}, which Transformers cannot load as one"
         )
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     check_class(model_class, name)
     architectures = config.architectures or [model_class.__name__]
     if model_class.__name__ not in architectures and not any(
@@ -77,6 +87,29 @@ def check_loadable(config: Any, path: str) -> None:
         raise CheckpointError(
             f"expected a causal language model, got {name} whose weights are those of {', '.join(architectures)}"
         )
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class of a causal or a vision-language model; None if there is none that we decode."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        return found if takes_masks(found, config) else None
+    return None
+
+
+def read_processor(path: str) -> Any:
+    """Return the processor in a checkpoint directory, which turns images into inputs of the model.
+
+    Raises:
+        CheckpointError: if there is none, or it cannot be read.
+    """
+    with _reading("processor for images", path):
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        if not isinstance(processor, ProcessorMixin):
+            raise ValueError(f"a {type(processor).__name__} alone; add the processor's files of the original")
+        return processor
 
 
 def read_tokenizer(path: str) -> Any:
@@ -99,7 +132,10 @@ def read_module(path: str, dtype: torch.dtype) -> Any:
         CheckpointError: if weights are missing or cannot be read.
     """
     with _reading("weights", path):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+        model, found = auto_class.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
         if missing := sorted(found["missing_keys"]):

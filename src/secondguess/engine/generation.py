@@ -14,7 +14,7 @@ from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
-from secondguess.prompts import Prompt, encode
+from secondguess.prompts import Prompt, encode_with_images
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.grammar import GrammarMatcher, compiler_for
@@ -114,13 +114,14 @@ class Generation:
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
             )
         for prompt, settings in zip(prompts, params, strict=True):
-            ids = encode(llm.target, prompt)
+            ids, images = encode_with_images(llm.target, prompt)
             if isinstance(settings.prediction, str):  # tokenized once for all samples
                 tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
                 settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                row.images = images
                 if settings.draft_with is not None:
                     row.parts, sources = select_parts(llm.drafter, settings.draft_with)
                     row.sources += sources

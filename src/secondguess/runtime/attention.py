@@ -131,6 +131,7 @@ def grouped_query_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
     dropout: float = 0.0,
     **unused: object,
 ) -> tuple[Tensor, None]:
@@ -142,11 +143,13 @@ def grouped_query_attention(
         key: `[row, kv_head, key, size]`, as the cache returns it.
         value: `[row, kv_head, key, value_size]`.
         attention_mask: `[row or 1, head or 1, query, key]`, True where a query attends to a key, or
-            numbers to add to the scores; None means causal (a single query attends to all keys).
+            numbers to add to the scores; None means causal (a single query attends to all keys)
+            unless the layer is that of an encoder.
         scaling: factor on the scores; the inverse square root of the head size by default.
         softcap: replaces scores by `softcap * tanh(score / softcap)` (Gemma 2).
         s_aux: score per head of an attention sink, a key without a value (gpt-oss).
         position_bias: added to the scores.
+        is_causal: whether a layer without a mask is causal; by default as its module says.
         dropout: must be zero.
 
     Raises:
@@ -166,8 +169,9 @@ def grouped_query_attention(
     num_kv_heads = key.shape[1]
     if attention_mask is None and num_queries > 1:
         grouped = num_heads != num_kv_heads
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous(), None
     group = num_heads // num_kv_heads

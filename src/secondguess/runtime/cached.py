@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, ancestor_closure, token_tensor
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
@@ -67,6 +67,7 @@ class CachedRuntime(Runtime):
     the thread that admits it; its rounds may alternate with those of other threads' rows.
 
     Attributes:
+        takes_images: True if prompts may have images (`Row.images`).
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
 
@@ -81,6 +82,7 @@ class CachedRuntime(Runtime):
         prefill_chunk: largest number of tokens in one prefill forward pass.
     """
 
+    takes_images = False
     min_logits = 1
 
     def __init__(
@@ -268,7 +270,13 @@ class CachedRuntime(Runtime):
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
-        self._prefill([state for state in states if state.num_to_prefill >= self.prefill_chunk])
+        self._prefill(
+            [
+                state
+                for state in states
+                if state.num_to_prefill >= self.prefill_chunk or self._lacks_images(state)
+            ]
+        )
         return [len(state.row.tokens) - state.length for state in states]
 
     @exclusive
@@ -291,7 +299,8 @@ class CachedRuntime(Runtime):
     ) -> dict[Row, HiddenStates]:
         """Cache tokens but the last, in forward passes of at most `prefill_chunk` tokens.
 
-        Rows with similar numbers of uncached tokens are run together.
+        Rows with similar numbers of uncached tokens are run together, and prompts with images in a
+        pass of their own, however long they are.
         With `can_copy`, entries of other live rows are copied, unless hidden states are needed.
 
         Returns:
@@ -299,7 +308,14 @@ class CachedRuntime(Runtime):
         """
         pieces: dict[Row, list[HiddenStates]] = {}
         left = math.inf if max_tokens is None else max_tokens
-        waiting = sorted(states, key=_num_to_prefill)
+        for state in filter(self._lacks_images, states):
+            if left > 0 and not (can_copy and not with_hidden and self.slots.extend(state)):
+                with torch.inference_mode():
+                    pieces[state.row] = [self._prefill_images(state, with_hidden)]
+                state.length = state.row.num_prompt - 1
+                self.num_prefilled += state.length
+                left -= state.length
+        waiting = sorted((state for state in states if not self._lacks_images(state)), key=_num_to_prefill)
         while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
             if can_copy and not with_hidden and self.slots.extend(waiting[-1]):
                 waiting.sort(key=_num_to_prefill)
@@ -326,6 +342,15 @@ class CachedRuntime(Runtime):
                     pieces.setdefault(state.row, []).append(piece)
             waiting.sort(key=_num_to_prefill)
         return {row: join_hidden(of_row) for row, of_row in pieces.items()}
+
+    def _lacks_images(self, state: CachedRow) -> bool:
+        return self.takes_images and state.lacks_images
+
+    def _prefill_images(self, state: CachedRow, with_hidden: bool) -> HiddenStates:
+        """Cache the prompt of a row with images, except its last token; return its hidden states."""
+        raise UnsupportedModelError(
+            f"expected a prompt of text, got images; {type(self).__name__} takes none"
+        )
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool

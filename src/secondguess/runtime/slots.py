@@ -3,7 +3,9 @@
 The slots of live rows are 0 to n - 1, so that a round over all rows reads views of the cache. A
 slot that a row released keeps its entries until another row needs the slot, or until
 `MAX_REMEMBERED` rows have been released after it. A new row starts with the entries of the longest
-prefix that it shares with any slot, and is prefilled from there.
+prefix that it shares with any slot, and is prefilled from there. Rows with images share entries only
+with rows that have the same `Row.images`, as samples of one prompt have: their tokens alone do not say
+what is cached.
 """
 
 from __future__ import annotations
@@ -32,17 +34,27 @@ few long rows after many short ones would need memory for many long rows.
 
 @dataclass(eq=False)
 class CachedRow:
-    """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes."""
+    """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes.
+
+    `position_offset` is added to the position of a token in the text: an image may have fewer
+    positions than tokens (Qwen-VL).
+    """
 
     row: Row
     slot: int
     length: int = 0
     num_nodes: int = 0
+    position_offset: int = 0
 
     @property
     def num_to_prefill(self) -> int:
         """Number of tokens, all but the last, that are not cached yet."""
         return len(self.row.tokens) - 1 - self.length
+
+    @property
+    def lacks_images(self) -> bool:
+        """True if the prompt has images, and is not cached as a whole."""
+        return self.row.images is not None and self.length < self.row.num_prompt - 1
 
     @property
     def cached_tokens(self) -> list[int]:
@@ -100,16 +112,17 @@ class SlotTable:
             self._cache.reserve(len(self._by_slot) + len(rows), longest, self._num_used())
         limits = reuse_limits or [None] * len(rows)
         # Of the rows of this call, only those that take over entries have any.
-        live = [state for state in self._by_slot if state.length]
+        live = [state for state in self._by_slot if state.length and state.row.images is None]
         states = []
         for row, limit in zip(rows, limits, strict=True):
             states.append(self._admit(row, limit, live))
-            if states[-1].length:
+            if states[-1].length and row.images is None:
                 live.append(states[-1])
         return states
 
     def _admit(self, row: Row, reuse_limit: int | None, live: Sequence[CachedRow]) -> CachedRow:
-        source, length = self._longest_prefix(row.tokens[: len(row.tokens) - 1][:reuse_limit], live)
+        tokens = row.tokens[: len(row.tokens) - 1][:reuse_limit] if row.images is None else []
+        source, length = self._longest_prefix(tokens, live)
         slot = len(self._by_slot)
         with torch.inference_mode():
             self._fill(slot, source, length)
@@ -141,16 +154,19 @@ class SlotTable:
         others = [
             each
             for each in self._by_slot
-            if each.length > length and each.row.tokens[length] == tokens[length]
+            if each.row.images is state.row.images
+            and each.length > length
+            and each.row.tokens[length] == tokens[length]
         ]
         lengths = [common_prefix(tokens, other.row.tokens, other.length) for other in others]
         longest = max(lengths, default=0)
         if longest <= length:
             return False
+        source = others[lengths.index(longest)]
         with torch.inference_mode():
             self._cache.reserve(state.slot + 1, longest)
-            self._cache.move(others[lengths.index(longest)].slot, state.slot, longest)
-        state.length = longest
+            self._cache.move(source.slot, state.slot, longest)
+        state.length, state.position_offset = longest, source.position_offset
         return True
 
     def release(self, row: Row) -> None:
@@ -161,7 +177,7 @@ class SlotTable:
         last = self._by_slot.pop()
         # The slot of the last row is not allocated if its prefill has failed.
         can_keep = len(self._by_slot) < MAX_REMEMBERED and last.slot < self._cache.num_slots
-        kept = state.cached_tokens if can_keep else []
+        kept = state.cached_tokens if can_keep and row.images is None else []
         if last is not state:
             self._move_last(last, state, len(kept))
         if kept:

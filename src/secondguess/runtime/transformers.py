@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from secondguess.core import ImageInputs
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
-from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import check_supported, context_length_of, takes_masks
+
+MODELS_WITH_IMAGES = frozenset({"gemma3", "llava", "qwen3_vl"})
+"""Model types whose images are tested. Others may keep states of an image that our cache does not have."""
 
 
 class TransformersRuntime(CachedRuntime):
@@ -43,7 +49,10 @@ class TransformersRuntime(CachedRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.model = model
-        self._can_skip_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._can_skip_logits = "logits_to_keep" in parameters
+        self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
+        self._position_offsets: Tensor | None = None
         self._found_attention = model.config._attn_implementation
         self._found_training = {module: module.training for module in model.modules()}
         self._set_up_attention()
@@ -85,16 +94,50 @@ class TransformersRuntime(CachedRuntime):
             self.model.get_output_embeddings(),
         )
 
+    def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
+        super()._place(states, starts, width, num_keys)
+        offsets = [state.position_offset for state in states]
+        self._position_offsets = torch.tensor(offsets, device=self.device)[:, None] if any(offsets) else None
+
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+        positions, offsets = step.query_positions, self._position_offsets
+        self._position_offsets = None  # of this pass only
         current.step = step
         try:
-            return self._call(tokens, step.query_positions, num_logits, with_hidden)
+            return self._call(
+                tokens, positions if offsets is None else positions + offsets, num_logits, with_hidden
+            )
         finally:
             current.step = None
 
-    def _call(self, tokens: Tensor, positions: Tensor | None, num_logits: int, with_hidden: bool) -> Output:
+    def _prefill_images(self, state: CachedRow, with_hidden: bool) -> HiddenStates:
+        """Run a prompt with images with the module's own masks and positions."""
+        assert state.row.images is not None
+        num_prompt = state.row.num_prompt
+        width = num_prompt - 1
+        self._place([state], [0], width, width)
+        self._position_offsets = None
+        images = {
+            # types of tokens are as long as the prompt, whose last token is left for the first round
+            name: (value[:, :width] if value.shape == (1, num_prompt) else value).to(self.device)
+            for name, value in state.row.images.items()
+        }
+        tokens = torch.tensor([state.row.tokens[:width]], device=self.device)
+        output = self._call(tokens, None, self.min_logits, with_hidden, images)
+        deltas = getattr(self.model.base_model, "rope_deltas", None)
+        state.position_offset = 0 if deltas is None else int(deltas[0])
+        return {layer: hidden[0] for layer, hidden in output.hidden.items()}
+
+    def _call(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        num_logits: int,
+        with_hidden: bool,
+        images: ImageInputs | None = None,
+    ) -> Output:
         """Call the module with the cache as it is placed."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {**(images or {})}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
             options["logits_to_keep"] = num_logits
         if positions is not None:
