@@ -23,6 +23,8 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
+from secondguess.drafters.vocabulary.pair import Method
 from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.proof.fakes import NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
@@ -31,6 +33,7 @@ from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier
 from tree_drafter import DistTreeDrafter
+from vocabulary_cases import tiny_pair
 
 ROUNDING = 1e-12
 PROMPT = (0, 1)
@@ -92,6 +95,13 @@ PAIRS_WITH_END = {
 }
 """Pairs over the vocabulary of `grammar_cases`; in the second, what a grammar allows can be impossible."""
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
+VOCABULARIES = {
+    "wholly": (["a", "b", "c"], ["c", "a", "b"]),
+    "partly": (["a", "b", "c"], ["x", "c", "b", "bb"]),
+    "straddling": (["a", "b", "ab"], ["b", "a", "ba"]),
+    "none": (["a", "b", "c"], ["ab", "ba", "ac", "cb"]),
+}
+"""Tokens of a target and of a draft model, by what they share."""
 
 
 def script(row: Row) -> list[int]:
@@ -126,7 +136,7 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     """Return a drafter.
 
     `sampled`, `deterministic` (without probabilities), `shared` (for rows with a history), a `tree` or `small-tree` of
-    tokens, or `either` in turn.
+    tokens, `intersection` or `string` (of another vocabulary, for targets of three tokens), or `either` in turn.
     """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
@@ -134,6 +144,10 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return ScriptedDrafter(script)
     if kind == "shared":
         return make_shared_drafter()
+    if kind == "intersection":
+        return make_other_drafter("partly", kind)
+    if kind == "string":
+        return make_other_drafter("straddling", kind)
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
@@ -141,6 +155,14 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return TreeDrafter(tokens=[0, 1, 2], parents=[-1, 0, 0])
     assert kind == "tree"
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
+
+
+def make_other_drafter(shared: str, method: Method, tree: str = "") -> TranslatingDrafter:
+    """Return a draft model with another vocabulary, for a target of three tokens; see `VOCABULARIES`."""
+    vocabularies = tiny_pair(*VOCABULARIES[shared], method)
+    size = len(VOCABULARIES[shared][1])  # without a token for unknown text, which would never be drafted
+    runtime = TableModel(size, random_probs(size, 40, zeros=0.3))
+    return make_translating_drafter(runtime, "model:table", 3, vocabularies, TreeOptions(tree).shape)
 
 
 def make_shared_drafter() -> SuffixDrafter:

@@ -20,6 +20,7 @@ from distribution_cases import (
     chain_branches,
     dist_error,
     expected_accepted,
+    make_other_drafter,
     make_pair_drafter,
     make_tree_drafter,
     mean_accepted,
@@ -36,6 +37,7 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.drafters.vocabulary.drafters import StringDrafter
 from secondguess.errors import BadInputError
 from secondguess.proof.enumeration import enumerate_rounds, joint_race_probability
 from secondguess.proof.fakes import TableModel, random_probs
@@ -183,6 +185,67 @@ def test_lookup_drafters_keep_the_distribution(verifier, drafter):
     (branches,) = enumerate_rounds(components, lambda: [Row(list(prompt), SAMPLED)])
     assert max(branch.num_accepted for branch in branches) > 0
     assert dist_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
+
+
+OTHER_VOCABULARIES = [
+    ("wholly", "intersection"),
+    ("partly", "intersection"),
+    ("straddling", "intersection"),
+    ("partly", "string"),
+    ("straddling", "string"),
+    ("none", "string"),
+]
+
+
+@pytest.mark.parametrize(("shared", "method"), OTHER_VOCABULARIES)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "auto"])
+def test_draft_models_with_another_vocabulary_keep_the_distribution(verifier, shared, method):
+    accepted = 0.0
+    for pair in (PAIRS["ternary"], PAIRS["zeros"]):
+        branches = play(pair, make_other_drafter(shared, method), verifier, "fixed:3")
+        assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+        accepted += mean_accepted(branches)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(("shared", "method"), OTHER_VOCABULARIES)
+def test_draft_models_with_another_vocabulary_keep_the_distribution_over_two_rounds(shared, method):
+    """The draft model's view of the text goes on from the first verdict; rows with a seed, too."""
+    pair = PAIRS["ternary"]
+    for coupled in (False, True):
+        drafter = make_other_drafter(shared, method)
+        branches = play(pair, drafter, "auto", "fixed:1", num_rounds=2, coupled=coupled)
+        assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
+def test_trees_of_a_draft_model_with_another_vocabulary_keep_the_distribution(verifier):
+    pair = PAIRS["ternary"]
+    branches = play(pair, make_other_drafter("partly", "intersection", "2x1"), verifier, "fixed:2")
+    assert mean_accepted(branches) > 0
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
+
+
+def test_holding_back_the_last_token_of_a_text_concerns_speed_only(monkeypatch):
+    pair = PAIRS["ternary"]
+    held_back = play(pair, make_other_drafter("straddling", "string"), "auto", "fixed:3")
+
+    def encoded(self, chain):
+        text = b"".join(self.pair.draft.bytes_of(token) for token in chain).decode()
+        return self.pair.target.encode(text).ids
+
+    monkeypatch.setattr(StringDrafter, "_encoded", encoded)
+    branches = play(pair, make_other_drafter("straddling", "string"), "auto", "fixed:3")
+    assert mean_accepted(branches) != mean_accepted(held_back)
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("setting", ["top-p", "repetition", "bias"])
+@pytest.mark.parametrize("drafter", ["intersection", "string"])
+def test_sampling_settings_apply_to_drafts_of_another_vocabulary(drafter, setting):
+    pair, params = PAIRS["ternary"], SETTINGS[setting]
+    branches = play(pair, make_pair_drafter(drafter, pair), "auto", "fixed:2", params)
+    assert dist_error(branches, plain_dist(pair, params), num_tokens=3) < ROUNDING
 
 
 @pytest.mark.parametrize("pair", PAIRS)

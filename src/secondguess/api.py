@@ -261,6 +261,7 @@ def load(
         name,
         target_vocab_size=target.runtime.vocab_size,
         load_draft_model=lambda path: draft_models[0].runtime,
+        pair_vocabularies=lambda name: pair.vocabularies,
         target=target,
     )
     check_verifier(chosen_verifier, made)

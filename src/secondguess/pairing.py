@@ -13,6 +13,8 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.weights import count_parameters
 from secondguess.drafters import drafter_class, parse_drafter_name
 from secondguess.drafters.combined import check_parts
+from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
+from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
@@ -111,11 +113,13 @@ class Pair:
 
     Args:
         draft_model: None if the drafter has no model.
+        vocabularies: None if there is no draft model, or its tokenizer is the target's.
     """
 
     target: Checkpoint
     drafter: DrafterInfo
     draft_model: Checkpoint | None
+    vocabularies: VocabularyPair | None = None
 
 
 def resolve_pair(
@@ -137,8 +141,32 @@ def resolve_pair(
     draft_model = Checkpoint.resolve(
         described.draft_model, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
-    target.require_same_tokenizer(draft_model)
-    return Pair(target, described, draft_model)
+    (name,) = (each for each in parse_drafter_name(drafter) if each.argument == described.draft_model)
+    return Pair(target, described, draft_model, pair_vocabularies(target, draft_model, name))
+
+
+def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:
+    """Return the vocabularies of a target and a draft model; None if they have one tokenizer.
+
+    Args:
+        target, draft_model: the models; no weights are read.
+        drafter: name of the drafter. Its option `vocab` overrides the choice of the method.
+
+    Raises:
+        BadInputError: vocabularies, or trees, that the method cannot draft with.
+        CheckpointError: a tokenizer that is missing, or cannot be compared.
+    """
+    method = read_method(drafter)
+    if method is None and target.has_same_tokenizer(draft_model):
+        return None
+    of_target, of_draft = (Vocabulary.of(each.tokenizer, each.name) for each in (target, draft_model))
+    pair = VocabularyPair.of(of_target, of_draft, method)
+    if pair.method == "string" and "tree" in drafter.options:
+        raise BadInputError(
+            f"expected a draft of one path for vocab=string, which {draft_model.name} needs for {target.name}, got "
+            f"{drafter}; leave out the tree, or give vocab=intersection"
+        )
+    return pair
 
 
 def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shutil
 import sys
 
@@ -238,18 +237,17 @@ def test_differently_padded_vocabularies_are_compatible(checkpoint, tmp_path):
     write_checkpoint(padded, tmp_path)
     target, drafter = (Checkpoint.resolve(path) for path in (checkpoint, tmp_path))
     assert (target.config.vocab_size, drafter.config.vocab_size) == (300, 320)
-    target.require_same_tokenizer(drafter)
+    assert target.has_same_tokenizer(drafter)
 
 
-def test_another_tokenizer_is_refused(checkpoint, copied):
+def test_another_tokenizer_is_noticed(checkpoint, copied):
     file = copied / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
     file.write_text(json.dumps(content))
     target, drafter = (Checkpoint.resolve(path) for path in (checkpoint, copied))
-    with pytest.raises(CheckpointError, match=re.escape(drafter.name)):
-        target.require_same_tokenizer(drafter)
+    assert not target.has_same_tokenizer(drafter)
 
 
 def test_a_borrowed_model_is_restored(checkpoint):

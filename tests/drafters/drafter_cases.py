@@ -17,10 +17,13 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
+from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
+from secondguess.drafters.vocabulary.pair import Method
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 from secondguess.verifiers import make_verifier
+from vocabulary_cases import tiny_pair
 
 VOCAB_SIZE = 6
 TARGET_DIST = random_probs(VOCAB_SIZE, seed=11)
@@ -48,6 +51,25 @@ def model_drafter(dist: NextTokenDist, **settings: int) -> ModelDrafter:
     return ModelDrafter(TableModel(VOCAB_SIZE, dist, **settings), "model:table", VOCAB_SIZE)
 
 
+OTHER_TOKENS = ["f", "x", "b", "c", "e", "bc", "d"]
+"""Tokens of a draft model for a target whose tokens are the letters from `a` to `f`."""
+
+
+def other_drafter(method: Method, tokens: Sequence[str] = OTHER_TOKENS) -> TranslatingDrafter:
+    """Return a draft model with another vocabulary, which knows the target's distribution."""
+
+    def dist(context: tuple[int, ...]) -> torch.Tensor:
+        text = "".join(tokens[token] for token in context).replace("x", "")
+        target = TARGET_DIST(tuple("abcdef".index(letter) for letter in text))
+        own = torch.tensor(
+            [float(target["abcdef".index(each)]) if each in set("abcdef") else 0.1 for each in tokens]
+        )
+        return own / own.sum()
+
+    pair = tiny_pair("abcdef", tokens, method)
+    return make_translating_drafter(TableModel(len(tokens), dist), "model:table", VOCAB_SIZE, pair, None)
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": NoDrafter,
     "ngram": lambda: NgramDrafter(NgramOptions(max=3, min=1)),
@@ -55,6 +77,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model alike": lambda: model_drafter(noisy_dist(TARGET_DIST, seed=5)),
     "model itself": lambda: model_drafter(TARGET_DIST),
     "model worst": lambda: model_drafter(worst_dist(TARGET_DIST)),
+    "model of shared tokens": lambda: other_drafter("intersection"),
+    "model of text": lambda: other_drafter("string"),
     "suffix or model": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_DIST, seed=5))], VOCAB_SIZE
     ),

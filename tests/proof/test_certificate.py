@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from checkpoints import random_llama
+from secondguess.drafters.vocabulary.drafters import make_translating_drafter
 from secondguess.errors import BadInputError
 from secondguess.proof.certificate import (
     OTHER_TOKEN,
@@ -16,7 +19,9 @@ from secondguess.proof.certificate import (
     tiny_system,
 )
 from secondguess.proof.fakes import random_probs
+from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.verifiers import base
+from vocabulary_cases import tiny_pair
 
 SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
 
@@ -42,6 +47,18 @@ def test_the_default_configuration_passes(parts):
     assert certificate.passed, str(certificate)
     assert certificate.num_cells == 81
     assert certificate.covers_all_texts
+
+
+@pytest.mark.parametrize("method", ["intersection", "string"])
+def test_a_draft_model_with_another_vocabulary_passes(method):
+    system = tiny_system()
+    vocabularies = tiny_pair(["a", "b", "c"], ["x", "c", "b", "bc"], method)
+    runtime = TransformersRuntime(random_llama(4, vocab_size=4).double())
+    drafter = make_translating_drafter(runtime, "model:other", 3, vocabularies, None)
+    options = CertifyOptions(num_samples=2000, limit=0.12)
+    certificate = certify(replace(system, components=replace(system.components, drafter=drafter)), options)
+    assert certificate.passed, str(certificate)
+    assert certificate.acceptance_rate > 0.1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

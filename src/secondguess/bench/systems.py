@@ -24,7 +24,10 @@ from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError
+from secondguess.names import Name
+from secondguess.pairing import pair_vocabularies
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -136,9 +139,12 @@ class Models:
         return self._draft_models[name]
 
     def _load_draft_model(self, name: str) -> LoadedModel:
-        checkpoint = Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True)
-        self.target.checkpoint.require_same_tokenizer(checkpoint)
-        return checkpoint.load()
+        return Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True).load()
+
+    def pair_vocabularies(self, drafter: Name) -> VocabularyPair | None:
+        """Return the vocabularies of the target and a drafter's model; None if they have one tokenizer."""
+        checkpoint = self.draft_model(drafter.argument or "").checkpoint
+        return pair_vocabularies(self.target.checkpoint, checkpoint, drafter)
 
     def provenance(self, num_threads: int, seed: int) -> Provenance:
         """Return the provenance of what was measured with all models loaded so far."""
@@ -213,6 +219,7 @@ class SecondguessSystem(System):
             drafter,
             target_vocab_size=models.target.runtime.vocab_size,
             load_draft_model=load_draft_model,
+            pair_vocabularies=models.pair_vocabularies,
             target=self._target,
         )
         self.drafter = drafter

@@ -145,7 +145,7 @@ def run_tune(
 
     Raises:
         BadInputError: prompts that cannot be read or do not fit the model's context.
-        CheckpointError: a model that cannot be loaded, or a drafter of another tokenizer.
+        CheckpointError: a model that cannot be loaded, or tokenizers that cannot be compared.
     """
     budget = Budget(60 * config.minutes, clock)
     workload = load_workload(config.prompts, config.num_prompts)

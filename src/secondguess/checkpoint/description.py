@@ -121,10 +121,12 @@ def _count_attention_types(config: Any) -> dict[str, int]:
     return dict(Counter(getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers))
 
 
-def compatibility_notes(target: ModelDescription, drafter: ModelDescription) -> list[str]:
+def compatibility_notes(
+    target: ModelDescription, drafter: ModelDescription, one_tokenizer: bool = True
+) -> list[str]:
     """Return remarks on permitted differences between a target and a draft model."""
     notes = []
-    if drafter.vocab_size != target.vocab_size:
+    if one_tokenizer and drafter.vocab_size != target.vocab_size:
         notes.append(
             f"vocabularies of {drafter.vocab_size:,} and {target.vocab_size:,} with one tokenizer: the rest is padding"
         )

@@ -14,7 +14,7 @@ from secondguess.errors import BadInputError
 if TYPE_CHECKING:
     from secondguess.checkpoint.description import MemoryPlan, ModelDescription
     from secondguess.configuration import TuningRecord
-    from secondguess.pairing import DrafterInfo
+    from secondguess.pairing import DrafterInfo, Pair
 
 MIB = 2**20
 memory_option = options.panel("How much at once")
@@ -56,8 +56,8 @@ def inspect(
     """Describe a model and its drafter without loading their weights.
 
     Shows architecture, sizes, drafters, and whether weights and KV caches fit into
-    memory. A model without support for speculative decoding, or a drafter with
-    another tokenizer, is refused with the reason (exit code 2).
+    memory. A model without support for speculative decoding, or a draft model whose
+    tokenizer cannot be compared, is refused with the reason (exit code 2).
     """
     settings, tuned = options.load_settings_and_tuned(context, config)
     if "model" not in settings:
@@ -79,7 +79,7 @@ def inspect(
     target, draft_model, notes = describe(pair.target), None, []
     if pair.draft_model is not None:
         draft_model = describe(pair.draft_model)
-        notes = compatibility_notes(target, draft_model)
+        notes = compatibility_notes(target, draft_model, one_tokenizer=pair.vocabularies is None)
     plan = plan_memory(
         pair.target, pair.draft_model, rows=rows, context=num_tokens, head_bytes=pair.drafter.head_bytes
     )
@@ -93,6 +93,7 @@ def inspect(
                 "drafter": {
                     "name": pair.drafter.name,
                     "model": None if draft_model is None else asdict(draft_model),
+                    "vocabulary": _vocabulary_record(pair),
                     "remarks": notes,
                 },
                 "memory": plan.as_dict(),
@@ -101,7 +102,9 @@ def inspect(
         )
         return 0
     lines = _model_lines(target, drafters)
-    lines |= _drafter_lines(pair.drafter, target, draft_model, notes) | _memory_lines(plan, settings)
+    verdict = "one tokenizer" if pair.vocabularies is None else str(pair.vocabularies)
+    lines |= _drafter_lines(pair.drafter, target, draft_model, [verdict, *notes])
+    lines |= _memory_lines(plan, settings)
     if config is not None:
         lines |= _configuration_lines(settings, tuned)
     for label, value in lines.items():
@@ -112,7 +115,7 @@ def inspect(
 def compatible_drafters(model: str) -> list[str]:
     """Return names for `--drafter`, the default first.
 
-    `PATH` stands for a model with the same tokenizer or for a trained drafter.
+    `PATH` stands for a smaller model or for a trained drafter.
     """
     from secondguess.api import default_drafter
     from secondguess.builtin import head_path
@@ -143,7 +146,7 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
         "memory": f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of cache per row "
         f"({row}); {free} available",
         "speculation": "supported",
-        "drafters": ", ".join(drafters) + " (PATH: a model with the same tokenizer)",
+        "drafters": ", ".join(drafters) + " (PATH: another model, best with the same tokenizer)",
     }
 
 
@@ -155,11 +158,18 @@ def _drafter_lines(
         return {
             "drafter": f"{named.name} ({drafter.architecture}), {drafter.num_parameters:,} parameters "
             f"({share:.2g} of the target's), context {_context(drafter)}",
-            "pair": "; ".join(["fits: one tokenizer", *notes]),
+            "pair": "fits: " + "; ".join(notes),
         }
     if named.needs_target:
         return {"drafter": f"{named.name}, which uses parts of the target and is checked when that is loaded"}
     return {"drafter": f"{named.name}, which needs no model and fits any target"}
+
+
+def _vocabulary_record(pair: Pair) -> dict[str, object] | None:
+    """Return the comparison of the tokenizers, ready for JSON; None without a draft model."""
+    if pair.draft_model is None:
+        return None
+    return {"method": "same"} if pair.vocabularies is None else pair.vocabularies.as_dict()
 
 
 def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from secondguess.names import Name, parse_name
 if TYPE_CHECKING:
     from secondguess.core import DraftSource
     from secondguess.drafters.base import Drafter
+    from secondguess.drafters.vocabulary.pair import VocabularyPair
     from secondguess.runtime.base import Runtime
 
 DRAFTERS = {
@@ -69,6 +70,7 @@ def make_drafter(
     *,
     target_vocab_size: int,
     load_draft_model: Callable[[str], Runtime],
+    pair_vocabularies: Callable[[Name], VocabularyPair | None] = lambda name: None,
     target: Target | None = None,
 ) -> Drafter:
     """Build the drafter for a name.
@@ -78,6 +80,8 @@ def make_drafter(
         target_vocab_size: width of the target's logits.
         load_draft_model: returns the runtime of the model at a path; called only by drafters that
             use a draft model.
+        pair_vocabularies: compares the target's tokenizer with that of the draft model for a name; None
+            if it is the same.
         target: target to draft for; required by drafters that use its weights or hidden states.
 
     Raises:
@@ -90,7 +94,7 @@ def make_drafter(
     from secondguess.heads.files import warn_of_mismatch
 
     names = parse_drafter_name(text)
-    resources = DrafterResources(target_vocab_size, load_draft_model)
+    resources = DrafterResources(target_vocab_size, load_draft_model, pair_vocabularies)
     heads: dict[str, Path] = {}
     if target is not None:
         find_head_folder = partial(_find_head, target, heads)

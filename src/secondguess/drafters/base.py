@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.runtime.base import HiddenStates, Runtime
@@ -33,6 +34,8 @@ class DrafterResources:
     Args:
         target_vocab_size: width of the target's logits.
         load_draft_model: returns the runtime of the model at a path.
+        pair_vocabularies: compares the target's tokenizer with that of the draft model for a name; None
+            if it is the same.
         find_head_folder: returns the folder of the trained head for a name: the folder in the name, the
             head shipped for the target, or the target's own folder.
         target: runtime of the target, if there is one.
@@ -40,6 +43,7 @@ class DrafterResources:
 
     target_vocab_size: int
     load_draft_model: Callable[[str], Runtime]
+    pair_vocabularies: Callable[[Name], VocabularyPair | None] = lambda name: None
     find_head_folder: Callable[[Name], Path] = _refuse_without_target
     target: Runtime | None = None
 

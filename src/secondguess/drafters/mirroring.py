@@ -127,20 +127,24 @@ class TokenDrafter(MirroringDrafter):
         super().__init__(name, vocab_size, runtime.device, shape)
         self.runtime = runtime
 
+    def tokens_of(self, row: Row) -> list[int]:
+        """Return the tokens that the draft model reads for a row."""
+        return row.tokens
+
     def catch_up(self, rows: Sequence[Row]) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new, known = self._split(rows)
         mirrors = [self._mirror_rows[row] for row in known]
         for row, mirror in zip(known, mirrors, strict=True):
-            self._sync_tokens(mirror, row.tokens)
+            self._sync_tokens(mirror, self.tokens_of(row))
         self._rewind(mirrors)
         far = [mirror.row for mirror in mirrors if mirror.is_far]
         if far:
             self.runtime.prefill(far)
         for row in new:
             # Registered before the prefill, so that `release` frees them even if it is interrupted.
-            mirror_row = Row([self._known_token(token) for token in row.tokens], row.params)
-            self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(row.tokens))
+            mirror_row = Row([self._known_token(token) for token in self.tokens_of(row)], row.params)
+            self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
         if new:
             admitted = [self._mirror_rows[row].row for row in new]
             self.runtime.admit(admitted)

@@ -1,15 +1,19 @@
 """Draft-model drafter: a smaller language model (arXiv 2211.17192, 2302.01318).
 
-Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees.
+Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees. With `vocab=intersection` or `vocab=string`
+the user chooses how a model with another tokenizer drafts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.trees import read_tree_options
+from secondguess.drafters.vocabulary.drafters import make_translating_drafter
+from secondguess.drafters.vocabulary.pair import OPTION, read_method
 from secondguess.errors import BadInputError
 from secondguess.names import Name
 
@@ -21,11 +25,20 @@ class ModelDrafter(TokenDrafter):
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
-        read_tree_options(name)
+        read_method(name)
+        read_tree_options(_without_vocab(name))
         return Requirements(draft_model=name.argument)
 
     @classmethod
-    def build(cls, name: Name, resources: DrafterResources) -> ModelDrafter:
+    def build(cls, name: Name, resources: DrafterResources) -> TokenDrafter:
         assert name.argument is not None  # by `requirements`
-        shown, shape = read_tree_options(name)
-        return cls(resources.load_draft_model(name.argument), shown, resources.target_vocab_size, shape)
+        shown, shape = read_tree_options(_without_vocab(name))
+        pair = resources.pair_vocabularies(name)
+        runtime, vocab_size = resources.load_draft_model(name.argument), resources.target_vocab_size
+        if pair is None:
+            return cls(runtime, shown, vocab_size, shape)
+        return make_translating_drafter(runtime, shown, vocab_size, pair, shape)
+
+
+def _without_vocab(name: Name) -> Name:
+    return replace(name, options={key: value for key, value in name.options.items() if key != OPTION})

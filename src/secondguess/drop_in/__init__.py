@@ -27,8 +27,9 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, make_drafter
+from secondguess.drafters import draft_model_paths, make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
     check_arguments,
@@ -38,7 +39,7 @@ from secondguess.drop_in.arguments import (
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
-from secondguess.runtime.base import Runtime
+from secondguess.pairing import pair_vocabularies
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -126,7 +127,8 @@ def custom_generate(
         chosen_drafter = make_drafter(
             drafter,
             target_vocab_size=target.runtime.vocab_size,
-            load_draft_model=lambda path: _draft_runtime(target, path),
+            load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
+            pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
             target=target,
         )
         check_verifier(chosen_verifier, chosen_drafter)
@@ -213,12 +215,6 @@ def _check_context_length(target: LoadedModel, max_length: int) -> None:
         )
 
 
-def _draft_runtime(target: LoadedModel, path: str) -> Runtime:
-    loaded = _loaded_draft_model(path, target.dtype, target.device)
-    target.checkpoint.require_same_tokenizer(loaded.checkpoint)
-    return loaded.runtime
-
-
 _locks: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
 """Model -> lock that a call holds while it decodes; reentrant, as a streamer may call `generate`."""
 _draft_lock = RLock()
@@ -267,3 +263,10 @@ def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
     `generate` is typically called once per prompt.
     """
     return Checkpoint.resolve(path, dtype=dtype, device=device, drafts=True).load()
+
+
+@lru_cache(maxsize=1)
+def _vocabularies(target: str, drafter: str) -> VocabularyPair | None:
+    """Compare the tokenizers of a target and a draft model; cached like the draft model."""
+    (name,) = parse_drafter_name(drafter)
+    return pair_vocabularies(Checkpoint.resolve(target), Checkpoint.resolve(name.argument or ""), name)

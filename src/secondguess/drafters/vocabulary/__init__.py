@@ -1,0 +1,1 @@
+"""Draft models with another tokenizer than the target's: comparison, translation and drafting."""

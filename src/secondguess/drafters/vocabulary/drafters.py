@@ -1,0 +1,191 @@
+"""Drafters with a model whose tokenizer is another one than the target's (arXiv 2502.05202)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor
+from secondguess.drafters.mirroring import TokenDrafter
+from secondguess.drafters.trees import TreeShape
+from secondguess.drafters.vocabulary.pair import VocabularyPair
+from secondguess.drafters.vocabulary.view import DraftView
+from secondguess.heads.base import DraftVocabulary
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.native.library import with_confidences
+from secondguess.sampling.noise import Noise
+
+
+class TranslatingDrafter(TokenDrafter):
+    """Base class of drafters whose model reads a row's text in its own tokens.
+
+    Args:
+        runtime, name, vocab_size, shape: as in `TokenDrafter`.
+        pair: the two vocabularies.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        vocab_size: int,
+        pair: VocabularyPair,
+        shape: TreeShape | None = None,
+    ) -> None:
+        super().__init__(runtime, name, vocab_size, shape)
+        self.pair = pair
+        self._views: dict[Row, DraftView] = {}
+
+    def num_uncached(self, row: Row) -> int:
+        view, mirror = self._views.get(row), self._mirror_rows.get(row)
+        if view is None:
+            return len(row.tokens)
+        num_unread = len(row.tokens) - view.num_read
+        return num_unread + len(view.tokens) - (mirror.num_committed if mirror else 0)
+
+    def room(self, row: Row) -> int:
+        view = self._views.get(row)
+        if view is None:
+            return max(0, self.runtime.context_length - len(row.tokens) + 1)
+        num_unread = len(row.tokens) - view.num_read
+        if not num_unread and not (view.tokens and view.is_complete):
+            return 0  # the model cannot go on from within a character
+        return max(0, self.runtime.context_length - len(view.tokens) - num_unread + 1)
+
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+        for row in rows:
+            self._follow(row)
+        super().prepare(rows, parts)
+
+    def tokens_of(self, row: Row) -> list[int]:
+        return self._views[row].tokens
+
+    def release(self, row: Row) -> None:
+        super().release(row)
+        self._views.pop(row, None)
+
+    def _follow(self, row: Row) -> None:
+        if row not in self._views:
+            pair = self.pair
+            self._views[row] = DraftView(pair.target, pair.draft, pair.special, pair.direct)
+        view, mirror = self._views[row], self._mirror_rows.get(row)
+        num_unchanged = view.follow(row.tokens)
+        if mirror is not None:
+            # The last token is forwarded again even if the new tokens of the row add no text.
+            mirror.num_committed = min(mirror.num_committed, num_unchanged, len(view.tokens) - 1)
+
+
+class IntersectionDrafter(TranslatingDrafter):
+    """Drafter that samples from the draft model's distribution over the tokens that both models have.
+
+    The distribution is renormalised, and the verifier gets the one that was sampled from: the target's
+    other tokens have probability zero in it. (TLI in the paper.)
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        vocab_size: int,
+        pair: VocabularyPair,
+        shape: TreeShape | None = None,
+    ) -> None:
+        super().__init__(runtime, name, vocab_size, pair, shape)
+        both = {**pair.shared, **pair.special}
+        with_logits = [
+            (own, other) for own, other in both.items() if own < vocab_size and other < runtime.vocab_size
+        ]
+        self._shared = token_tensor([other for _, other in with_logits], self.device)
+        self._vocabulary = DraftVocabulary(
+            vocab_size, token_tensor([own for own, _ in with_logits], self.device)
+        )
+        self._translated = torch.zeros(vocab_size, dtype=torch.long, device=self.device)
+        self._translated[self._vocabulary.token_ids] = self._shared
+        self._translated_list: list[int] = self._translated.tolist()
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        return self._restrict(super().chain_logits(rows, active))
+
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        super().extend(rows, active, [self._translated_list[token] for token in tokens])
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        translated = replace(tree, tokens=self._translated[tree.tokens])
+        return self._restrict(super().tree_logits(rows, active, translated))
+
+    def _restrict(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, -inf for tokens that are not shared."""
+        return self._vocabulary.to_target(logits[..., self._shared])
+
+
+class StringDrafter(TranslatingDrafter):
+    """Drafter whose greedy drafts are text, which the target's tokenizer encodes.
+
+    Drafts are deterministic, so the verifier keeps the target's distribution at any temperature. (SLEM
+    in the paper.) Unlike a look-up it takes steps, after each of which `Budgets.go_on` decides.
+    """
+
+    deterministic = True
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        steps = [self._num_steps(row, limit) if limit else 0 for row, limit in zip(rows, limits, strict=True)]
+        drawn = self._draw(rows, steps, budgets)
+        chains = [self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True)]
+        return Draft.chains(chains, device=self.device)
+
+    def _num_steps(self, row: Row, limit: int) -> int:
+        """Return how many tokens to draft for `limit` tokens of the target, as in the row so far."""
+        view = self._views[row]
+        room = self.runtime.context_length - len(view.tokens) + 1
+        return min(math.ceil(limit * len(view.tokens) / view.num_read), room, MAX_DRAFT_LENGTH)
+
+    def _draw(self, rows: Sequence[Row], steps: list[int], budgets: Budgets) -> list[list[int]]:
+        """Return per row the most probable chain of the draft model, up to the end of the text."""
+        chains: list[list[int]] = [[] for _ in rows]
+        active = [index for index, limit in enumerate(steps) if limit > 0]
+        while active:
+            depth = max(map(len, chains))
+            logits = self.chain_logits(rows, active)
+            tokens, confidences = with_confidences(logits)
+            for index in active:
+                chains[index].append(tokens[index])
+            self.extend(rows, active, tokens)
+            active = [
+                index
+                for index in active
+                if len(chains[index]) < steps[index] and self.pair.draft.bytes_of(tokens[index]) is not None
+            ]
+            if active and budgets.uses_probs:
+                going_on = budgets.go_on(logits, depth, None, confidences)
+                active = [index for index in active if going_on[index]]
+        return chains
+
+    def _encoded(self, chain: list[int]) -> list[int]:
+        """Return the target's tokens of a draft, up to a last one that a longer text might change.
+
+        That one is complete if both vocabularies have it, or if the text ends behind it.
+        """
+        target, draft = self.pair.target, self.pair.draft
+        data = [draft.bytes_of(token) for token in chain]
+        tokens = target.encode(b"".join(each or b"" for each in data).decode(errors="ignore")).ids
+        if chain and data[-1] is None:
+            end = self.pair.special_by_draft.get(chain[-1])
+            return tokens if end is None else [*tokens, end]
+        if tokens and target.bytes_of(tokens[-1]) != data[-1]:
+            del tokens[-1]
+        return tokens
+
+
+def make_translating_drafter(
+    runtime: Runtime, name: str, vocab_size: int, pair: VocabularyPair, shape: TreeShape | None
+) -> TranslatingDrafter:
+    """Return the drafter of a pair's method; arguments as in `TranslatingDrafter`."""
+    shown = f"{name},vocab={pair.method}"
+    if pair.method == "string":
+        return StringDrafter(runtime, shown, vocab_size, pair)
+    return IntersectionDrafter(runtime, shown, vocab_size, pair, shape)

@@ -1,0 +1,287 @@
+"""Draft models with another vocabulary: distributions, text drafts, names, and whole models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from drafter_cases import GREEDY, OTHER_TOKENS, PROMPTS, VOCAB_SIZE, other_drafter, run
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from checkpoints import random_llama
+from secondguess import LLM, load
+from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.trees import TreeOptions
+from secondguess.drafters.vocabulary.drafters import (
+    IntersectionDrafter,
+    StringDrafter,
+    TranslatingDrafter,
+    make_translating_drafter,
+)
+from secondguess.drafters.vocabulary.pair import Method, VocabularyPair
+from secondguess.drafters.vocabulary.tokens import Vocabulary
+from secondguess.errors import BadInputError
+from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
+from secondguess.runtime.base import ForwardOutput
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
+from vocabulary_cases import END_TOKENS, byte_level, sentencepiece, tiny_pair, trained, vocabulary
+
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
+
+
+def always(logits: Tensor, depth: int, *_: object) -> list[bool]:
+    return [True] * len(logits)
+
+
+def propose(drafter: TranslatingDrafter, rows: list[Row], length: int) -> Draft:
+    budgets = Budgets([length] * len(rows), always, uses_probs=False)
+    drafter.prepare(rows, [0] * len(rows))
+    return drafter.propose(rows, budgets, KeyedNoise.from_rows(rows))
+
+
+def one_after_another(*tokens: int, vocab_size: int) -> NextTokenDist:
+    """Return a draft distribution that writes these tokens in turn."""
+
+    def dist(context: tuple[int, ...]) -> Tensor:
+        return torch.nn.functional.one_hot(
+            torch.tensor(tokens[len(context) % len(tokens)]), vocab_size
+        ).double()
+
+    return dist
+
+
+def test_nodes_are_drawn_from_the_renormalised_distribution_of_shared_tokens() -> None:
+    pair = tiny_pair(["a", "b", "c"], ["x", "c", "b", "y"], "intersection")
+    dist = random_probs(4, seed=2)
+    drafter = make_translating_drafter(TableModel(4, dist), "model:table", 3, pair, None)
+    draft = propose(drafter, [Row([1], SAMPLED)], 2)
+    assert draft.probs is not None
+    own = dist((2,))
+    expected = torch.stack([torch.zeros_like(own[0]), own[2], own[1]])
+    torch.testing.assert_close(draft.probs[0, 0], expected / expected.sum())
+    own = dist((2, {1: 2, 2: 1}[int(draft.tokens[0, 0])]))
+    expected = torch.stack([torch.zeros_like(own[0]), own[2], own[1]])
+    torch.testing.assert_close(draft.probs[0, 1], expected / expected.sum())
+
+
+def test_trees_have_shared_tokens_only() -> None:
+    pair = tiny_pair(["a", "b", "c", "d"], ["x", "c", "b", "y"], "intersection")
+    shape = TreeOptions("2x1").shape
+    drafter = make_translating_drafter(TableModel(4, random_probs(4, seed=2)), "model:table", 4, pair, shape)
+    draft = propose(drafter, [Row([1], SAMPLED)], 2)
+    assert draft.probs is not None
+    assert draft.parents.tolist() == [[-1, -1, 0, 1]]
+    assert set(draft.tokens.flatten().tolist()) <= {1, 2}
+    assert not draft.probs[..., [0, 3]].any()
+
+
+@pytest.mark.parametrize("method", ["intersection", "string"])
+def test_a_model_with_the_targets_distribution_is_often_accepted(method: Method) -> None:
+    result = run(other_drafter(method, [*OTHER_TOKENS, "a"]), params=SAMPLED)
+    rate = sum(stats.num_accepted for stats in result.stats) / sum(
+        stats.num_drafted for stats in result.stats
+    )
+    assert rate > 0.2
+
+
+@pytest.mark.parametrize("method", ["intersection", "string"])
+def test_the_draft_model_reads_each_token_about_once(method: Method) -> None:
+    drafter = other_drafter(method)
+    result = run(drafter, PROMPTS[:1], GREEDY)
+    assert isinstance(drafter.runtime, TableModel)
+    assert drafter.runtime.num_scored_tokens <= 2 * result.stats[0].num_drafted + 14
+
+
+def test_a_draft_is_the_text_of_the_draft_model() -> None:
+    pair = tiny_pair(["a", "b", "c", "ab"], ["c", "b", "a"], "string")
+    dist = one_after_another(2, 1, 0, vocab_size=3)
+    drafter = make_translating_drafter(TableModel(3, dist), "model:table", 4, pair, None)
+    draft = propose(drafter, [Row([2, 3, 2], SAMPLED)], 3)  # c, ab, c: four tokens of the draft model
+    assert draft.probs is None
+    assert draft.tokens.tolist() == [
+        [1, 2]
+    ]  # of the text "bcab": b, c, and ab, which may become another token
+    assert isinstance(drafter, StringDrafter)
+
+
+def test_a_last_token_that_may_become_a_longer_one_is_held_back() -> None:
+    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"], "string")
+    dist = one_after_another(2, 2, vocab_size=3)
+    drafter = make_translating_drafter(TableModel(3, dist), "model:table", 3, pair, None)
+    draft = propose(drafter, [Row([1], SAMPLED)], 2)
+    assert draft.tokens.tolist() == [[1, 2]]  # of the text "baba": b, ab, and a, which may become ab
+
+
+def test_the_end_of_the_text_is_drafted() -> None:
+    target, draft = byte_level(end="<|stop|>"), sentencepiece()
+    pair = VocabularyPair.of(Vocabulary(target, 0), Vocabulary(draft, 2), "string")
+    size = len(pair.draft.tokens)
+    dist = one_after_another(2, vocab_size=size)
+    drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
+    row = Row(target.encode("self").ids, SAMPLED)
+    assert propose(drafter, [row], 4).tokens.tolist() == [[0]]
+
+
+def test_nothing_is_drafted_within_a_character() -> None:
+    pair = VocabularyPair.of(vocabulary("byte-level"), vocabulary("sentencepiece"), "string")
+    size = len(pair.draft.tokens)
+    dist = one_after_another(*trained("sentencepiece").encode("def").ids[1:], vocab_size=size)
+    drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
+    tokens = trained("byte-level").encode("é").ids
+    assert len(tokens) == 2
+    row = Row(tokens[:1], SAMPLED)
+    assert propose(drafter, [row], 2).num_nodes == 0
+    row.tokens.append(tokens[1])
+    assert drafter.candidates([row])[0][0].longest > 0
+    assert propose(drafter, [row], 2).num_nodes > 0
+
+
+@pytest.mark.parametrize("method", ["intersection", "string"])
+def test_the_last_token_is_read_again_behind_a_token_without_text(method: Method) -> None:
+    target = byte_level()
+    target.add_special_tokens(["<|turn|>"])
+    pair = VocabularyPair.of(Vocabulary(target), vocabulary("sentencepiece"), method)
+    runtime = TableModel(len(pair.draft.tokens), random_probs(len(pair.draft.tokens), 1))
+    drafter = make_translating_drafter(runtime, "model:table", 321, pair, None)
+    row = Row(target.encode("self<|turn|>").ids, GREEDY)
+    propose(drafter, [row], 1)
+    row.tokens.append(row.tokens[-1])
+    num_scored = runtime.num_scored_tokens
+    propose(drafter, [row], 1)
+    assert runtime.num_scored_tokens == num_scored + 1
+
+
+@pytest.mark.parametrize("method", ["intersection", "string"])
+def test_drafting_stops_where_the_draft_models_context_is_full(method: Method) -> None:
+    class StrictContext(TableModel):
+        def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
+            assert all(len(row.tokens) <= self.context_length for row in rows)
+            return super().score(rows, draft)
+
+    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"], method)
+    runtime = StrictContext(3, random_probs(3, 1), context_length=9)
+    drafter = make_translating_drafter(runtime, "model:table", 3, pair, None)
+    result = run(drafter, [[0, 1]], SamplingParams(max_tokens=20), dist=random_probs(3, 1), vocab_size=3)
+    assert result.stats[0].num_drafted > 0
+    assert len(result.outputs[0]) == 20
+    assert not runtime.num_live_rows
+
+
+def test_the_names_tell_the_method() -> None:
+    assert [other_drafter("intersection").name, other_drafter("string").name] == [
+        "model:table,vocab=intersection",
+        "model:table,vocab=string",
+    ]
+    assert isinstance(other_drafter("intersection"), IntersectionDrafter)
+    assert other_drafter("string").vocab_size == VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a random draft model with a tokenizer of some kind."""
+
+    def write(kind: str) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"other-{kind}"
+        if not folder.exists():
+            tokenizer = trained(kind)
+            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+            model = random_llama(
+                5, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, **sizes
+            )
+            model.save_pretrained(folder)
+            end = tokenizer.id_to_token(END_TOKENS[kind])
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+PROMPT = "def quicksort(items):\n    # naïve 🙂\n"
+
+
+SETTINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7})
+
+
+def texts(model: LLM) -> list[str]:
+    """Return greedy and seeded texts of a batch."""
+    prompts = [PROMPT, "class Stack:"]
+    return [
+        output.text for settings in SETTINGS for output in model.generate(prompts, max_tokens=16, **settings)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain_texts(tiny_checkpoint: Path) -> list[str]:
+    return texts(load(tiny_checkpoint, "none", dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("byte-level", "intersection"),
+        ("byte-level", "string"),
+        ("sentencepiece", "intersection"),
+        ("sentencepiece", "string"),
+        ("unigram", "intersection"),
+        ("wordpiece", "string"),
+    ],
+)
+def test_texts_of_a_target_are_the_same_with_drafters_of_other_tokenizers(
+    tiny_checkpoint: Path,
+    other_model: Callable[[str], Path],
+    plain_texts: list[str],
+    kind: str,
+    method: Method,
+) -> None:
+    name = f"model:{other_model(kind)},vocab={method}"
+    drafting = load(tiny_checkpoint, name, dtype="float32", controller="fixed:3")
+    assert texts(drafting) == plain_texts
+    assert drafting.drafter.runtime.num_prefilled > 0
+
+
+def test_the_method_is_chosen_when_models_are_loaded(
+    tiny_checkpoint: Path, other_model: Callable[[str], Path]
+) -> None:
+    drafter = load(tiny_checkpoint, f"model:{other_model('byte-level')}", dtype="float32").drafter
+    assert drafter.name == f"model:{other_model('byte-level')},vocab=intersection"
+    drafter = load(tiny_checkpoint, f"model:{other_model('wordpiece')}", dtype="float32").drafter
+    assert drafter.name == f"model:{other_model('wordpiece')},vocab=string"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (",vocab=union", "vocab=intersection or string"),
+        (",vocab=string,tree=2x1", "leave out the tree"),
+        (",tree=2x1", "leave out the tree"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tiny_checkpoint: Path, other_model: Callable[[str], Path], options: str, message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        load(tiny_checkpoint, f"model:{other_model('wordpiece')}{options}", dtype="float32")
+
+
+def test_inspect_gives_the_verdict(
+    secondguess_command: Callable[..., object],
+    tiny_checkpoint: Path,
+    tiny_draft_checkpoint: Path,
+    other_model: Callable[[str], Path],
+) -> None:
+    def record(draft_model: Path, *options: str) -> dict[str, object]:
+        done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{draft_model}", *options)
+        assert done.code == 0, done.err  # type: ignore[attr-defined]
+        return done.out  # type: ignore[attr-defined, no-any-return]
+
+    same = json.loads(record(tiny_draft_checkpoint, "--json"))["drafter"]["vocabulary"]
+    assert same == {"method": "same"}
+    other = json.loads(record(other_model("wordpiece"), "--json"))["drafter"]["vocabulary"]
+    assert other["method"] == "string"
+    assert 0 < other["target_share"] < other["draft_share"] < 1
+    assert "vocab=string (shared are" in record(other_model("wordpiece"))  # type: ignore[operator]
