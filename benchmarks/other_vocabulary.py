@@ -136,8 +136,9 @@ def seconds_to_follow(pair: VocabularyPair, tokens: list[int], length: int) -> f
     view.follow(text[:length])
     seconds = []
     for end in range(length + 4, length + 400, 4):
+        row = text[:end]
         start = time.perf_counter()
-        view.follow(text[:end])
+        view.follow(row)
         seconds.append(time.perf_counter() - start)
     return median(seconds)
 
