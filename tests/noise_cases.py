@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import torch
@@ -17,7 +18,7 @@ TARGET = torch.tensor([[0.8, 0.15, 0.05], [0.2, 0.3, 0.5], [0.1, 0.6, 0.3]], dty
 # Mistakes about later rounds show with drafts that often fail, mistakes about corrections where these have a choice.
 CRUDE = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.3, 0.1], [0.4, 0.2, 0.4]], dtype=torch.float64)
 ONE_SIDED = torch.tensor([[0.3, 0.1, 0.6], [0.6, 0.1, 0.3], [0.05, 0.9, 0.05]], dtype=torch.float64)
-NUM_TOKENS = 5
+NUM_TEXTS, NUM_TOKENS = 20_000, 5
 CHAIN = (-1, 0, 1)
 TREE = (-1, -1, 0, 0, 1)
 """Parents of the nodes: a chain, and two children of pending with two children and one."""
@@ -34,9 +35,7 @@ def chained_texts(
 ) -> torch.Tensor:
     """Return texts `[text, NUM_TOKENS]` of as many rounds as needed; every text is a stream of one seed."""
     rule = make_verifier(verifier)
-    params = SamplingParams(temperature=1.0)
-    rows = [Row([0], params, seed=seed, stream=stream, coupled=coupled) for stream in range(num_texts)]
-    keys = KeyedNoise.from_rows(rows)
+    keys = KeyedNoise.from_rows(streams(num_texts, seed, coupled))
     # Each round writes after the committed tokens; those beyond NUM_TOKENS are not used.
     texts = torch.zeros(num_texts, 1 + NUM_TOKENS + len(parents), dtype=torch.long)
     ends = torch.ones(num_texts, dtype=torch.long)
@@ -58,6 +57,13 @@ def chained_texts(
             texts[left[writes], starts[writes] + place] = tokens[writes]
         ends[left] = starts + lengths + 1
     return texts[:, 1 : NUM_TOKENS + 1]
+
+
+@cache
+def streams(num_rows: int, seed: int, coupled: bool) -> list[Row]:
+    """Return rows with one seed, each with a stream of its own."""
+    params = SamplingParams(temperature=1.0)
+    return [Row([0], params, seed=seed, stream=stream, coupled=coupled) for stream in range(num_rows)]
 
 
 def drawn_tree(
@@ -85,20 +91,18 @@ def drawn_tree(
 
 def chained_text_p_value(
     verifier: str,
-    num_texts: int = 20_000,
-    seed: int = 0,
     coupled: bool = False,
     drafter: torch.Tensor = CRUDE,
     parents: tuple[int, ...] = CHAIN,
     without_replacement: bool = True,
 ) -> float:
-    """Return the p-value of the G-test of these texts against the table's distribution."""
+    """Return the p-value of the G-test of `NUM_TEXTS` texts against the table's distribution."""
     weights = 3 ** torch.arange(NUM_TOKENS - 1, -1, -1)
-    texts = chained_texts(verifier, num_texts, seed, coupled, drafter, parents, without_replacement)
+    texts = chained_texts(verifier, NUM_TEXTS, 0, coupled, drafter, parents, without_replacement)
     counts = torch.bincount(texts @ weights, minlength=3**NUM_TOKENS).tolist()
     expected = []
     for text in product(range(3), repeat=NUM_TOKENS):
-        chance = float(num_texts)
+        chance = float(NUM_TEXTS)
         for before, token in zip((0, *text), text, strict=False):
             chance *= float(TARGET[before, token])
         expected.append(chance)

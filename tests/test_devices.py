@@ -26,7 +26,7 @@ ON_GPUS = [
 CASES = [
     *(pytest.param("cuda", drafter, marks=ON_GPUS) for drafter in DRAFTERS),
     # On a CPU, which has the equality matrices of other files, this only shows that the test itself works.
-    *(("cpu", drafter) for drafter in DRAFTERS[-2:]),
+    ("cpu", DRAFTERS[-1]),
 ]
 PROMPTS = ["def add(a, b):", "class Stack:\n    def push(self", "def add(a, b):\n    return"]
 

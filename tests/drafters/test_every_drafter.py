@@ -21,7 +21,7 @@ every_pair = pytest.mark.parametrize(("drafter", "controller"), CONTROLLED)
 
 
 @every_pair
-@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 4])
 def test_greedy_text_equals_plain_decoding(drafter: str, controller: str, batch: int) -> None:
     result = run(DRAFTERS[drafter](), PROMPTS[:batch], controller=controller)
     assert result.outputs == [greedy_text(prompt, 14) for prompt in PROMPTS[:batch]]
@@ -36,11 +36,19 @@ def test_seeded_text_equals_plain_decoding(drafter: str, controller: str) -> Non
     )
 
 
-@every_pair
+@pytest.mark.parametrize(
+    ("drafter", "controller"),
+    [
+        (drafter, controller)
+        for drafter, controller in CONTROLLED
+        if controller.partition(":")[0] not in ADAPTIVE
+    ],
+)
 def test_a_row_of_a_batch_equals_the_row_alone(drafter: str, controller: str) -> None:
-    """Tokens and drafts; settings differ per row, so that rows stop drafting at different depths."""
-    if controller.partition(":")[0] in ADAPTIVE:
-        pytest.skip("it learns from all rows: draft lengths differ, and with them the draws of sampled text")
+    """Tokens and drafts; settings differ per row, so that rows stop drafting at different depths.
+
+    Controllers that learn from all rows are left out: draft lengths differ, and with them the draws of sampled text.
+    """
     params = [
         SamplingParams(max_tokens=9, temperature=1.0),
         SamplingParams(max_tokens=3, temperature=0.0),

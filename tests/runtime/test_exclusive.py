@@ -123,34 +123,21 @@ def test_runtimes_that_share_weights_run_in_two_threads(checkpoint):
     assert wrong == []
 
 
-LOAD = """
+SCRIPT = """
 import os, sys, threading, time, torch
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.sampling import SamplingParams
 torch.set_num_threads(2)
 runtime = Checkpoint.resolve(sys.argv[1], dtype="bfloat16", device="cpu", runtime="native").load().runtime
+
 def forward(num_tokens):
     row = Row([5] * num_tokens, SamplingParams(max_tokens=64))
     runtime.begin([row])
     logits = runtime.score([row], Draft.empty(1)).logits
     runtime.release(row)
     return logits
-"""
 
-
-def run_script(script, *arguments):
-    command = [sys.executable, "-c", LOAD + script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-@needs_kernels
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
-def test_a_forked_process_computes_the_same(tmp_path):
-    """After forwards with several threads, of the kernels and of torch, and during one of another thread."""
-    config = FAMILIES["llama"]()
-    config.num_key_value_heads, config.head_dim = 4, 64  # a cache that torch fills with several threads
-    script = """
 expected = forward(40)
 threading.Thread(target=lambda: [forward(20) for _ in iter(int, 1)], daemon=True).start()
 for _ in range(4):
@@ -170,15 +157,7 @@ for _ in range(4):
         status = "the child hangs"
     print(status)
 assert torch.equal(forward(40), expected)
-os._exit(0)
-"""
-    done = run_script(script, write_checkpoint(config, tmp_path))
-    assert (done.stdout.split("\n"), done.returncode) == (["0"] * 4 + [""], 0), done.stderr
 
-
-@needs_kernels
-def test_the_interpreter_ends_after_the_forward_of_a_daemon_thread(checkpoint):
-    script = """
 run = runtime._forward._kernels.secondguess_run
 class Slow:
     secondguess_free = runtime._forward._kernels.secondguess_free
@@ -189,9 +168,34 @@ class Slow:
         failed = run(*arguments)
         print("finished", flush=True)
         return failed
-runtime._forward._kernels, entered = Slow, threading.Event()
-threading.Thread(target=lambda: [forward(20) for _ in iter(int, 1)], daemon=True).start()
+entered = threading.Event()
+runtime._forward._kernels = Slow
 entered.wait()
 """
-    done = run_script(script, checkpoint)
-    assert (done.stdout, done.stderr, done.returncode) == ("finished\n", "", 0)
+"""Forks after forwards with several threads, of the kernels and of torch, and during one of a daemon thread.
+
+The interpreter ends while that thread computes.
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The process of the script, once it has ended."""
+    config = FAMILIES["llama"]()
+    config.num_key_value_heads, config.head_dim = 4, 64  # a cache that torch fills with several threads
+    path = write_checkpoint(config, tmp_path_factory.mktemp("forked"))
+    command = [sys.executable, "-c", SCRIPT, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_computes_the_same(finished):
+    assert finished.stdout.split("\n")[:4] == ["0"] * 4, finished.stderr
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_the_interpreter_ends_after_the_forward_of_a_daemon_thread(finished):
+    found = finished.stdout.split("\n")[4:], finished.stderr, finished.returncode
+    assert found == (["finished", ""], "", 0)

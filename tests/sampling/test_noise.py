@@ -122,10 +122,9 @@ def test_a_rows_race_does_not_depend_on_whether_its_neighbours_are_coupled():
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_several_rounds_keep_the_distribution(verifier, seed):
+def test_several_rounds_keep_the_distribution(verifier):
     """The joint distribution of five tokens over several rounds; reused numbers gave p below 1e-18 here."""
-    assert chained_text_p_value(verifier, seed=seed) > MIN_P_VALUE
+    assert chained_text_p_value(verifier) > MIN_P_VALUE
 
 
 def test_several_rounds_of_coupled_rows_keep_the_distribution():

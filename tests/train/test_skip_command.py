@@ -30,32 +30,23 @@ def test_the_found_layers_can_be_used_as_a_drafter(searching, tiny_checkpoint, t
     assert spoken.code == 0, spoken.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "differing"),
-    [
+def test_texts_of_another_run_are_not_reused(searching, tiny_draft_checkpoint, tmp_path):
+    assert searching().code == 0
+    found = (tmp_path / "skip" / "config.json").read_bytes()
+    for arguments, differing in (
         (["--seed", "1"], "another answers"),
         (["--temperature", "0.5"], "another answers"),
         (["--max-tokens", "16"], "another answers"),
         (["--length", "48"], "another answers"),
         (["--num-prompts", "1"], "another num prompts"),
         (["--dtype", "float32"], "another dtype"),
-    ],
-)
-def test_texts_of_another_run_are_not_reused(searching, tmp_path, arguments, differing):
-    assert searching().code == 0
-    found = (tmp_path / "skip" / "config.json").read_bytes()
-    done = searching(*arguments)
-    assert done.code == 2
-    assert differing in done.err
-    assert "choose another folder" in done.err
-    assert (tmp_path / "skip" / "config.json").read_bytes() == found
-
-
-def test_texts_of_another_target_are_not_reused(searching, tiny_draft_checkpoint):
-    assert searching().code == 0
-    done = searching("--model", tiny_draft_checkpoint)
-    assert done.code == 2
-    assert "another target sha256" in done.err
+        (["--model", tiny_draft_checkpoint], "another target sha256"),
+    ):
+        done = searching(*arguments)
+        assert done.code == 2, arguments
+        assert differing in done.err
+        assert "choose another folder" in done.err
+        assert (tmp_path / "skip" / "config.json").read_bytes() == found
 
 
 def test_the_same_search_reuses_its_texts(searching, tmp_path):
