@@ -6,8 +6,6 @@ import os
 import re
 import select
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +13,8 @@ import pytest
 import secondguess
 import secondguess.api
 import secondguess.prompts
+from forked import start_command
 
-PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SYSTEM = {"role": "system", "content": "Be short."}
 
@@ -267,26 +265,27 @@ def test_options_reach_load(secondguess_command, monkeypatch, tmp_path):
     assert seen == given
 
 
-def test_a_real_terminal(components):
+def test_a_real_terminal(components, monkeypatch):
     """Typed lines, a command, and Ctrl-D."""
     import pty
 
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "200")
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "200"}
-    command = [*PROGRAM, "chat", *map(str, components)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        try:
-            read_until(ours, r"Ctrl-D leaves\s+> $")
-            os.write(ours, b"x = \n")
-            read_until(ours, r"tokens per target pass\s+> $")
-            os.write(ours, b"/stats\n")
-            read_until(ours, r"all replies \(12 tokens\): .* tokens per target pass\s+> $")
-            os.write(ours, b"\x04")
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
-            os.close(ours)
+    process = start_command(["chat", *components], [theirs] * 3)
+    os.close(theirs)
+    try:
+        read_until(ours, r"Ctrl-D leaves\s+> $")
+        os.write(ours, b"x = \n")
+        read_until(ours, r"tokens per target pass\s+> $")
+        os.write(ours, b"/stats\n")
+        read_until(ours, r"all replies \(12 tokens\): .* tokens per target pass\s+> $")
+        os.write(ours, b"\x04")
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        os.close(ours)
 
 
 def read_until(terminal, pattern):

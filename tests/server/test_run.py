@@ -1,48 +1,43 @@
 """`secondguess serve` as a process: address, signals, drain."""
 
 import contextlib
+import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import httpx2
 import pytest
 
+from forked import start_command
 from secondguess.errors import BadInputError
 from secondguess.server.run import open_socket
-
-SERVE = [
-    sys.executable,
-    "-c",
-    "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))",
-    "serve",
-]
 
 
 @contextlib.contextmanager
 def served(*options):
     """Run the command on a free port; yields the process and its URL once it is ready."""
-    process = subprocess.Popen([*SERVE, "--port", "0", *options], stderr=subprocess.PIPE, text=True)
+    reader, writer = os.pipe()
+    process = start_command(["serve", "--port", 0, *options], [None, None, writer])
+    os.close(writer)
     watchdog = threading.Timer(60, process.kill)
     watchdog.start()
     try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                break
-        else:
-            pytest.fail("".join(lines))
-        yield process, found[0]
+        with open(reader) as errors:
+            lines = []
+            for line in errors:
+                lines.append(line)
+                if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                    break
+            else:
+                pytest.fail("".join(lines))
+            yield process, found[0]
     finally:
         watchdog.cancel()
         process.kill()
-        process.wait()
-        process.stderr.close()
+        process.join()
 
 
 def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
@@ -58,7 +53,7 @@ def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             while (status := client.get("/ready")).status_code != 503:
                 time.sleep(0.01)
             refused = client.post("/v1/completions", json={**body, "stream": False})
@@ -66,7 +61,8 @@ def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert status.headers["retry-after"]
         client.close()
-        assert process.wait(30) == 0
+        process.join(30)
+        assert process.exitcode == 0
 
 
 def test_an_address_in_use_is_refused_before_the_model_is_loaded(secondguess_command):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from forked import start_command
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.learning import (
@@ -254,9 +252,6 @@ def test_settings_are_checked() -> None:
         Budget(steps=0)
 
 
-RUN = "import sys; from secondguess.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
 def test_a_killed_run_resumes_to_the_same_log_and_weights(
     tiny_checkpoint: Path, tmp_path: Path, secondguess_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,19 +265,14 @@ def test_a_killed_run_resumes_to_the_same_log_and_weights(
         paths = ["--out", str(out), "--model", str(tiny_checkpoint), "--data", str(texts)]
         return ["train", "draft", *paths, *options.split(), *changes.split()]
 
-    killed = subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments(tmp_path / "killed")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    killed = start_command(arguments(tmp_path / "killed"))
     checkpoint = tmp_path / "killed" / "run" / "checkpoint.pt"
-    while killed.poll() is None and not checkpoint.is_file():
+    while killed.is_alive() and not checkpoint.is_file():
         time.sleep(0.01)
     time.sleep(0.1)
     killed.kill()
-    output = killed.communicate()[0].decode()
-    assert killed.returncode == -signal.SIGKILL, output
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     step = torch.load(checkpoint, weights_only=True)["standing"]["step"]
     assert 0 < step < 60
     for name in ("killed", "whole"):
