@@ -34,12 +34,12 @@ def complete(client, **fields):
 def test_texts_are_those_of_generate(served, settings):
     engine, client = served
     expected = engine.llm.generate(
-        PROMPT, SamplingParams(**{"temperature": 1.0, **settings, "max_tokens": 40})
+        PROMPT, SamplingParams(**{"temperature": 1.0, **settings, "max_tokens": 16})
     )
-    assert complete(client, **settings).choices[0].text == expected.text
-    chunks = list(complete(client, **settings, stream=True))
+    assert complete(client, **settings, max_tokens=16).choices[0].text == expected.text
+    chunks = list(complete(client, **settings, max_tokens=16, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
-    plain = complete(client, **settings, extra_body={"speculation": "off", "report": True})
+    plain = complete(client, **settings, max_tokens=16, extra_body={"speculation": "off", "report": True})
     assert plain.choices[0].text == expected.text
     assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
 
@@ -54,7 +54,7 @@ def test_a_repeated_prompt_is_cached(served):
 
 def test_row_06_slots_samples_and_requests_together_equal_each_alone(served):
     _, client = served
-    fields = [{"seed": seed, "n": 1 + seed % 2} for seed in range(6)]
+    fields = [{"seed": seed, "n": 1 + seed % 2, "max_tokens": 16} for seed in range(6)]
     alone = [[choice.text for choice in complete(client, **each).choices] for each in fields]
     together = [None] * len(fields)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -12,23 +14,32 @@ from secondguess.server.settings import ServerSettings
 
 PROMPT = "def volume(width, height):\n"
 FIELDS = {"model": "builtin", "prompt": PROMPT, "max_tokens": 60, "report": True}
+KEYS, NUM_TESTS = ("alice", "bob"), 8
+
+
+@pytest.fixture(scope="module")
+def client():
+    engine = Engine(load(drafter="suffix", controller="fixed:6", share_history=True))
+    keys = tuple(f"{key}-{number}" for key in KEYS for number in range(NUM_TESTS))
+    with TestClient(create_app(engine, ServerSettings(api_keys=keys))) as client:
+        yield client, count()
+    engine.close()
 
 
 @pytest.fixture
-def ask():
-    """Function that sends a request with a key; gives its text and its number of target passes."""
-    engine = Engine(load(drafter="suffix", controller="fixed:6", share_history=True))
-    app = create_app(engine, ServerSettings(api_keys=("alice", "bob")))
-    with TestClient(app) as client:
+def ask(client):
+    """Function that sends a request with a key of this test; gives its text and its number of target passes."""
+    http, numbers = client
+    number = next(numbers)
 
-        def post(key, path="/v1/completions", **fields):
-            reply = client.post(path, json=FIELDS | fields, headers={"Authorization": f"Bearer {key}"})
-            assert reply.status_code == 200, reply.text
-            found = reply.json()
-            return found["choices"][0]["text"], found["secondguess"]["samples"][0]["num_rounds"]
+    def post(key, path="/v1/completions", **fields):
+        headers = {"Authorization": f"Bearer {key}-{number}"}
+        reply = http.post(path, json=FIELDS | fields, headers=headers)
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        return found["choices"][0]["text"], found["secondguess"]["samples"][0]["num_rounds"]
 
-        yield post
-    engine.close()
+    return post
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
