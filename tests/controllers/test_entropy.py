@@ -59,14 +59,15 @@ def test_entropy_restarts_in_every_round() -> None:
 @pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
 def test_the_constant_is_fitted_to_the_observed_acceptance(constant: float) -> None:
     """Nodes are accepted with exactly the probability of the bound with this constant."""
-    controller = EntropyController()
+    controller, batch, draft = EntropyController(), rows(1), Draft.chains([[0]])
+    probs, verdicts = {count: draft_probs(count) for count in (1, 2, 3)}, [verdict(0), verdict(1)]
     rng = random.Random(1)
     for _ in range(3000):
-        controller.plan(rows(1), [(Candidate(),)])
+        controller.plan(batch, [(Candidate(),)])
         count = rng.choice([1, 2, 3])
-        controller.go_on(rows(1), draft_probs(count), 0)
+        controller.go_on(batch, probs[count], 0)
         accepted = int(rng.random() < 1 - math.sqrt(constant * math.log(count)))
-        controller.learn(rows(1), Draft.chains([[0]]), verdict(accepted), NO_TIME)
+        controller.learn(batch, draft, verdicts[accepted], NO_TIME)
     assert controller.constant == pytest.approx(constant, rel=0.35)
 
 
