@@ -219,12 +219,21 @@ class DraftRecorder(Controller, Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         chosen = noise.race(target_probs, query_depths(draft))
-        chances = acceptance_probs(draft, target_probs, chosen, noise)
+        self._record(draft, acceptance_probs(draft, target_probs, chosen, noise))
+        return Verdict.from_chain([0] * draft.num_rows, chosen[:, 0].tolist())
+
+    def verify_greedy(self, draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
+        pairs = zip(draft.token_lists, chosen, strict=True)
+        self._record(
+            draft, [[float(one == other) for one, other in zip(*each, strict=False)] for each in pairs]
+        )
+        return Verdict.from_chain([0] * draft.num_rows, [row[0] for row in chosen])
+
+    def _record(self, draft: Draft, chances: Sequence[Sequence[float]]) -> None:
         for index, length in enumerate(draft.lengths.tolist()):
             if length > self._depth:
                 features = [level[index] for level in self._levels[: self._depth]]
-                self.drafts[index].append((features, chances[index][: self._depth]))
-        return Verdict.from_chain([0] * draft.num_rows, chosen[:, 0].tolist())
+                self.drafts[index].append((features, list(chances[index][: self._depth])))
 
 
 def acceptance_probs(draft: Draft, target_probs: Tensor, chosen: Tensor, noise: Noise) -> list[list[float]]:

@@ -118,7 +118,7 @@ class CountingRecorder(DraftRecorder):
 
     def verify(self, draft: Draft, target_probs: torch.Tensor, noise: Noise) -> Verdict:
         lengths = make_verifier("rejection").verify(draft, target_probs, noise).lengths
-        self.accepted += lengths.clamp(max=2).tolist()
+        self.accepted += [min(length, 2) for length in lengths]
         return super().verify(draft, target_probs, noise)
 
 
