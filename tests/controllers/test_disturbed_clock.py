@@ -21,7 +21,7 @@ DISTURBANCES: dict[str, Delay] = {
     "slower and preempted": lambda rng, seconds: 2 * seconds + 8 * (rng.random() < 0.4 * seconds),
     "stalled": lambda rng, seconds: seconds + rng.expovariate(1.0) * 20 * (rng.random() < 0.2 * seconds),
 }
-NUM_QUIET, NUM_DISTURBED = 300, 700
+NUM_QUIET, NUM_DISTURBED, NUM_SEEDS = 300, 700, 3
 PAIRS = {
     "strong drafter": {"chance": lambda number, depth: 0.8, "step": 0.1, "node": 0.05},
     "weak drafter": {"chance": lambda number, depth: 0.65, "step": 0.12, "node": 0.04},
@@ -60,7 +60,7 @@ def test_speed_recovers_within_200_tokens_after_a_burst_of_load(
     pair: str, disturbance: str, num_quiet: int
 ) -> None:
     speeds = []
-    for seed in range(5):
+    for seed in range(NUM_SEEDS):
         disturbed = run(pair, num_quiet, DISTURBANCES[disturbance], NUM_DISTURBED, seed)
         speeds.append(speed_after(*disturbed, num_skipped=200, seed=seed))
     # The speeds of single runs vary by 4 % of their mean.
@@ -73,7 +73,7 @@ def quiet_speed(pair: str) -> float:
     """Mean speed on a machine that was never disturbed."""
     return mean(
         speed_after(*run(pair, NUM_QUIET, DISTURBANCES["slower"], 0, seed), num_skipped=0, seed=seed)
-        for seed in range(5)
+        for seed in range(NUM_SEEDS)
     )
 
 
