@@ -18,7 +18,7 @@ INSTRUCTIONS = {
         *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")),
         *("fma", "amx-tile", "amx-bf16", "amx-int8"),
     ],
-    "avx2": ["avx2", "fma"],
+    "avx2": ["avx2", "fma", "f16c"],
 }
 SOURCES = run_path(f"{FOLDER}/sources.py")["hash_sources"](Path(FOLDER))
 

@@ -1,6 +1,9 @@
-"""Compare bits per byte of texts under a model in bfloat16 and in 8 bits, over the same windows.
+"""Compare a model in bfloat16, in 8 bits and in 4 bits over the same windows of texts.
 
-    python benchmarks/quality.py --texts humaneval.jsonl --output int8.json
+    python benchmarks/quality.py --texts humaneval.jsonl --output quality.json
+
+Reports bits per byte, how often the most probable token is that of bfloat16, and the mean
+divergence (KL, in bits) of the next token's distribution from that of bfloat16.
 
 Texts are JSON objects, one per line; the string fields named by `--fields` are concatenated.
 Each text is cut into windows of the given length that overlap by one token, so that all tokens
@@ -14,25 +17,39 @@ from pathlib import Path
 from statistics import stdev
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.workloads.provenance import collect_provenance
 
-PRECISIONS = {"bfloat16": None, "int8": "int8"}
+PRECISIONS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 
 
-def bits_of(loaded: LoadedModel, text: str, window: int) -> float:
-    """Return the negative log-likelihood of a text in bits, its first token excluded."""
+def windows(loaded: LoadedModel, text: str, length: int) -> list[Tensor]:
+    """Return the token ids `[1, token]` of a text's windows, of at least two tokens each."""
     ids = loaded.encode(text)
-    bits = 0.0
-    for start in range(0, len(ids) - 1, window - 1):
-        tokens = torch.tensor([ids[start : start + window]])
-        if tokens.shape[1] > 1:
-            logits = loaded.runtime.read(tokens).logits[0, :-1].float()
-            bits += float(functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")) / math.log(2)
-    return bits
+    return [torch.tensor([ids[start : start + length]]) for start in range(0, len(ids) - 1, length - 1)]
+
+
+def measure(models: dict[str, LoadedModel], text: str, length: int) -> dict[str, Tensor]:
+    """Return per precision the sums over a text's predicted tokens.
+
+    These are the negative log-likelihood, the number of tokens at which the most probable one is
+    that of bfloat16, the divergence from bfloat16, and the number of tokens.
+    """
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in models}
+    for tokens in windows(models["bfloat16"], text, length):
+        logits = {name: each.runtime.read(tokens).logits[0, :-1] for name, each in models.items()}
+        exact = logits["bfloat16"].double().log_softmax(-1)
+        for name, found in logits.items():
+            logs = found.double().log_softmax(-1)
+            bits = functional.nll_loss(logs, tokens[0, 1:], reduction="sum") / math.log(2)
+            agreed = (logs.argmax(-1) == exact.argmax(-1)).sum()
+            divergence = (exact.exp() * (exact - logs)).sum() / math.log(2)
+            sums[name] += torch.stack([bits, agreed.double(), divergence, logs.new_tensor(len(logs))])
+    return sums
 
 
 def main() -> None:
@@ -52,18 +69,18 @@ def main() -> None:
         name: Checkpoint.resolve(options.model, dtype="bfloat16", device="cpu", quantize=quantize).load()
         for name, quantize in PRECISIONS.items()
     }
-    bits = {
-        name: [bits_of(loaded, text, options.window) for text in texts] for name, loaded in models.items()
-    }
-    found = {name: sum(each) / num_bytes for name, each in bits.items()}
-    differences = [rounded - exact for exact, rounded in zip(bits["bfloat16"], bits["int8"], strict=True)]
-    result = {
-        "bits_per_byte": {name: round(value, 5) for name, value in found.items()},
-        "int8_over_bfloat16": round(found["int8"] / found["bfloat16"], 5),
-        "standard_error_of_the_difference": round(stdev(differences) * len(texts) ** 0.5 / num_bytes, 6),
-        "num_texts": len(texts),
-        "num_bytes": num_bytes,
-    }
+    sums = [measure(models, text, options.window) for text in texts]
+    result: dict[str, object] = {"num_texts": len(texts), "num_bytes": num_bytes}
+    for name in PRECISIONS:
+        bits, agreed, divergence, num_tokens = sum(each[name] for each in sums).tolist()
+        differences = [float(each[name][0] - each["bfloat16"][0]) for each in sums]
+        result[name] = {
+            "bits_per_byte": round(bits / num_bytes, 5),
+            "over_bfloat16": round(bits / sum(float(each["bfloat16"][0]) for each in sums), 5),
+            "standard_error_of_the_difference": round(stdev(differences) * len(texts) ** 0.5 / num_bytes, 6),
+            "top_1_agreement": round(agreed / num_tokens, 5),
+            "divergence_in_bits": round(divergence / num_tokens, 5),
+        }
     print(json.dumps(result, indent=1))
     if options.output:
         exact = models["bfloat16"]

@@ -30,6 +30,7 @@ NAMES = {
         "suffix": EVERY_DRAFTER,
         "early-exit": EVERY_HEAD,
         "layer-skip": EVERY_HEAD,
+        "self": EVERY_HEAD,
         "medusa": EVERY_HEAD,
         "mtp": EVERY_HEAD,
         "eagle": EVERY_HEAD,

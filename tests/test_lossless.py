@@ -6,6 +6,7 @@ text is enumerated in test_distributions.py.
 """
 
 import itertools
+from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
@@ -19,6 +20,7 @@ from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
@@ -26,7 +28,7 @@ from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.runtime.weight_format import BFLOAT16, INT8
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -50,6 +52,8 @@ CONTROLLERS = (
     "learned,length=6,threshold=0.8",
 )
 TREE_CONTROLLERS = ("fixed:3", "cost")
+SELF_DRAFTERS = ("self:int4", "self:int4,tree=2x2x1", "suffix,min=3+self:int4")
+"""Drafters that copy their target, on the kernels alone."""
 LOOKUP_CONTROLLERS = ("fixed:1", "fixed:4", "cost")
 """Controllers that differ for a drafter without distributions."""
 VERIFIERS = ("greedy", "rejection", "block", "traversal", "coupled")
@@ -90,7 +94,10 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     return random_llama(seed, hidden_size=64).double()
 
 
-@pytest.fixture(scope="module", params=["module", "row by row", "fused", "fused in bfloat16", "native"])
+@pytest.fixture(
+    scope="module",
+    params=["module", "row by row", "fused", "fused in bfloat16", "native", "native in 4 bits"],
+)
 def kind(request):
     return request.param
 
@@ -107,14 +114,14 @@ def models(kind):
     if kind in ("module", "row by row"):
         runtime = TransformersRuntime if kind == "module" else RowByRowRuntime
         return {"itself": partial(runtime, target), "draft": partial(runtime, draft)}
-    if kind == "native":
+    if kind.startswith("native"):
         if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")
         made = {
             name: NativeDecoder(fuse(model.bfloat16(), packed=False), weight_format)
             for name, model, weight_format in (
-                ("itself", target, BFLOAT16),
-                ("draft", draft, INT8),
+                ("itself", target, BFLOAT16 if kind == "native" else INT4),
+                ("draft", draft, INT8 if kind == "native" else INT4),
             )
         }
         return {name: partial(NativeRuntime, decoder) for name, decoder in made.items()}
@@ -145,6 +152,15 @@ def make_row(prompt, params, verifier):
     return row
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """Target as `make_drafter` expects it; it has no files."""
+
+    runtime: CachedRuntime
+    name: str = "tiny"
+    path: str = "."
+
+
 def generate(models, drafter, verifier, controller, settings, prompts=None, together=True):
     """Return the output tokens of the first `len(settings)` prompts, decoded as one batch or one after another."""
     prompts = PROMPTS[: len(settings)] if prompts is None else prompts
@@ -157,6 +173,7 @@ def generate(models, drafter, verifier, controller, settings, prompts=None, toge
             drafter.removeprefix(SHARED),
             target_vocab_size=VOCAB_SIZE,
             load_draft_model=lambda name: models[name](),
+            target=Loaded(target),
         )
         for _ in range(2 if drafter.startswith(SHARED) else 1):
             rows = [make_row(prompt, params, verify) for prompt, params in batch]
@@ -179,7 +196,7 @@ def greedy_by_transformers(model, prompt, num_tokens):
 
 @pytest.fixture(scope="module")
 def greedy_oracle(models, kind):
-    if kind in ("fused in bfloat16", "native"):  # rounds unlike the module in float64, but always alike
+    if kind not in ("module", "row by row", "fused"):  # rounds unlike the module in float64, but always alike
         settings = [SamplingParams(max_tokens=NUM_TOKENS)] * len(PROMPTS)
         return generate(models, "none", "auto", "fixed:0", settings, together=False)
     model = tiny_llama(0)
@@ -214,6 +231,23 @@ def test_greedy_output_of_every_verifier_equals_plain_decoding(
     controllers = chain_and_ragged(drafter)
     controller = controllers[-1] if together else controllers[0]
     assert_greedy(models, greedy_oracle, drafter, verifier, [controller], together)
+
+
+@one_batch_and_alone
+@pytest.mark.parametrize("kind", ["native"], indirect=True, scope="module")
+@pytest.mark.parametrize(
+    ("drafter", "verifier"),
+    [
+        (drafter, verifier)
+        for drafter in SELF_DRAFTERS
+        for verifier in ("auto", *(TREE_VERIFIERS if "tree" in drafter else VERIFIERS))
+    ],
+)
+def test_greedy_output_drafted_by_a_copy_equals_plain_decoding(
+    models, greedy_oracle, drafter, verifier, together
+):
+    controllers = TREE_CONTROLLERS if "tree" in drafter else chain_and_ragged(drafter)
+    assert_greedy(models, greedy_oracle, drafter, verifier, controllers, together)
 
 
 def assert_greedy(models, greedy_oracle, drafter, verifier, controllers, together):
@@ -272,6 +306,14 @@ def test_seeded_output_under_other_settings_equals_plain_decoding(models, plain_
     """
     controllers = chain_and_ragged(drafter)
     assert_seeded(models, plain_text, drafter, controllers[-1:], setting, alone=controllers[0])
+
+
+@pytest.mark.parametrize("kind", ["native"], indirect=True, scope="module")
+@pytest.mark.parametrize("setting", SAMPLED)
+@pytest.mark.parametrize("drafter", SELF_DRAFTERS)
+def test_seeded_output_drafted_by_a_copy_equals_plain_decoding(models, plain_text, drafter, setting):
+    controllers = TREE_CONTROLLERS[:1] if "tree" in drafter else chain_and_ragged(drafter)
+    assert_seeded(models, plain_text, drafter, controllers, setting)
 
 
 def assert_seeded(models, plain_text, drafter, controllers, setting, alone=None):

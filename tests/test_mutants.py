@@ -41,6 +41,7 @@ from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import FeatureDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter
@@ -63,6 +64,7 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise, Purpose
@@ -128,8 +130,11 @@ def keyed_dist_holds(verifier: str, coupled: bool = False, drafter: torch.Tensor
     return chained_text_p_value(verifier, coupled=coupled, drafter=drafter) > 1e-6
 
 
-def cached_dist_holds(kind: str = "module") -> bool:
-    """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth."""
+def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
+    """Two rounds on real Transformers models, enumerated: what the caches hold after a verdict is the truth.
+
+    With `is_copied` the target's quantised copy drafts.
+    """
     exact = torch.bfloat16 if kind == "native" else torch.float64
     target, drafter = (model.to(exact) for model in tiny_pair(vocab_size=2))
 
@@ -154,7 +159,9 @@ def cached_dist_holds(kind: str = "module") -> bool:
         each._prefills_together = True  # one pass for all branches instead of one per branch
     components = Components(
         runtime,
-        ModelDrafter(draft_runtime, "model:tiny", 2),
+        SelfDrafter(runtime, INT4, "self:int4")
+        if is_copied
+        else ModelDrafter(draft_runtime, "model:tiny", 2),
         make_verifier("block"),
         make_controller("fixed:2"),
     )
@@ -842,6 +849,31 @@ def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
     patch.setattr(ChainsOfPlaces, "attend", attend)
 
 
+def entries_of_the_copy_are_kept(patch: Patch) -> None:
+    """Keys and values of accepted nodes are those that the quantised copy computed while drafting."""
+    run_copy, keep = NativeRuntime.run_copy, NativeRuntime.keep
+    written = {}
+
+    def blocks_of(runtime):
+        return (*runtime.cache.keys, *runtime.cache.values)
+
+    def remember(self, *args):
+        logits = run_copy(self, *args)
+        written[self] = [block.clone() for block in blocks_of(self)]
+        return logits
+
+    def restore(self, rows, paths):
+        for row, path in zip(rows, paths, strict=True):
+            state = self.slots[row]
+            places = slice(state.length - 1, state.length + len(path))
+            for entries, old in zip(blocks_of(self), written.get(self, ()), strict=False):
+                entries[state.slot, :, places] = old[state.slot, :, places]
+        keep(self, rows, paths)
+
+    patch.setattr(NativeRuntime, "run_copy", remember)
+    patch.setattr(NativeRuntime, "keep", restore)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A mistake and the proof that must notice it."""
@@ -940,6 +972,7 @@ MUTANTS = [
         [
             Mutant(stale_cache_after_a_rejection, check(cached_dist_holds, "native"), "stale-cache-native"),
             Mutant(kernels_look_beyond_the_cache, check(cached_dist_holds, "native")),
+            Mutant(entries_of_the_copy_are_kept, check(cached_dist_holds, "native", is_copied=True)),
             Mutant(siblings_see_each_other, check(native_trees_are_chains)),
         ]
         if units()

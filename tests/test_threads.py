@@ -13,8 +13,8 @@ from secondguess.api import LLM
 
 PROMPTS = ([5, 7, 5, 7, 5], [9, 9], [20, 31, 20, 31], [4, 8, 15], [11, 300])
 DRAFTERS = (
-    "none", "ngram", "suffix", "model:builtin-draft", "suffix+model:builtin-draft", "early-exit", "medusa",
-    "mtp", "eagle", "dspark", "model:builtin-draft,tree=dynamic,nodes=6", "eagle,tree=2x2x1",
+    "none", "ngram", "suffix", "model:builtin-draft", "suffix+model:builtin-draft", "self:int4", "early-exit",
+    "medusa", "mtp", "eagle", "dspark", "model:builtin-draft,tree=dynamic,nodes=6", "eagle,tree=2x2x1",
 )  # fmt: skip
 CONTROLLER = "fixed:2"
 """Drafts in every call; the default controller drafts little in so few tokens."""

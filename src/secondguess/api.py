@@ -199,12 +199,12 @@ def load(
 
     Args:
         model: a directory or the name of a cached model; `builtin` is the built-in target.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `early-exit[:PATH]`, `layer-skip:PATH`,
-            `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`, each with
-            `,key=value` options (see `docs/drafters.md`). Several joined by `+` alternate: the
-            controller picks one per row and round. Without a path, the head shipped with the
-            target is used. By default, the built-in target uses `suffix` and its own draft model,
-            any other target `suffix`, which needs no model.
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `self:int4`, `early-exit[:PATH]`,
+            `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
+            each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
+            alternate: the controller picks one per row and round. Without a path, the head shipped
+            with the target is used. By default, the built-in target uses `suffix` and its own draft
+            model, any other target `suffix`, which needs no model.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
             `traversal` or `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
@@ -212,10 +212,11 @@ def load(
         dtype: `float64`, `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 where the processor
             multiplies it in hardware or the compiled kernels run the model, else float32.
         device: `auto`, `cpu` or `cuda[:N]`.
-        quantize: `int8` stores the target's weights in 8 bits (where the compiled kernels do not
-            run the model, this needs `pip install secondguess[quant]`).
+        quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits. Where the compiled
+            kernels do not run the model, `int8` needs `pip install secondguess[quant]`, and `int4`
+            is refused.
         drafter_quantize: the same for a draft model.
-        runtime: `native` (compiled kernels; dense decoders in bfloat16 or 8 bits on a CPU),
+        runtime: `native` (compiled kernels; dense decoders in bfloat16, 8 or 4 bits on a CPU),
             `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or
             `auto`: the first that covers the model and matches the module's output in a check at
             loading. A draft model always uses `auto`.

@@ -55,9 +55,11 @@ class LoadSettings(Table):
     controller: Text | None = Field(default=None, description="chooses the draft length")
     dtype: Text | None = Field(default=None, description="precision of the weights")
     device: Text | None = Field(default=None, description="where it computes")
-    quantize: Text | None = Field(default=None, description="int8: the target's weights in 8 bits")
+    quantize: Text | None = Field(
+        default=None, description="int8 or int4: the target's weights in 8 or 4 bits"
+    )
     drafter_quantize: Text | None = Field(
-        default=None, description="int8: the draft model's weights in 8 bits"
+        default=None, description="int8 or int4: the draft model's weights in 8 or 4 bits"
     )
     runtime: Text | None = Field(default=None, description="runtime of the target")
     share_history: bool | None = Field(default=None, description="draft from recent outputs, too")

@@ -32,8 +32,9 @@ class DrafterInfo:
         needs_target: True if it uses parts of the target, so that not all of it can be checked
             before the target is loaded.
         trained: path of a trained head, if the name gives one.
-        head_bytes: bytes of the trained head's weights in the target's dtype, where known; 0 for a
-            head in the target's own folder, which is counted with the target.
+        head_bytes: bytes of the weights that it adds to the target, where known: those of a trained
+            head, in the target's dtype, or of a copy of the target; 0 for a head in the target's own
+            folder, which is counted with the target.
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
@@ -90,6 +91,8 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
                 head_bytes = count_parameters(folder) * target.dtype.itemsize
         if drafter.uses_target_layers and target.runtimes[0] == "transformers":
             raise partial_forward_error()
+        if required.target_copy is not None:
+            head_bytes = target.copy_bytes(required.target_copy)
         if target.num_layers < required.num_target_layers:
             raise BadInputError(
                 f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "

@@ -233,6 +233,11 @@ def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkp
         (["--drafter", "early-exit:99"], ["exit", "99"]),
         (["--drafter", "early-exit:0"], ["layer 1", "0"]),
         (["--drafter", "layer-skip:0-99"], ["layers 0 to 1", "99"]),
+        (["--drafter", "self"], ["self:int4", "got self"]),
+        (["--drafter", "self:int9"], ["self:int4", "int9"]),
+        (["--drafter", "self:int4", "--dtype", "float32"], ["bfloat16", "float32"]),
+        (["--drafter", "self:int4", "--quantize", "int8", "--dtype", "bfloat16"], ["bfloat16", "int8"]),
+        (["--quantize", "int4", "--dtype", "float32"], ["int4", "float32", "int8"]),
         (["--drafter", "medusa:somewhere,tree=best"], ["best", "3x2x1"]),
     ],
 )
@@ -286,7 +291,7 @@ def test_heads_are_counted(inspected, secondguess_command, monkeypatch):
     # while a head is packed its module is held, too
     assert with_head["total_bytes"] == kept + size + max(size, excess)
     said = secondguess_command("inspect", "builtin", "--drafter", "medusa", *FLOAT32).out
-    assert "trained head" in said
+    assert "drafter's own weights" in said
     monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: plain["total_bytes"])
     with pytest.raises(OutOfMemoryError, match="medusa"):
         load("builtin", "medusa", dtype="float32", device="cpu")

@@ -73,15 +73,16 @@ def write_large(path: Path, is_tied: bool, dtype: torch.dtype) -> Path:
     not Path("/proc/self/status").exists(), reason="this system does not show memory in /proc"
 )
 def test_loading_a_large_vocabulary_takes_what_was_estimated(tmp_path):
-    """With one table for embeddings and head, the same in 8 bits, and with two tables that are read in another dtype."""
+    """With one table for embeddings and head, the same quantised, and with two tables that are read in another dtype."""
     small = write_checkpoint(FAMILIES["llama"](), tmp_path / "small")
     tied = write_large(tmp_path / "tied", True, torch.bfloat16)
-    cases = [tied, "none", tied, "int8", write_large(tmp_path / "untied", False, torch.float32), "none"]
+    untied = write_large(tmp_path / "untied", False, torch.float32)
+    cases = [tied, "none", tied, "int8", tied, "int4", untied, "none"]
     command = [sys.executable, "-c", LOAD, str(small), *map(str, cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     measured = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(measured) == 3
+    assert len(measured) == 4
     for estimate, peak in measured:
         assert 0.5 * estimate < peak < 1.1 * estimate + SLACK
 

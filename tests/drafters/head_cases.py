@@ -18,6 +18,7 @@ from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import FeatureDrafter
 from secondguess.drafters.mtp import MtpDrafter
+from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
@@ -27,6 +28,7 @@ from secondguess.heads.feature import FeatureHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import Runtime
+from secondguess.runtime.weight_format import INT4
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -55,6 +57,10 @@ def early_exit_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return LayerSkipDrafter(target.skip_layers([1]), "layer-skip:1", target.vocab_size, shape)
+
+
+def self_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    return SelfDrafter(target, INT4, "self:int4", shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
@@ -94,6 +100,7 @@ def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "early-exit": early_exit_drafter,
     "layer-skip": layer_skip_drafter,
+    "self": self_drafter,
     "eagle3": eagle3_drafter,
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
@@ -104,3 +111,5 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
 
 NEEDS_FUSED = ("early-exit", "layer-skip")
 """Kinds that run the target's layers one by one."""
+NEEDS_NATIVE = ("self",)
+"""Kinds that run on the compiled kernels alone."""

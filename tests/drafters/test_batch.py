@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from head_cases import HEADS, tiny_target
+from head_cases import HEADS, NEEDS_NATIVE, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families import needs_kernels
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Batch, Components, decode
@@ -22,6 +23,8 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.slots import SlotTable
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -41,11 +44,19 @@ DRAFTERS: dict[str, Callable[[Runtime], Drafter]] = {
     "model": lambda target: ModelDrafter(fused(DRAFT_MODEL), "model:tiny", VOCAB_SIZE),
     **{kind: lambda target, make=make: make(target, None) for kind, make in HEADS.items()},
 }
-every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
+every_drafter = pytest.mark.parametrize(
+    "drafter",
+    [pytest.param(each, marks=[needs_kernels] if each in NEEDS_NATIVE else []) for each in DRAFTERS],
+)
 
 
-def components_of(drafter: str, controller: str = "fixed:3") -> Components:
-    target = fused(TARGET)
+@cache
+def native_decoder() -> NativeDecoder:
+    return NativeDecoder(fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False))
+
+
+def components_of(drafter: str, controller: str = "fixed:3", is_native: bool = False) -> Components:
+    target = NativeRuntime(native_decoder()) if is_native or drafter in NEEDS_NATIVE else fused(TARGET)
     return Components(target, DRAFTERS[drafter](target), make_verifier("auto"), make_controller(controller))
 
 
@@ -59,16 +70,16 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def plain_text(row: Row) -> list[int]:
-    """The output of a row of `row_of` that decodes alone, without drafts."""
-    params = row.params
-    return plain_output(tuple(row.tokens[: row.num_prompt]), params.max_tokens, params.temperature)
+def plain_text(row: Row, drafter: str) -> list[int]:
+    """The output of a row of `row_of` that decodes alone, without drafts, on the drafter's target."""
+    params, is_native = row.params, drafter in NEEDS_NATIVE
+    return plain_output(tuple(row.tokens[: row.num_prompt]), params.max_tokens, params.temperature, is_native)
 
 
 @cache
-def plain_output(prompt: tuple[int, ...], max_tokens: int, temperature: float) -> list[int]:
+def plain_output(prompt: tuple[int, ...], max_tokens: int, temperature: float, is_native: bool) -> list[int]:
     alone = row_of(prompt, max_tokens, temperature)
-    for _ in decode(components_of("none"), [alone]):
+    for _ in decode(components_of("none", is_native=is_native), [alone]):
         pass
     return alone.output
 
@@ -107,7 +118,7 @@ def test_a_long_prompt_delays_the_other_rows_by_one_budget_per_round(drafter, mo
     while batch:
         batch.step()
     for row in [*early, late]:
-        assert row.output == plain_text(row)
+        assert row.output == plain_text(row, drafter)
 
 
 @every_drafter
@@ -128,7 +139,7 @@ def test_only_the_unshared_part_of_a_prompt_is_prefilled(drafter, is_live, monke
         batch.step()
     assert max(counter.widths) <= 16
     assert of_drafter is None or max(of_drafter.widths) <= 16
-    assert [first.output, second.output] == [plain_text(first), plain_text(second)]
+    assert [first.output, second.output] == [plain_text(first, drafter), plain_text(second, drafter)]
     fresh, alone = components_of(drafter), row_of([*text(54), *text(6, seed=1)])
     for _ in decode(fresh, [alone]):
         pass
@@ -175,7 +186,7 @@ def test_prompts_that_begin_alike_are_prefilled_from_where_they_differ(drafter, 
     assert counter.widths == [59, 5, 5]
     while batch:
         batch.step()
-    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+    assert [row.output for row in rows] == [plain_text(row, drafter) for row in rows]
 
 
 @every_drafter
@@ -190,7 +201,7 @@ def test_a_prefill_that_failed_can_be_repeated(drafter, monkeypatch):
             batch.prefill(rows)
     while batch:
         batch.step()
-    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+    assert [row.output for row in rows] == [plain_text(row, drafter) for row in rows]
     for row in rows:
         fresh, alone = components_of(drafter), row_of(row.tokens[: row.num_prompt])
         for _ in decode(fresh, [alone]):
@@ -205,7 +216,7 @@ def test_rows_beyond_the_limit_wait_for_others_to_finish(drafter, temperature):
     rows = [row_of(text(4 + index, index), 3 + 2 * index, temperature) for index in range(7)]
     for commits in decode(components, rows, max_rows=2):
         assert len(commits) <= 2
-    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+    assert [row.output for row in rows] == [plain_text(row, drafter) for row in rows]
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "mtp", "dspark"])
@@ -228,7 +239,7 @@ def test_an_interrupted_admission_leaves_no_row_behind(drafter, monkeypatch):
     assert len(held) == components.target.num_live_rows == 0
     for _ in decode(components, rows):
         pass
-    assert [row.output for row in rows] == [plain_text(row) for row in rows]
+    assert [row.output for row in rows] == [plain_text(row, drafter) for row in rows]
 
 
 def test_limits_below_1_are_refused():
@@ -271,7 +282,7 @@ def test_texts_equal_plain_decoding_while_rows_join_and_leave(drafter, arrivals,
     while batch:
         batch.step()
     for row in rows:
-        expected = plain_text(row)
+        expected = plain_text(row, drafter)
         assert row.output == expected[: row.num_output]
         assert row.finished or row in cancelled
     assert components.target.num_live_rows == 0

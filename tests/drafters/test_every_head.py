@@ -7,8 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from head_cases import HEADS, NEEDS_FUSED, tiny_target
-from transformers import LlamaForCausalLM
+from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE, tiny_target
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -46,7 +45,9 @@ TARGET = tiny_target(VOCAB_SIZE)
 needs_kernels = pytest.mark.skipif(
     not library.units(), reason="no kernels for this processor, or none were built"
 )
-every_head = pytest.mark.parametrize("head", HEADS)
+every_head = pytest.mark.parametrize(
+    "head", [pytest.param(head, marks=[needs_kernels] if head in NEEDS_NATIVE else []) for head in HEADS]
+)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
@@ -129,7 +130,14 @@ def make_head(head: str, shape: str) -> object:
 
 def target_for(head: str) -> Callable[[], Runtime]:
     """Return a function that makes a runtime which supports the head."""
+    if head in NEEDS_NATIVE:
+        return native_runtime
     return fused_runtime if head in NEEDS_FUSED else module_runtime
+
+
+def reference_for(head: str) -> Callable[[], Runtime]:
+    """Return a function that makes the runtime whose plain text that of the head equals: the module, in float64."""
+    return native_runtime if head in NEEDS_NATIVE else module_runtime
 
 
 def plain_text(
@@ -163,8 +171,8 @@ _plain_texts: dict[object, list[list[int]]] = {}
 def test_greedy_text_equals_plain_decoding(
     head: str, shape: str, make_target: Callable[[], Runtime], together: bool
 ) -> None:
-    if head in NEEDS_FUSED and make_target is module_runtime:
-        pytest.skip("it runs some of the target's layers, which modules cannot")
+    if head in NEEDS_NATIVE or (head in NEEDS_FUSED and make_target is module_runtime):
+        pytest.skip("another runtime cannot run it")
     params = SamplingParams(max_tokens=12)
     batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS[:NUM_ALONE]]
     found = [
@@ -181,7 +189,7 @@ def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str
     """At temperature 0 `auto` is `greedy`; `traversal` needs one-hot target distributions."""
     params = SamplingParams(max_tokens=12)
     found = run(make_head(head, shape), params, "traversal", make_target=target_for(head))
-    assert found == plain_text(params)
+    assert found == plain_text(params, make_target=reference_for(head))
 
 
 @needs_kernels
@@ -204,7 +212,7 @@ def test_seeded_text_equals_plain_decoding(head: str, shape: str, controller: st
     decider = VaryingLengths() if controller == "varying" else controller
     assert run(
         make_head(head, shape), params, controller=decider, make_target=target_for(head)
-    ) == plain_text(params)
+    ) == plain_text(params, make_target=reference_for(head))
 
 
 @every_head
@@ -213,7 +221,8 @@ def test_seeded_text_under_penalties_and_top_k_equals_plain_decoding(head: str, 
     params = SamplingParams(
         max_tokens=12, temperature=0.8, top_k=9, repetition_penalty=1.3, logit_bias={4: 2.0}, seed=3
     )
-    assert run(make_head(head, shape), params, make_target=target_for(head)) == plain_text(params)
+    found = run(make_head(head, shape), params, make_target=target_for(head))
+    assert found == plain_text(params, make_target=reference_for(head))
 
 
 @every_head
@@ -224,7 +233,8 @@ def test_combination_with_a_lookup_equals_plain_decoding(head: str) -> None:
         parts = [SuffixDrafter(SuffixOptions(min=1)), HEADS[head](target, None)]
         return CombinedDrafter(parts, VOCAB_SIZE)
 
-    assert run(either, params, make_target=target_for(head)) == plain_text(params)
+    found = run(either, params, make_target=target_for(head))
+    assert found == plain_text(params, make_target=reference_for(head))
 
 
 @every_head
@@ -271,19 +281,26 @@ def test_state_after_rounds_equals_that_of_a_new_drafter(
     rounds.close()
 
 
-@cache
-def two_token_target() -> tuple[LlamaForCausalLM, dict[tuple[int, ...], torch.Tensor]]:
-    """Return a target with two tokens, and its distribution after every output of up to three tokens."""
+def two_token_target(head: str) -> CachedRuntime:
+    """Return a target with two tokens that supports the head."""
     model = tiny_target(vocab_size=2)
+    if head in NEEDS_NATIVE:
+        return NativeRuntime(NativeDecoder(fuse(model.bfloat16(), packed=False)))
+    return FusedRuntime(fuse(model, packed=False)) if head in NEEDS_FUSED else TransformersRuntime(model)
+
+
+@cache
+def two_token_dists(is_native: bool) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return the target's distribution after every output of up to three tokens, without a cache."""
+    read = two_token_target(NEEDS_NATIVE[0]).read if is_native else partial(tiny_target(2), use_cache=False)
     dists = {}
     outputs: list[tuple[int, ...]] = [()]
     for output in outputs:
         with torch.inference_mode():
-            logits = model(torch.tensor([[0, 1, *output]]), use_cache=False).logits[0, -1]
-        dists[output] = logits.softmax(-1)
+            dists[output] = read(torch.tensor([[0, 1, *output]])).logits[0, -1].double().softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
-    return model, dists
+    return dists
 
 
 @every_head
@@ -302,9 +319,7 @@ def test_output_distribution_equals_the_targets(
     """One or two rounds on a real cache, enumerated."""
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 16)  # less memory to allocate for a thousand branches
     shape = StaticTree(widths) if widths else None
-    model, dists = two_token_target()
-    fused = FusedRuntime(fuse(tiny_target(vocab_size=2), packed=False))
-    target: CachedRuntime = fused if head in NEEDS_FUSED else TransformersRuntime(model)
+    target, dists = two_token_target(head), two_token_dists(head in NEEDS_NATIVE)
     # One prefill pass for all branches instead of one per branch: equal bits are not needed here.
     target._prefills_together = True
     components = Components(
@@ -314,6 +329,6 @@ def test_output_distribution_equals_the_targets(
     (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
     found = text_dist(branches, dists.__getitem__, 4)
     assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < (
-        1e-6 if head in NEEDS_FUSED else 1e-9
-    )  # the fused runtime's norms are in float64, the module's not
+        1e-6 if head in (*NEEDS_FUSED, *NEEDS_NATIVE) else 1e-9
+    )  # the fused runtime's norms are in float64, the module's not; the kernels return logits in float32
     assert any(branch.num_accepted for branch in branches)

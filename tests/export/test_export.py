@@ -242,6 +242,10 @@ def test_a_hub_model_is_downloaded_before_conversion():
     assert fetch == "hf download org/model --local-dir target"
     assert convert.startswith("python convert_hf_to_gguf.py target --outfile target.gguf")
     assert serve == "llama-server -m target.gguf"
+    settings = LoadSettings(model="org/model", drafter="none", quantize="int4", dtype="bfloat16")
+    _, convert, quantize, serve = export(recommend(settings), "llama.cpp").text.splitlines()
+    assert convert.endswith("--outfile unquantised-target.gguf --outtype bf16")
+    assert quantize == "llama-quantize unquantised-target.gguf target.gguf q4_1"
 
 
 AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'

@@ -28,16 +28,25 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError, UnsupportedModelError
 from secondguess.runtime.fused import fuse, probe_passes
 from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder, why_not_native
+from secondguess.runtime.native.decoder import NativeDecoder, PackedDecoder, why_not_native
+from secondguess.runtime.native.forward import KernelForward
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.native.sources import hash_sources
-from secondguess.runtime.native.weights import Arena, interleave_rows, pack_blocks, quantise
-from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
+from secondguess.runtime.native.weights import (
+    Arena,
+    interleave_rows,
+    pack_blocks,
+    quantise,
+    quantise_groups,
+)
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
 
 pytestmark = needs_kernels
 
 TOKENS = torch.tensor([random_tokens(40, seed=6), random_tokens(40, seed=7)])
 UNITS = [pytest.param(unit, id=unit.name) for unit in library.units()]
+every_format = pytest.mark.parametrize("weight_format", [BFLOAT16, INT8, INT4], ids=lambda each: each.name)
+quantised = pytest.mark.parametrize("weight_format", [INT8, INT4], ids=lambda each: each.name)
 
 
 @pytest.fixture(scope="module", params=COVERED)
@@ -96,11 +105,10 @@ def test_the_error_is_that_of_the_module_in_bfloat16(checkpoint, unit):
 @pytest.mark.skipif(
     "amx" not in [unit.name for unit in library.units()], reason="this processor has no matrix tiles"
 )
-def test_int8_is_bit_identical_with_tiles_and_vectors(checkpoint):
+@quantised
+def test_quantised_products_are_bit_identical_with_tiles_and_vectors(checkpoint, weight_format):
     """Sums of whole numbers are exact in either."""
-    tiles, vectors = (
-        native_runtime(checkpoint, weight_format=INT8, unit=each) for each in library.units()[:2]
-    )
+    tiles, vectors = (native_runtime(checkpoint, weight_format, each) for each in library.units()[:2])
     assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
 
 
@@ -116,16 +124,21 @@ def test_similar_families_have_the_error_of_their_module(name, tmp_path):
     assert error(loaded.runtime.read(TOKENS).logits, truth) < 1.2 * error(of_module, truth)
 
 
-def test_int8_differs_by_rounding(checkpoint):
-    exact, rounded = (
-        native_runtime(checkpoint, weight_format=each).read(TOKENS).logits for each in (BFLOAT16, INT8)
-    )
-    assert not torch.equal(exact, rounded)
-    assert error(exact, rounded) < 0.1 * float(exact.std())
+@quantised
+def test_quantised_weights_differ_by_rounding(checkpoint, weight_format):
+    """Of the inputs, from a model of rounded weights; also of the head's weights, from that."""
+    model = read_module(str(checkpoint), torch.bfloat16).eval()
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            module.weight.data = as_rounded(module.weight.data, weight_format).bfloat16()
+    expected = NativeRuntime(NativeDecoder(fuse(model, packed=False))).read(TOKENS).logits
+    found = native_runtime(checkpoint, weight_format).read(TOKENS).logits
+    assert not torch.equal(found, expected)
+    assert error(found, expected) < 0.1 * float(expected.std())
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
+@every_format
 def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, weight_format, unit):
     """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
     runtime = native_runtime(checkpoint, weight_format, unit)
@@ -240,44 +253,84 @@ def test_a_released_runtime_can_be_used_again(llama):
     assert torch.equal(*logits)
 
 
-def test_int8_has_no_module(llama):
-    with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
-        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").load().module()
+@quantised
+def test_quantised_weights_have_no_module(llama, weight_format):
+    name = weight_format.name
+    loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name).load()
+    with pytest.raises(UnsupportedModelError, match=f"weights in {weight_format.bits} bits"):
+        loaded.module()
 
 
-def test_the_peak_memory_of_loading_int8_is_estimated(llama):
-    need = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").memory(0)
+def test_int4_needs_the_kernels(llama):
+    with pytest.raises(UnsupportedModelError, match=r"kernels run.*int4.*not float32.*int8"):
+        Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int4")
+    with pytest.raises(UnsupportedModelError, match=r"int4.*runtime fused"):
+        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int4", runtime="fused")
+
+
+@quantised
+def test_the_peak_memory_of_loading_quantised_weights_is_estimated(llama, weight_format):
+    name = weight_format.name
+    need = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name).memory(0)
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
 
 
+class Product(PackedDecoder):
+    """Decoder without layers, whose head is one product."""
+
+    num_layers = num_key_heads = head_size = 0
+
+    def __init__(self, weight, weight_format, unit):
+        super().__init__(unit)
+        self.rotaries, width = [], weight.shape[1]
+        head = self._pack(weight, None, weight_format).weight
+        self.described = library.Decoder(width=width, head=head, amx=self.unit.has_tiles)
+        self.multiply = KernelForward(self, 0, torch.float32).unembed
+
+
+def as_rounded(weight, weight_format):
+    """Return a weight `[output, input]` as its encoding rounds it."""
+    if weight_format is INT8:
+        numbers, scale = quantise(weight)
+        return numbers * scale[:, None]
+    if weight_format is INT4:
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 64))
+        codes, scale, minimum = quantise_groups(padded, 32)
+        groups = codes * scale.float()[:, :, None] + minimum.float()[:, :, None]
+        return groups.flatten(1)[:, : weight.shape[1]]
+    return weight
+
+
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
+@pytest.mark.parametrize("shape", [(96, 64), (33, 200)])
+@pytest.mark.parametrize("smallest", [0, -8])
+def test_sums_of_int4_are_exact(shape, smallest, unit):
+    """Whole weights and inputs whose codes and scales are exact, at the limits of 16-bit sums."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randint(0, 2, shape, generator=generator) * 15 + smallest
+    weight[:, 2::32], weight[:, 7::32], weight[3] = smallest, smallest + 15, smallest + 15
+    weight[3, 2::32] = smallest
+    states = torch.randint(-127, 128, (17, shape[1]), generator=generator)
+    states[:, -1], states[4] = 127, 127
+    expected = (states @ weight.T).bfloat16().float()
+    multiply = Product(weight.bfloat16(), INT4, unit).multiply
+    for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
+        assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@every_format
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 70])
 @pytest.mark.parametrize("shape", [(96, 64), (33, 200), (300, 48)])
 def test_products_equal_torch(shape, num_rows, weight_format, unit):
-    """One product through a decoder without layers: the head alone, against float64."""
-    vocab_size, width = shape
-    config = FAMILIES["llama"]()
-    config.vocab_size, config.hidden_size, config.num_hidden_layers, config.head_dim = vocab_size, width, 1, 8
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM(config).bfloat16().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "layers" in name and parameter.dim() > 1:
-                parameter.zero_()  # the layer adds nothing
-            elif parameter.dim() > 1:
-                parameter.normal_(generator=torch.Generator().manual_seed(1))
-    states = model.model.embed_tokens.weight.double()
-    states = states / (states.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-    tokens = torch.arange(num_rows).remainder(vocab_size)[None]
-    expected = (states @ model.lm_head.weight.double().T)[tokens[0]]
-    decoder = fuse(model, packed=False)
-    found = NativeRuntime(NativeDecoder(decoder, weight_format, unit)).read(tokens).logits[0].double()
-    assert (found - expected).abs().max() < (
-        0.02 if weight_format.is_quantised else 0.006
-    ) * expected.abs().max()
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=generator).bfloat16()
+    states = torch.randn(num_rows, shape[1], generator=generator).bfloat16()
+    expected = states.double() @ as_rounded(weight, weight_format).double().T
+    found = Product(weight, weight_format, unit).multiply(states).double()
+    tolerance = 0.02 if weight_format.is_quantised else 0.006  # quantised inputs
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_interleaved_rows_are_padded_with_zeros():
@@ -295,14 +348,21 @@ def test_a_block_contains_every_weight_once():
     assert sorted(held[held != 0].tolist()) == sorted(weight[weight != 0].tolist())
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 16), (4, 32)])
-def test_a_quantised_weight_is_within_half_a_step_of_its_group(bits, group_size):
+def test_a_weight_in_8_bits_is_within_half_a_step_of_its_output():
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-    found, scale = quantise(weight, WeightFormat("tried", bits, group_size))
-    assert scale.shape == (6, 64 // (group_size or 64))
-    assert found.abs().amax(2).unique().tolist() == [2 ** (bits - 1) - 1]
-    errors = (found * scale[:, :, None]).flatten(1) - weight.float()
-    assert (errors.unflatten(1, (scale.shape[1], -1)).abs().amax(2) <= 0.5001 * scale).all()
+    found, scale = quantise(weight)
+    assert found.abs().amax(1).unique().tolist() == [127]
+    assert ((found * scale[:, None] - weight.float()).abs().amax(1) <= 0.5001 * scale).all()
+
+
+def test_a_weight_in_4_bits_is_within_half_a_step_of_its_group():
+    """But for the scale, which is rounded to float16."""
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    codes, scale, minimum = quantise_groups(weight, 32)
+    assert codes.shape == (6, 2, 32)
+    assert (codes.amin(2).unique().tolist(), codes.amax(2).unique().tolist()) == ([0], [15])
+    found = codes * scale.float()[:, :, None] + minimum.float()[:, :, None]
+    assert ((found.flatten(1) - weight.float()).unflatten(1, (2, 32)).abs().amax(2) <= 0.51 * scale).all()
 
 
 def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):
@@ -415,7 +475,7 @@ def test_first_layers_are_not_run_again(llama):
     assert calls == [(1, 0, 1), (1, 0, 1), (1, 0, 1), (3, 1, runtime.num_layers)]
 
 
-@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8], ids=lambda each: each.name)
+@every_format
 def test_embeddings_and_head_are_shared(checkpoint, weight_format):
     runtime = native_runtime(checkpoint, weight_format, hidden_layers=(0, -1))
     read, embedding_and_head = runtime.read(TOKENS), runtime.embedding_and_head()

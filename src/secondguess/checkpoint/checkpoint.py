@@ -28,6 +28,7 @@ from secondguess.checkpoint.read import (
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
 from secondguess.checkpoint.weights import count_parameters
 from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
@@ -147,7 +148,7 @@ class Checkpoint:
         covers = {
             "native": not why_not_native(self.config, self.dtype, self.device),
             "fused": self.quantize is None and not why_not_fused(self.config, self.device),
-            "transformers": True,
+            "transformers": self.quantize in (None, INT8.name),
         }
         found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
         if not found:
@@ -165,6 +166,13 @@ class Checkpoint:
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
+        if self.quantize not in (None, INT8.name):
+            reason = why_not_native(self.config, self.dtype, self.device)
+            return UnsupportedModelError(
+                f"expected a model that the compiled kernels run, for quantize={self.quantize!r}, got {self.name}"
+                + (f" ({reason})" if reason else f" with runtime {self.runtime}")
+                + "; use dtype bfloat16 and runtime auto, or quantize='int8'"
+            )
         return UnsupportedModelError(
             f"expected a model that the {self.runtime} runtime covers, got a {self.config.model_type} "
             f"({self.dtype_name} on {self.device}, quantize {self.quantize}); "
@@ -221,7 +229,7 @@ class Checkpoint:
             CheckpointError: if a weight file is broken.
         """
         text, size = self.config.get_text_config(), self.dtype.itemsize
-        num_parameters = count_parameters(Path(self.path))
+        num_parameters = self._num_parameters
         num_embedded = text.vocab_size * text.hidden_size
         loading = num_parameters * size
         stored = getattr(self.config, "dtype", None)
@@ -235,12 +243,36 @@ class Checkpoint:
         stored_as = self.weight_formats[0]
         if stored_as.is_quantised and (by_kernels or self.quantize is not None):
             # except the embeddings, with a head that shares them
-            weights = int((num_parameters - num_embedded) * stored_as.bytes_per_weight) + num_embedded * size
+            weights = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
+
+    def copy_bytes(self, weight_format: WeightFormat) -> int:
+        """Return the bytes of a copy with weights in another encoding, beside this model's.
+
+        Raises:
+            UnsupportedModelError: if the kernels do not run this model in bfloat16.
+        """
+        if self.runtimes[0] != "native" or self.weight_formats != [BFLOAT16]:
+            described = f"{self.name} (runtime {self.runtimes[0]}, {self.quantize or self.dtype_name})"
+            raise quantised_copy_error(weight_format, described)
+        text = self.config.get_text_config()
+        num_shared = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+        return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
+
+    @property
+    def _num_parameters(self) -> int:
+        return count_parameters(Path(self.path))
+
+    def _quantised_bytes(self, num_weights: int, weight_format: WeightFormat) -> int:
+        """Return the bytes of the weights of all layers and the head."""
+        text = self.config.get_text_config()
+        num_in_head = text.vocab_size * text.hidden_size
+        layers = (num_weights - num_in_head) * weight_format.bytes_per_weight
+        return int(layers + num_in_head * weight_format.of_head.bytes_per_weight)
 
     def has_same_tokenizer(self, other: Checkpoint) -> bool:
         """Return whether each token has the same id for both models.

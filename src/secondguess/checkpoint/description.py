@@ -11,13 +11,13 @@ import torch
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import require_torchao
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
-from secondguess.runtime.weight_format import INT8
+from secondguess.runtime.weight_format import INT4, QUANTIZATIONS
 
 with quiet():
     from transformers import AutoModelForCausalLM
@@ -146,7 +146,7 @@ class MemoryPlan:
         rows: number of concurrent sequences.
         context: tokens per sequence.
         needs: weights and caches by part: `target`, and `drafter` if it has a model.
-        int8: bytes of the weights in 8 bits, by part.
+        quantised: bytes of the weights by quantization and part, where it is available.
         int8_obstacle: reason why int8 is not available for the target; empty if it is.
         head_bytes: bytes of a head trained for the target, 0 if there is none.
         available_bytes: memory available on the device; None if unknown.
@@ -155,7 +155,7 @@ class MemoryPlan:
     rows: int
     context: int
     needs: dict[str, MemoryEstimate]
-    int8: dict[str, int]
+    quantised: dict[str, dict[str, int]]
     int8_obstacle: str
     head_bytes: int
     available_bytes: int | None
@@ -184,7 +184,7 @@ class MemoryPlan:
             "total_bytes": self.total_bytes,
             "available_bytes": self.available_bytes,
             "fits": None if self.missing_bytes is None else self.missing_bytes == 0,
-            "int8_weights_bytes": self.int8,
+            **{f"{name}_weights_bytes": of_parts for name, of_parts in self.quantised.items()},
             "int8_obstacle": self.int8_obstacle,
         }
 
@@ -217,21 +217,27 @@ def plan_memory(
         raise BadInputError(f"expected rows from 1 to {MAX_ROWS}, got {rows}")
     parts = {"target": target} | ({} if drafter is None else {"drafter": drafter})
     needs = {part: _memory_of_rows(each, rows, context) for part, each in parts.items()}
-    in_int8 = {part: _in_int8(each) for part, each in parts.items()}
-    int8 = {part: each.memory().weights for part, each in in_int8.items()}
+    quantised = {
+        name: {part: size for part, each in parts.items() if (size := _quantised_bytes(each, name))}
+        for name in QUANTIZATIONS
+    }
     obstacle = ""
-    if "native" not in in_int8["target"].runtimes:
+    if "target" not in quantised[INT4.name]:  # the kernels do not run it
         try:
             require_torchao()
         except BadInputError as error:
             obstacle = str(error)
-    return MemoryPlan(rows, context, needs, int8, obstacle, head_bytes, available_memory(target.device))
+    return MemoryPlan(rows, context, needs, quantised, obstacle, head_bytes, available_memory(target.device))
 
 
-def _in_int8(checkpoint: Checkpoint) -> Checkpoint:
-    # The fused runtime does not run weights in 8 bits.
+def _quantised_bytes(checkpoint: Checkpoint, quantize: str) -> int | None:
+    """Return the bytes of a model's weights under a quantization; None if it is not available."""
+    # The fused runtime does not run quantised weights.
     runtime = "auto" if checkpoint.runtime == "fused" else checkpoint.runtime
-    return replace(checkpoint, quantize=INT8.name, runtime=runtime)
+    try:
+        return replace(checkpoint, quantize=quantize, runtime=runtime).memory().weights
+    except UnsupportedModelError:
+        return None
 
 
 def _memory_of_rows(checkpoint: Checkpoint, rows: int, context: int) -> MemoryEstimate:

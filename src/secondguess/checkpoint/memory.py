@@ -97,7 +97,7 @@ def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
     )
     raise OutOfMemoryError(
         f"expected models that fit into the {_gib(available)} available on {device}, "
-        f"got a need of {_gib(total)} ({parts}); use a smaller model or dtype, or quantize='int8'"
+        f"got a need of {_gib(total)} ({parts}); use a smaller model or dtype, or quantize='int8' or 'int4'"
     )
 
 

@@ -123,9 +123,10 @@ def compatible_drafters(model: str) -> list[str]:
 
     names = [default_drafter(model)]
     for kind in DRAFTERS:
+        drafter = drafter_class(kind)
         has_builtin_head = model == "builtin" and head_path(kind) is not None
-        is_lookup = getattr(drafter_class(kind), "deterministic", False)
-        names.append(kind if has_builtin_head or is_lookup else f"{kind}:PATH")
+        is_lookup = getattr(drafter, "deterministic", False)
+        names.append(kind if has_builtin_head or is_lookup else f"{kind}:{drafter.argument}")
     return list(dict.fromkeys(names))
 
 
@@ -178,17 +179,19 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> dict[str, str]:
         for part, need in plan.needs.items()
     ]
     if plan.head_bytes:
-        shares.append(f"trained head {_size(plan.head_bytes)} of weights")
+        shares.append(f"the drafter's own weights {_size(plan.head_bytes)}")
     rows = f"{plan.rows:,} row{'s' if plan.rows > 1 else ''} of {plan.context:,} tokens"
     lines = {"for": f"{rows}: {', '.join(shares)}; {_size(plan.total_bytes)} in all: {_verdict(plan)}"}
     quantized = {"target": settings.get("quantize"), "drafter": settings.get("drafter_quantize")}
-    savings = [
-        f"{part} {_size(plan.int8[part])} of weights instead of {_size(need.weights)}"
-        for part, need in plan.needs.items()
-        if quantized[part] is None and plan.int8[part] < need.weights
-    ]
-    if savings:
-        lines["int8"] = "; ".join(savings + ([plan.int8_obstacle] if plan.int8_obstacle else []))
+    obstacles = {"int8": [plan.int8_obstacle] if plan.int8_obstacle else []}
+    for name, sizes in plan.quantised.items():
+        savings = [
+            f"{part} {_size(sizes[part])} of weights instead of {_size(need.weights)}"
+            for part, need in plan.needs.items()
+            if quantized[part] is None and sizes.get(part, need.weights) < need.weights
+        ]
+        if savings:
+            lines[name] = "; ".join(savings + obstacles.get(name, []))
     return lines
 
 
@@ -199,7 +202,7 @@ def _verdict(plan: MemoryPlan) -> str:
         return f"fits into the {_size(plan.available_bytes)} available"
     return (
         f"does not fit: {_size(plan.missing_bytes)} more than the {_size(plan.available_bytes)} available; "
-        "use fewer rows, a shorter context, int8 or a smaller model"
+        "use fewer rows, a shorter context, int8, int4 or a smaller model"
     )
 
 

@@ -19,8 +19,8 @@ SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
 DRAFTER_NAMES = (
-    "none, model:PATH, ngram, suffix, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], eagle[:PATH] or "
-    "dspark[:PATH]"
+    "none, model:PATH, ngram, suffix, self:int4, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], "
+    "eagle[:PATH] or dspark[:PATH]"
 )
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""
 
@@ -99,11 +99,13 @@ Dtype = Annotated[str, model_option("auto, float64, float32, bfloat16 or float16
 Device = Annotated[str, model_option("auto, cpu or cuda[:N].", callback=check_device)]
 Quantize = Annotated[
     str | None,
-    model_option("int8: store the target's weights in 8 bits.", callback=check_quantization),
+    model_option("int8 or int4: store the target's weights in 8 or 4 bits.", callback=check_quantization),
 ]
 DrafterQuantize = Annotated[
     str | None,
-    model_option("int8: store the draft model's weights in 8 bits.", callback=check_quantization),
+    model_option(
+        "int8 or int4: store the draft model's weights in 8 or 4 bits.", callback=check_quantization
+    ),
 ]
 Runtime = Annotated[
     str,

@@ -24,6 +24,7 @@ DRAFTERS = {
     "none": "secondguess.drafters.none:NoDrafter",
     "model": "secondguess.drafters.model:ModelDrafter",
     "early-exit": "secondguess.drafters.early_exit:EarlyExitDrafter",
+    "self": "secondguess.drafters.self:SelfDrafter",
     "layer-skip": "secondguess.drafters.layer_skip:LayerSkipDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",

@@ -17,6 +17,7 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError
 from secondguess.names import Name, refuse_argument, refuse_options
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.weight_format import WeightFormat
 from secondguess.sampling.noise import Noise
 
 
@@ -67,12 +68,14 @@ class Requirements:
         draft_model: name or path of the draft model.
         head: True if it reads the folder of a trained head (`DrafterResources.find_head_folder`).
         num_target_layers: smallest number of layers that the target must have.
+        target_copy: encoding of the weights of a copy of the target, for a drafter that makes one.
         options: values of all options, for drafters that other engines have too.
     """
 
     draft_model: str | None = None
     head: bool = False
     num_target_layers: int = 0
+    target_copy: WeightFormat | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -88,6 +91,7 @@ class Drafter(ABC):
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
         uses_target_layers: True if drafting runs layers of the target.
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
+        argument: its argument in lists of names.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Drafter(ABC):
     hidden_layers: Sequence[int] = ()
     uses_target_layers: bool = False
     shares_history: bool = False
+    argument: str = "PATH"
 
     @property
     def kinds(self) -> tuple[str, ...]:

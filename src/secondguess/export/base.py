@@ -28,7 +28,7 @@ class Recommendation:
         drafter: the drafter; kind `none` for plain decoding.
         draft_length: number of tokens drafted in every round; 0 with `none`.
         dtype: compute dtype; None for the engine's default.
-        quantize, drafter_quantize: `int8`, or None.
+        quantize, drafter_quantize: `int8`, `int4` or None.
         notes: remarks on the origin of the values and on settings that are left out.
 
     Raises:
@@ -103,7 +103,7 @@ class ExportTarget:
         write: writes the configuration from a recommendation and the settings of its drafter.
         dtypes: dtypes that the engine supports.
         notes: differences from secondguess that apply to every drafter.
-        int8: advice on int8 weights; empty if the configuration covers them.
+        quantized: advice on quantised weights; empty if the configuration covers them.
         longest_draft: maximum draft length.
     """
 
@@ -112,7 +112,7 @@ class ExportTarget:
     write: Callable[[Recommendation, dict[str, object]], str]
     dtypes: tuple[str, ...]
     notes: tuple[str, ...]
-    int8: str = ""
+    quantized: str = ""
     longest_draft: int = MAX_DRAFT_LENGTH
 
     def export(self, recommendation: Recommendation) -> ExportResult:
@@ -146,9 +146,9 @@ class ExportTarget:
         ]
         quantized = {"target": recommendation.quantize, "draft model": recommendation.drafter_quantize}
         notes += [
-            f"{quantize} of the {whose} is left out: {self.int8}"
+            f"{quantize} of the {whose} is left out: {self.quantized}"
             for whose, quantize in quantized.items()
-            if quantize is not None and self.int8
+            if quantize is not None and self.quantized
         ]
         on_speculation = self.notes if drafter.kind != "none" else ()
         return ExportResult(text, (*recommendation.notes, *notes, *chosen.notes, *on_speculation))

@@ -18,7 +18,7 @@ from secondguess.export.base import (
 )
 
 GPU_DTYPES = ("float32", "bfloat16", "float16")
-INT8_NOTE = "{} has no equivalent of our 8-bit weights; give it a checkpoint that is quantised"
+QUANTIZED_NOTE = "{} has no equivalent of our quantised weights; give it a checkpoint that is quantised"
 NUMERICS_NOTE = "greedy text may change with drafting in half precision, and a seed gives another text with drafts than without"
 PLAIN = DrafterExport()
 
@@ -82,7 +82,7 @@ VLLM = ExportTarget(
     },
     write=_write_vllm,
     dtypes=GPU_DTYPES,
-    int8=INT8_NOTE.format("vLLM"),
+    quantized=QUANTIZED_NOTE.format("vLLM"),
     longest_draft=32,
     notes=(
         f"vLLM calls itself lossless up to numerics: {NUMERICS_NOTE}",
@@ -139,7 +139,7 @@ SGLANG = ExportTarget(
     },
     write=_write_sglang,
     dtypes=GPU_DTYPES,
-    int8=INT8_NOTE.format("SGLang"),
+    quantized=QUANTIZED_NOTE.format("SGLang"),
     notes=(
         "the distribution of sampled text is not guaranteed: SGLang samples the target alone unless "
         "--speculative-use-rejection-sampling is added (chains only)",
@@ -164,8 +164,13 @@ def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]
             folder = file.removesuffix(".gguf")
             commands.append(["hf", "download", model, "--local-dir", folder])
         dtype = "auto" if recommendation.dtype is None else _OUTTYPES[recommendation.dtype]
-        outtype = "q8_0" if quantize else dtype
-        commands.append(["python", "convert_hf_to_gguf.py", folder, "--outfile", file, "--outtype", outtype])
+        outtype = "q8_0" if quantize == "int8" else dtype
+        outfile = f"unquantised-{file}" if quantize == "int4" else file
+        commands.append(
+            ["python", "convert_hf_to_gguf.py", folder, "--outfile", outfile, "--outtype", outtype]
+        )
+        if quantize == "int4":  # in groups of 32 with a scale and a minimum, too
+            commands.append(["llama-quantize", outfile, file, "q4_1"])
     options = [word for name, value in settings.items() for word in (name, str(value))]
     commands.append(["llama-server", "-m", "target.gguf", *options])
     return "".join(shlex.join(command) + "\n" for command in commands)

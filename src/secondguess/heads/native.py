@@ -149,7 +149,7 @@ def _reproduces(
     name: str, found: Tensor, expected: Tensor, target: NativeRuntime, *, owns_head: bool
 ) -> bool:
     """Return whether the kernels' logits equal the module's within rounding, if there are any."""
-    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format
+    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.of_head
     covered = expected.isfinite()  # the draft vocabulary
     return probe_passes(f"native ({name})", found[covered], expected[covered], PROBE_TOLERANCE[weight_format])
 
@@ -204,10 +204,6 @@ class NativeFeatureRuntime(FeatureRuntime):
     def features(self, hidden: HiddenStates) -> Tensor:
         joined = self._join_states(hidden)
         return (joined if self._fusion is None else self._fusion(joined)).bfloat16()
-
-    def free(self) -> None:
-        super().free()
-        self._forward.forget_cache()
 
     def _step(
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False

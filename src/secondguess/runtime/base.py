@@ -17,6 +17,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.weight_format import WeightFormat
 
 HiddenStates = dict[int, Tensor]
 """Hidden states by layer, numbered as in `output_hidden_states`.
@@ -58,6 +59,28 @@ class EmbeddingAndHead:
     embed: Callable[[Tensor], Tensor]
     normalise: Callable[[Tensor], Tensor]
     unembed: Callable[[Tensor], Tensor]
+
+
+class QuantisedCopy(ABC):
+    """Copy of a target with quantised weights, which drafts in the target's own KV cache.
+
+    The entries of committed tokens are the target's. The copy writes those of pending and of nodes
+    behind them, where the target's next pass overwrites them.
+    """
+
+    @abstractmethod
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run the copy over the nodes that a draft has gained since the last call of the round.
+
+        Args:
+            rows: rows of the target, with all tokens but pending cached.
+            draft: the nodes so far.
+            num_known: number of leading queries (pending, then the nodes) that calls of this round
+                have already run for each of these rows.
+
+        Returns:
+            Logits `[row, query, vocab]` after the other queries.
+        """
 
 
 class Runtime(ABC):
@@ -138,6 +161,14 @@ class Runtime(ABC):
             UnsupportedModelError: if the layers cannot be run separately.
         """
         raise partial_forward_error()
+
+    def quantised_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        """Return a copy with weights in another encoding, which drafts for rows of this model.
+
+        Raises:
+            UnsupportedModelError: if the compiled kernels do not run the model in bfloat16.
+        """
+        raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
     @abstractmethod
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
@@ -228,4 +259,12 @@ def partial_forward_error() -> UnsupportedModelError:
     return UnsupportedModelError(
         "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
         "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"
+    )
+
+
+def quantised_copy_error(weight_format: WeightFormat, target: str) -> UnsupportedModelError:
+    """Return the error for a target that cannot be copied with quantised weights."""
+    return UnsupportedModelError(
+        f"expected a target that the compiled kernels run in bfloat16, to draft with its weights in {weight_format.name}, "
+        f"got {target}; load it with dtype bfloat16 and without quantize, or use a drafter that does without, such as suffix"
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BYTES_PER_SCALE = 8
-"""Bytes of a group's scale and of the sum of its weights, which corrects unsigned products."""
+"""Bytes of an output's scale in 8 bits, and of the sum of its weights, which corrects unsigned products."""
+BYTES_PER_GROUP = 4
+"""Bytes of a group's scale and minimum."""
 SHORT_ROW = 400
 """Number of inputs of an output in small models, whose scales take the largest share."""
 
@@ -14,12 +16,13 @@ SHORT_ROW = 400
 class WeightFormat:
     """Encoding of the weights of linear layers in the kernels.
 
-    A quantised weight is an integer times a scale, which a group of inputs of an output share.
+    A quantised weight is an integer times a scale, which all inputs of an output share; with groups
+    it is an unsigned integer times the scale of its group plus the minimum of its group.
 
     Args:
         name: as given to `quantize`.
         bits: number of bits per weight.
-        group_size: number of inputs that share a scale; None for all inputs of an output.
+        group_size: number of inputs that share a scale and a minimum; None without groups.
     """
 
     name: str
@@ -31,12 +34,20 @@ class WeightFormat:
         return self.bits < 16
 
     @property
+    def of_head(self) -> WeightFormat:
+        """Encoding of the language-modelling head, which loses more than other weights in 4 bits."""
+        return INT8 if self.bits < INT8.bits else self
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight with its share of the scales, for estimates."""
-        return self.bits / 8 + (BYTES_PER_SCALE / (self.group_size or SHORT_ROW) if self.is_quantised else 0)
+        if self.group_size is not None:
+            return self.bits / 8 + BYTES_PER_GROUP / self.group_size
+        return self.bits / 8 + (BYTES_PER_SCALE / SHORT_ROW if self.is_quantised else 0)
 
 
 BFLOAT16 = WeightFormat("bfloat16", 16)
 INT8 = WeightFormat("int8", 8)
-QUANTIZATIONS = {each.name: each for each in (INT8,)}
+INT4 = WeightFormat("int4", 4, group_size=32)
+QUANTIZATIONS = {each.name: each for each in (INT8, INT4)}
 """Formats that `quantize` accepts, by name."""

@@ -109,7 +109,7 @@ struct Rows {
     std::vector<bf16> numbers;
     std::vector<float> wide;
     std::vector<int8_t> small;
-    std::vector<float> scale;
+    std::vector<float> scale, group_sums;
     int64_t stride = 0;
 
     void reserve(int64_t num_rows, int64_t width) {
@@ -121,19 +121,23 @@ struct Rows {
         if (VectorUnit::WIDE) wide.assign(rows * stride, 0);
         small.assign(rows * stride, 0);
         scale.assign(rows, 0);
+        group_sums.assign(rows * (stride / GROUP), 0);
     }
     bf16* row(int64_t index) { return numbers.data() + index * stride; }
 
     // Return whether rows must be converted before products by `weight`.
-    static bool needs_form(const Weight& weight) { return weight.scale || VectorUnit::WIDE; }
+    static bool needs_form(const Weight& weight) { return weight.encoding != BFLOAT16 || VectorUnit::WIDE; }
     void form(int64_t index, const Weight& weight) {
-        if (weight.scale)
-            scale[index] = quantise(row(index), stride, small.data() + index * stride);
-        else if (VectorUnit::WIDE)
+        if (weight.encoding != BFLOAT16) {
+            int8_t* to = small.data() + index * stride;
+            scale[index] = quantise(row(index), stride, to);
+            if (weight.encoding == INT4) sum_groups(to, stride / GROUP, group_sums.data() + index * (stride / GROUP));
+        } else if (VectorUnit::WIDE) {
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
+        }
     }
     Values values(int64_t num_rows) const {
-        return {numbers.data(), wide.data(), small.data(), scale.data(), stride, num_rows};
+        return {numbers.data(), wide.data(), small.data(), scale.data(), group_sums.data(), stride, num_rows};
     }
 };
 

@@ -15,7 +15,7 @@ from secondguess.runtime.families import Norm, why_not_fused
 from secondguess.runtime.fused import FusedDecoder, Layer, Rotary
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks
+from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks, requantise
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
@@ -90,8 +90,8 @@ class NativeDecoder(PackedDecoder):
 
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
-        weight_format: encoding of the weights of linear layers. With a quantised one their inputs
-            are quantised to 8 bits too, with a scale per row.
+        weight_format: encoding of the weights of linear layers; that of the LM head is its
+            `of_head`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
         unit: as in `PackedDecoder`.
     """
 
@@ -122,7 +122,7 @@ class NativeDecoder(PackedDecoder):
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
         rotary = self.rotaries[0]
-        self.head = self._weight(decoder.head)
+        self.head = self._weight(decoder.head, weight_format.of_head)
         self.described = library.Decoder(
             layers=layers,
             num_layers=self.num_layers,
@@ -170,6 +170,31 @@ class NativeDecoder(PackedDecoder):
         fewer.described.num_layers = len(kept)
         return fewer
 
+    def requantised(self, weight_format: WeightFormat) -> NativeDecoder:
+        """Return a decoder of the same layers with weights in another encoding, and all else shared.
+
+        Args:
+            weight_format: the new encoding; the present one must be bfloat16.
+        """
+        rounded = copy.copy(self)
+        rounded.weight_format = weight_format
+        rounded._arena, rounded._kept = Arena(), [self]
+        packed = {each.weight.data: each for each in self._kept if isinstance(each, Blocks)}
+
+        def round_weight(weight: library.Weight, encoding: WeightFormat) -> Blocks:
+            rounded._kept.append(requantise(packed[weight.data], rounded._arena, encoding))
+            blocks: Blocks = rounded._kept[-1]
+            return blocks
+
+        layers = (library.Layer * self.num_layers)(*self.described.layers[: self.num_layers])
+        for layer in layers:
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(layer, name, round_weight(getattr(layer, name), weight_format).weight)
+        rounded.head = round_weight(self.head.weight, weight_format.of_head)
+        rounded.described = library.Decoder.from_buffer_copy(self.described)
+        rounded.described.layers, rounded.described.head = layers, rounded.head.weight
+        return rounded
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
         states = functional.embedding(tokens, self.embedding)
@@ -194,16 +219,16 @@ class NativeDecoder(PackedDecoder):
             attention_output_norm=self._norm(layer.attention_output_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_output_norm=self._norm(layer.mlp_output_norm),
-            qkv=self._weight(layer.qkv).weight,
-            output=self._weight(layer.output).weight,
-            gate_up=self._weight(layer.gate_up, gated=layer.is_gated).weight,
-            down=self._weight(layer.down).weight,
+            qkv=self._weight(layer.qkv, self.weight_format).weight,
+            output=self._weight(layer.output, self.weight_format).weight,
+            gate_up=self._weight(layer.gate_up, self.weight_format, gated=layer.is_gated).weight,
+            down=self._weight(layer.down, self.weight_format).weight,
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
 
-    def _weight(self, product: PackableLinear, gated: bool = False) -> Blocks:
-        blocks = self._pack(product.weight, product.bias, self.weight_format, gated)
+    def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
+        blocks = self._pack(product.weight, product.bias, weight_format, gated)
         product.release()
         return blocks
 

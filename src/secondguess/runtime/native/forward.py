@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -121,11 +121,8 @@ class KernelForward:
             values=ctypes.addressof(self._values),
             hidden_is_float32=dtype_of_states == torch.float32,
         )
-        self._reached: tuple[KeyValueCache | None, int, int] = (None, 0, 0)
-
-    def forget_cache(self) -> None:
-        """Forget the addresses of keys and values, so that the cache can be freed."""
-        self._reached = (None, 0, 0)
+        # Not the tensor itself: a cache that nothing else uses is freed.
+        self._reached: Callable[[], Tensor | None] = lambda: None
 
     def unembed(self, states: Tensor, *, is_normalised: bool = True) -> Tensor:
         """Return the logits `[..., vocab]` in float32 of hidden states `[..., width]`.
@@ -268,9 +265,9 @@ class KernelForward:
         """Update the addresses of keys and values, which change when the cache grows."""
         decoder = self.decoder
         cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
-        reached = (cache, cache.num_slots, cache.capacity)
-        if reached != self._reached:
+        # Every tensor of a cache is replaced when it grows.
+        if self._reached() is not cache.keys[0]:
             for index in range(decoder.num_layers):
                 self._keys[index] = cache.keys[index].data_ptr()
                 self._values[index] = cache.values[index].data_ptr()
-            self._reached = reached
+            self._reached = weakref.ref(cache.keys[0])

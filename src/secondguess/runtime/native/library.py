@@ -23,6 +23,9 @@ from secondguess.runtime.native.sources import hash_sources
 LEAST_MASS = 0.99
 """Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
 
+ENCODINGS = ("bfloat16", "int8", "int4")
+"""Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
+
 
 class Weight(Structure):
     _fields_ = [
@@ -32,6 +35,7 @@ class Weight(Structure):
         ("bias", c_void_p),
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
+        ("encoding", c_int64),
     ]
 
 
@@ -127,7 +131,7 @@ class Forward(Structure):
 INSTRUCTIONS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
     "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
-    "avx2": ("avx2", "fma3"),
+    "avx2": ("avx2", "fma3", "f16c"),
 }
 """Required processor features by kind of kernels, in torch's names, fastest first.
 

@@ -4,7 +4,7 @@
 // A weight is stored in blocks of 32 outputs. Within a block, 64 bytes of every output's inputs
 // (32 in bfloat16, 64 in 8 bits) form two tiles of 16 outputs, and within a tile 4 bytes of each
 // of the 16 outputs are adjacent. Both AMX tiles and the vector dot products read this layout
-// once, from front to back.
+// once, from front to back. In 4 bits the parts of a block are groups of 32 inputs (see `GROUP`).
 #pragma once
 
 #include <algorithm>
@@ -29,27 +29,49 @@ inline int four_bytes(const void* from) {
     return bytes;
 }
 
+// In 4 bits, 32 inputs of an output share a scale and a minimum in float16, and a weight is
+// `scale * code + minimum`. The codes of a block's group are followed by its 32 scales and 32
+// minima. A byte holds two codes whose inputs are 4 apart, the first in its low half: 64 bytes
+// hold 8 inputs of each output of a tile.
+constexpr int GROUP = 32;              // inputs
+constexpr int CODE_BYTES = 512;        // of a group of a block, per tile 256
+constexpr int GROUP_BYTES = CODE_BYTES + 2 * BLOCK * sizeof(uint16_t);
+
+enum Encoding { BFLOAT16, INT8, INT4 };
+
 struct Weight {
     const char* data;       // blocks
-    const float* scale;     // per output, for 8 bits; null for bfloat16
+    const float* scale;     // per output, for 8 bits
     const int32_t* sum;     // per output, sum of the 8-bit numbers
     const float* bias;      // per output, or null
     int64_t num_outputs;
     int64_t num_inputs;     // multiple of 64, padded with zeros
+    int64_t encoding;
 
     int64_t num_blocks() const { return (num_outputs + BLOCK - 1) / BLOCK; }
-    int64_t num_steps() const { return scale ? num_inputs / 64 : num_inputs / 32; }
+    // Number of parts of a block, and their size.
+    int64_t num_steps() const { return num_inputs / (encoding == INT8 ? 64 : 32); }
+    int64_t step_bytes() const { return encoding == INT4 ? GROUP_BYTES : 2 * TILE_BYTES; }
 };
 
-// Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for 8-bit
-// weights in 8 bits with a scale per row. Memory is allocated for a multiple of 32 rows.
+// Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
+// weights in 8 bits with a scale per row, for 4-bit weights also the sums of each group. Memory is
+// allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
     const float* wide;
     const int8_t* small;
     const float* scale;
+    const float* group_sums;
     int64_t stride;  // numbers per row
     int64_t num_rows;
+};
+
+// One group of the inputs of some rows in 8 bits, and its sums.
+struct GroupValues {
+    const int8_t* numbers;
+    const float* sums;
+    int64_t stride, num_groups;  // numbers and sums per row
 };
 
 // Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
@@ -71,6 +93,20 @@ inline int even_share(int64_t left, int most) {
 #include "product_amx.h"
 #endif
 
+// The products of `count` rows with one block of 4-bit weights, without the rows' scales. Sums within
+// a group are exact integers, and each group is added in one order on every processor.
+inline void add_groups(const Values& values, int64_t start, int count, const char* block, int64_t num_groups, float* sums) {
+    std::fill_n(sums, count * BLOCK, 0.0f);
+    const int8_t* rows = values.small + start * values.stride;
+    const float* group_sums = values.group_sums + start * (values.stride / GROUP);
+    for (int64_t group = 0; group < num_groups; group++) {
+        const char* data = block + group * GROUP_BYTES;
+        for (int line = 0; line < GROUP_BYTES; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
+        const GroupValues of_group{rows + group * GROUP, group_sums + group, values.stride, values.stride / GROUP};
+        for (int tile = 0; tile < BLOCK / TILE; tile++) add_group(data, tile, of_group, count, sums);
+    }
+}
+
 // One thread's share of a product with the blocks from `first_block` on. `finish(row, block, low, high)`
 // is called with the 16 + 16 sums of each row and block, with scales and bias applied.
 template <class Unit, class Finish>
@@ -82,22 +118,25 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
     alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
     const Unit unit(values);
     for (int64_t block = first; block < last; block++) {
-        const char* data = weight.data + block * num_steps * 2 * TILE_BYTES;
+        const char* data = weight.data + block * num_steps * weight.step_bytes();
         for (int64_t start = 0, count; start < values.num_rows; start += count) {
             count = Unit::next(values.num_rows - start);
-            if (weight.scale)
+            if (weight.encoding == INT8)
                 unit.add_up(start, count, data, num_steps, whole_sums);
+            else if (weight.encoding == INT4)
+                add_groups(values, start, count, data, num_steps, sums);
             else
                 unit.add_up(start, count, data, num_steps, sums);
             for (int i = 0; i < count; i++) {
                 Floats found[2];
                 for (int half = 0; half < 2; half++) {
                     const int64_t output = block * BLOCK + half * TILE, at = i * BLOCK + half * TILE;
-                    if (weight.scale)
+                    if (weight.encoding == INT8)
                         found[half] = load_difference(whole_sums + at, weight.sum + output, Unit::SHIFT) *
                                       (load(weight.scale + output) * all(values.scale[start + i]));
                     else
                         found[half] = load(sums + at);
+                    if (weight.encoding == INT4) found[half] = found[half] * all(values.scale[start + i]);
                     if (weight.bias) found[half] = found[half] + load(weight.bias + output);
                 }
                 finish(start + i, block, found[0], found[1]);
@@ -114,4 +153,13 @@ inline float quantise(const bf16* row, int64_t count, int8_t* to) {
     const Floats factor = all(1 / scale);
     for (int64_t i = 0; i < count; i += 16) store_small(to + i, load(row + i) * factor);
     return scale;
+}
+
+// Sum the numbers of each group of a row.
+inline void sum_groups(const int8_t* row, int64_t num_groups, float* to) {
+    for (int64_t group = 0; group < num_groups; group++) {
+        int sum = 0;
+        for (int i = 0; i < GROUP; i++) sum += row[group * GROUP + i];
+        to[group] = sum;
+    }
 }

@@ -3,8 +3,9 @@
 #pragma once
 
 // Sums are kept in registers only if GCC unrolls the loops over them early.
-#define UNROLLED _Pragma("GCC unroll 5")
+#define UNROLLED _Pragma("GCC unroll 8")
 
+constexpr int MOST_ROWS = 5;
 constexpr int STEPS_AT_ONCE = 4;  // steps of one tile before the other: both stay in the first-level cache
 
 inline __m256i load_pairs(const char* pairs, int part) {
@@ -102,8 +103,53 @@ inline void vector_sums_of_tiles(const Number* rows, int64_t stride, const char*
     }
 }
 
+// Add the products of at most MOST_ROWS rows with a group of one tile in 4 bits to `sums`. Sums of 16
+// products fit into 16 bits: 16 * 15 * 127 < 2^15. They are kept for a row while the codes of half of
+// the inputs are in registers.
+inline void add_group(const char* data, int tile, const GroupValues& values, int count, float* sums) {
+    const __m256i half_byte = _mm256_set1_epi8(15);
+    __m256i twos[MOST_ROWS][2];
+    const uint16_t* parameters = (const uint16_t*)(data + CODE_BYTES) + tile * TILE;
+    __m256 scales[2], minima[2];
+    UNROLLED for (int part = 0; part < 2; part++) {
+        scales[part] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + part * 8)));
+        minima[part] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + BLOCK + part * 8)));
+    }
+    UNROLLED for (int half = 0; half < 2; half++) {
+        const char* lines = data + tile * (CODE_BYTES / 2) + half * 128;
+        __m256i fours[2][4];  // 4 inputs of 8 outputs
+        UNROLLED for (int part = 0; part < 2; part++)
+            UNROLLED for (int line = 0; line < 2; line++) {
+                const __m256i both = _mm256_loadu_si256((const __m256i*)(lines + line * 64 + part * 32));
+                fours[part][2 * line] = _mm256_and_si256(both, half_byte);
+                fours[part][2 * line + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half_byte);
+            }
+        for (int row = 0; row < count; row++) {
+            const int8_t* from = values.numbers + row * values.stride + half * 16;
+            __m256i found[2];
+            UNROLLED for (int four = 0; four < 4; four++) {
+                const __m256i each = _mm256_set1_epi32(four_bytes(from + four * 4));
+                UNROLLED for (int part = 0; part < 2; part++) {
+                    const __m256i added = _mm256_maddubs_epi16(fours[part][four], each);
+                    found[part] = four ? _mm256_add_epi16(found[part], added) : half ? _mm256_add_epi16(twos[row][part], added) : added;
+                }
+            }
+            UNROLLED for (int part = 0; part < 2; part++) {
+                if (half == 0) {
+                    twos[row][part] = found[part];
+                    continue;
+                }
+                float* to = sums + row * BLOCK + tile * TILE + part * 8;
+                const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(found[part], _mm256_set1_epi16(1)));
+                const __m256 scaled = _mm256_fmadd_ps(whole, scales[part], _mm256_loadu_ps(to));
+                _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_broadcast_ss(values.sums + row * values.num_groups), minima[part], scaled));
+            }
+        }
+    }
+}
+
 struct VectorUnit {
-    static constexpr int ROWS = 5;
+    static constexpr int ROWS = MOST_ROWS;
     static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
     static constexpr bool WIDE = true;

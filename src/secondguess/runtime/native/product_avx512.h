@@ -51,6 +51,31 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     }
 }
 
+// Add the products of some rows with a group of one tile in 4 bits to `sums`.
+inline void add_group(const char* data, int tile, const GroupValues& values, int count, float* sums) {
+    const char* lines = data + tile * (CODE_BYTES / 2);
+    const __m512i half_byte = _mm512_set1_epi8(15);
+    __m512i fours[8];  // 4 inputs of each output
+    for (int line = 0; line < 4; line++) {
+        const __m512i both = _mm512_loadu_si512(lines + line * 64);
+        fours[2 * line] = _mm512_and_si512(both, half_byte);
+        fours[2 * line + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), half_byte);
+    }
+    const __m256i* parameters = (const __m256i*)(data + CODE_BYTES) + tile;
+    const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters));
+    const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE));
+    for (int row = 0; row < count; row++) {
+        __m512i whole = _mm512_setzero_si512();
+        for (int four = 0; four < 8; four++) {
+            const int each = four_bytes(values.numbers + row * values.stride + four * 4);
+            whole = _mm512_dpbusd_epi32(whole, fours[four], _mm512_set1_epi32(each));
+        }
+        float* to = sums + row * BLOCK + tile * TILE;
+        const Floats scaled = add_product(load(to), _mm512_cvtepi32_ps(whole), scales);
+        store(to, add_product(scaled, all(values.sums[row * values.num_groups]), minima));
+    }
+}
+
 struct VectorUnit {
     static constexpr int ROWS = 8;
     static int next(int64_t left) { return even_share(left, ROWS); }

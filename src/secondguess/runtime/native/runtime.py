@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.core import Draft
+from secondguess.core import Draft, Row
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
-from secondguess.runtime.cached import Output, Queries
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy, quantised_copy_error
+from secondguess.runtime.cached import Output, Queries, build_queries
+from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -24,14 +25,14 @@ from secondguess.runtime.native.forward import (
 )
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import context_length_of, has_bfloat16
-from secondguess.runtime.weight_format import BFLOAT16, INT8, WeightFormat
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, WeightFormat
 
 PROBE_WIDTH = 16
-PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12}
+PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12, INT4: 0.6}
 """Largest relative root-mean-square error of the logits attributed to rounding.
 
-Trained and tiny random models have errors of 0.01 in bfloat16 and 0.03 to 0.05 in 8 bits; a wrong
-computation has an error of about 1.
+Trained and tiny random models have errors of 0.01 in bfloat16, 0.03 to 0.05 in 8 bits and 0.1 to 0.5
+in 4 bits; a wrong computation has an error of about 1.
 """
 
 
@@ -113,9 +114,28 @@ class NativeRuntime(LayeredRuntime):
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def free(self) -> None:
-        super().free()
-        self._forward.forget_cache()
+    def quantised_copy(self, weight_format: WeightFormat) -> NativeCopy:
+        own = self.decoder.weight_format
+        if own.is_quantised:
+            raise quantised_copy_error(weight_format, f"one with weights in {own.name}")
+        return NativeCopy(self, weight_format)
+
+    @exclusive
+    def run_copy(self, forward: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_logits`."""
+        self._partial = None  # its cache entries are overwritten
+        states = [self.slots[row] for row in rows]
+        starts, num_queries = [state.length for state in states], draft.num_nodes + 1
+        num_new, num_keys = num_queries - num_known, max(starts) + num_queries
+        with torch.inference_mode():
+            queries = build_queries(states, [1] * len(states), draft)
+            self._place(states, [start + num_known for start in starts], num_new, num_keys)
+            tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
+            layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
+            output = forward(self.cache, tokens, layout, step, layers, (), num_known)
+        for state in states:
+            state.num_nodes = num_queries  # moved with the row's slot until the target overwrites them
+        return output.logits
 
     def _step(
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
@@ -176,3 +196,20 @@ class NativeRuntime(LayeredRuntime):
             if layer not in wanted
         }
         return Output(output.logits, output.hidden | of_tokens)
+
+
+class NativeCopy(QuantisedCopy):
+    """Quantised copy over the compiled kernels; it shares all but the weights with its target.
+
+    Args:
+        target: in bfloat16.
+        weight_format: encoding of the copy's weights.
+    """
+
+    def __init__(self, target: NativeRuntime, weight_format: WeightFormat) -> None:
+        self._target = target
+        decoder = target.decoder.requantised(weight_format)
+        self._forward = KernelForward(decoder, target.context_length, torch.bfloat16)
+
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        return self._target.run_copy(self._forward, rows, draft, num_known)

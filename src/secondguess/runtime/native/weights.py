@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,10 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.native import library
-from secondguess.runtime.weight_format import WeightFormat
+from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
+GROUP_BYTES = 640
+"""Bytes of the codes, scales and minima of a group of inputs of a block."""
+SMALLEST = torch.finfo(torch.float32).tiny
+SMALLEST_HALF = 2.0**-24
+"""Smallest positive numbers of float32, without loss of precision, and of float16."""
 ARENA = 2**26
 NUMBERS_AT_ONCE = 2**20
 """Numbers of a weight that are padded and quantised at once.
@@ -51,11 +57,16 @@ class Blocks:
 
     Args:
         weight: structure that the kernels read; it points into `tensors`.
-        tensors: tensors that must be kept as long as `weight`.
+        tensors: tensors that must be kept as long as `weight`, the blocks last.
     """
 
     weight: library.Weight
     tensors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_lines(self) -> int:
+        """Number of outputs, padded to whole blocks."""
+        return _round_up(self.weight.num_outputs, BLOCK)
 
     def keep(self, values: Tensor) -> int:
         """Keep a tensor allocated and return its address."""
@@ -80,42 +91,104 @@ def pack_blocks(
     """
     halves = weight.chunk(2) if gated else (weight,)
     num_outputs = len(halves) * _round_up(halves[0].shape[0], TILE) if gated else weight.shape[0]
-    num_lines, num_inputs = _round_up(num_outputs, BLOCK), _round_up(weight.shape[1], INPUT_MULTIPLE)
+    num_inputs = _round_up(weight.shape[1], INPUT_MULTIPLE)
     blocks = Blocks(library.Weight(num_outputs=num_outputs, num_inputs=num_inputs))
     if bias is not None:
         bias = interleave_rows(*bias.chunk(2)) if gated else bias
-        blocks.weight.bias = blocks.keep(_padded(bias.float(), num_lines))
-    dtype = torch.int8 if weight_format.is_quantised else weight.dtype
-    per_line = 4 // dtype.itemsize
-    data = arena.allocate(num_lines * num_inputs * dtype.itemsize)
-    tiles = data.view(dtype).view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
-    num_groups = num_inputs // (weight_format.group_size or num_inputs)
-    scale, sums = torch.zeros(num_lines, num_groups), torch.zeros(num_lines, num_groups, dtype=torch.int32)
-    num_blocks = max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
-    slices = (torch.split(half, num_blocks * BLOCK // len(halves)) for half in halves)
-    for number, parts in enumerate(zip(*slices, strict=True)):
-        rows = interleave_rows(*parts) if gated else parts[0]
-        rows = _padded(rows, _round_up(rows.shape[0], BLOCK), num_inputs)
-        first = number * num_blocks
-        if weight_format.is_quantised:
-            lines = slice(first * BLOCK, first * BLOCK + rows.shape[0])
-            groups, scale[lines] = quantise(rows, weight_format)
-            sums[lines] = groups.sum(2, dtype=torch.int32)
-            rows = groups.flatten(1)
-        in_tiles = rows.view(-1, BLOCK // TILE, TILE, tiles.shape[1], TILE, per_line)
-        tiles[first : first + in_tiles.shape[0]] = in_tiles.permute(0, 3, 1, 4, 2, 5)
-    if weight_format.is_quantised:
-        blocks.weight.scale, blocks.weight.sum = blocks.keep(scale), blocks.keep(sums)
-    blocks.weight.data = blocks.keep(data)
+        blocks.weight.bias = blocks.keep(_padded(bias.float(), blocks.num_lines))
+    num_rows = _blocks_at_once(num_inputs) * BLOCK // len(halves)
+    slices = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
+    _store(blocks, (interleave_rows(*parts) if gated else parts[0] for parts in slices), arena, weight_format)
     return blocks
 
 
-def quantise(rows: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Return rows `[row, input]` as integers `[row, group, input]`, and scales `[row, group]`."""
-    groups = rows.float().reshape(len(rows), -1, weight_format.group_size or rows.shape[1])
-    largest = 2 ** (weight_format.bits - 1) - 1
-    scale = groups.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / largest
-    return (groups / scale[:, :, None]).round().to(torch.int8), scale
+def requantise(packed: Blocks, arena: Arena, weight_format: WeightFormat) -> Blocks:
+    """Return a weight in bfloat16 in another encoding; both share the bias."""
+    *others, data = packed.tensors
+    blocks = Blocks(library.Weight.from_buffer_copy(packed.weight), others)
+    num_inputs = blocks.weight.num_inputs
+    slices = torch.split(_as_tiles(data.view(torch.bfloat16), num_inputs), _blocks_at_once(num_inputs))
+    rows = (tiles.permute(0, 2, 4, 1, 3, 5).reshape(len(tiles) * BLOCK, -1) for tiles in slices)
+    _store(blocks, rows, arena, weight_format)
+    return blocks
+
+
+def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format: WeightFormat) -> None:
+    """Store a weight, given in slices `[output, input]` of whole blocks; only the last one may be shorter."""
+    weight, num_lines = blocks.weight, blocks.num_lines
+    weight.encoding = library.ENCODINGS.index(weight_format.name)
+    scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
+    if weight_format.group_size is not None:
+        num_groups = weight.num_inputs // weight_format.group_size
+        data = arena.allocate(num_lines // BLOCK * num_groups * GROUP_BYTES)
+        parts = data.view(-1, num_groups, GROUP_BYTES)
+    else:
+        dtype = torch.int8 if weight_format.is_quantised else torch.bfloat16
+        data = arena.allocate(num_lines * weight.num_inputs * dtype.itemsize)
+        parts = _as_tiles(data.view(dtype), weight.num_inputs)
+    first = 0
+    for part in slices:
+        rows = _padded(part, _round_up(part.shape[0], BLOCK), weight.num_inputs)
+        last = first + rows.shape[0]
+        if weight_format.group_size is not None:
+            stored = _pack_groups(*quantise_groups(rows, weight_format.group_size))
+        else:
+            if weight_format.is_quantised:
+                rows, scale[first:last] = quantise(rows)
+                sums[first:last] = rows.sum(1, dtype=torch.int32)
+            by_output = rows.view(-1, BLOCK // TILE, TILE, parts.shape[1], TILE, parts.shape[-1])
+            stored = by_output.permute(0, 3, 1, 4, 2, 5)
+        parts[first // BLOCK : last // BLOCK] = stored
+        first = last
+    if weight_format is INT8:
+        weight.scale, weight.sum = blocks.keep(scale), blocks.keep(sums)
+    weight.data = blocks.keep(data)
+
+
+def _blocks_at_once(num_inputs: int) -> int:
+    return max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
+
+
+def _as_tiles(data: Tensor, num_inputs: int) -> Tensor:
+    """Return a view `[block, step, tile, line, output, number]` of the blocks of a weight without groups."""
+    per_line = 4 // data.dtype.itemsize
+    return data.view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
+
+
+def _pack_groups(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Return the bytes `[block, group, byte]` of whole blocks in 4 bits (see `product.h`).
+
+    Args:
+        codes: `[output, group, input]`.
+        scale, minimum: `[output, group]`.
+    """
+    num_groups = codes.shape[1]
+    low, high = codes.view(-1, BLOCK // TILE, TILE, num_groups, 4, 2, 4).unbind(5)
+    lines = (low | high << 4).permute(0, 3, 1, 4, 2, 5).flatten(2)
+    parameters = [
+        each.view(-1, BLOCK, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
+        for each in (scale, minimum)
+    ]
+    return torch.cat((lines, *parameters), 2)
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows `[row, input]` as 8-bit integers, and scales `[row]`."""
+    scale = rows.float().abs().amax(1).clamp_min(SMALLEST) / 127
+    return (rows.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def quantise_groups(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows `[row, input]` as codes from 0 to 15, `scale * code + minimum` being the weight.
+
+    Returns:
+        Codes `[row, group, input]`, and scales and minima `[row, group]` in float16.
+    """
+    groups = rows.float().view(len(rows), -1, group_size)
+    minimum = groups.amin(2).half()
+    above = groups - minimum.float()[:, :, None]
+    scale = (above.amax(2) / 15).clamp_min(SMALLEST_HALF).half()
+    return (above / scale.float()[:, :, None]).round().clamp(0, 15).to(torch.uint8), scale, minimum
 
 
 def _padded(values: Tensor, *sizes: int) -> Tensor:
