@@ -89,10 +89,10 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
             required = drafter.requirements(name, folder)
             if folder != Path(target.path):
                 head_bytes = count_parameters(folder) * target.dtype.itemsize
-        if drafter.uses_target_layers and target.runtimes[0] == "transformers":
-            raise partial_forward_error()
         if required.target_copy is not None:
             head_bytes = target.copy_bytes(required.target_copy)
+        if drafter.uses_target_layers and target.runtimes[0] == "transformers":
+            raise partial_forward_error()
         if target.num_layers < required.num_target_layers:
             raise BadInputError(
                 f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "
