@@ -117,6 +117,31 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         bos_token_id=None, eos_token_id=0,
     ),
 }  # fmt: skip
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **LLAMA_LIKE | {"initializer_range": 0.1}, head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2, num_hidden_layers=2,
+        chunk_size=16, initializer_range=0.15, max_position_embeddings=96, bos_token_id=None, eos_token_id=0,
+        pad_token_id=0,
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **LLAMA_LIKE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+    ),
+    "nemotron-h": lambda: transformers.NemotronHConfig(
+        **{name: value for name, value in LLAMA_LIKE.items() if name != "num_hidden_layers"}, head_dim=8,
+        layers_block_type=["linear_attention", "full_attention", "mlp"], ssm_state_size=8, mamba_num_heads=8,
+        mamba_head_dim=8, n_groups=2, chunk_size=16, time_step_min=1e-9,
+    ),
+    "falcon-h1": lambda: transformers.FalconH1Config(
+        **LLAMA_LIKE, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=16
+    ),
+}  # fmt: skip
+"""Gated delta rule, Mamba-2 (alone, between and beside attention), short convolution."""
+FAMILIES |= {name: RECURRENT[name] for name in ("qwen3-next", "falcon-h1")}
 
 SIMILAR: dict[str, Callable[[], Any]] = {
     "ministral": lambda: transformers.MinistralConfig(

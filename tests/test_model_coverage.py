@@ -32,8 +32,9 @@ def test_no_model_type_crashes_or_differs():
         ("gemma4_text", "same"),
         ("hrm_text", "same"),
         ("jetmoe", "same"),
-        ("mamba", "refused"),
+        ("lfm2", "same"),
         ("mpt", "same"),
+        ("rwkv", "refused"),
     ],
 )
 def test_a_class_gets_the_result_of_the_table(model_type, outcome):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from distribution_cases import (
     PAIRS,
@@ -28,6 +30,7 @@ from distribution_cases import (
     play,
     seasoned,
 )
+from families import FAMILIES
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess import rounds
@@ -62,6 +65,8 @@ from secondguess.runtime.fused import FusedDecoder, FusedRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.recurrent import RecurrentRuntime
+from secondguess.runtime.recurrent_cache import RecurrentCache
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import INT4
@@ -169,6 +174,31 @@ def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
     # The modules compute their norms in float32, the fused runtime in float64; the kernels return logits in float32.
     error = dist_error(branches, lambda output: found[output], num_tokens=4)
     return error < (ROUNDING if kind == "module" else 1e-6)
+
+
+@cache
+def hybrid_runtime() -> RecurrentRuntime:
+    """Return a runtime that was loaded without mutants, since the check at loading notices some of them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return RecurrentRuntime(AutoModelForCausalLM.from_config(FAMILIES["falcon-h1"]()).double())
+
+
+def recurrent_rows_forget(records: bool) -> bool:
+    """Return whether rounds with rejections leave a hybrid's logits, with states recorded by token or run again."""
+    runtime, row = hybrid_runtime(), Row([5, 6, 7], SAMPLED)
+    runtime.free()
+    runtime.records_states = records
+    runtime.begin([row])
+    errors = []
+    for num_accepted in (1, 0, 2, 0):
+        logits = runtime.score([row], Draft.chains([[8, 9]])).logits[0]
+        with torch.inference_mode():
+            expected = runtime.model(torch.tensor([[*row.tokens, 8, 9]]), use_cache=False).logits[0, -3:]
+        errors.append(float((logits - expected).abs().max()))
+        runtime.keep([row], [range(num_accepted)])
+        row.tokens += [*[8, 9][:num_accepted], 4]
+    return max(errors) < 1e-5
 
 
 def native_trees_are_chains() -> bool:
@@ -653,6 +683,42 @@ def stale_cache_after_a_rejection(patch: Patch) -> None:
     patch.setattr(CachedRuntime, "keep", keep)
 
 
+def states_after_rejected_nodes_are_kept(patch: Patch) -> None:
+    original = RecurrentRuntime._commit
+
+    def commit(self, state, last):
+        original(self, state, max(self._ends.get(state, {}), default=last))
+
+    patch.setattr(RecurrentRuntime, "_commit", commit)
+
+
+def keys_of_rejected_nodes_are_kept(patch: Patch) -> None:
+    """Attention is not cropped: a row's next keys follow those of all nodes so far."""
+    original, reached = RecurrentCache.place_path, {}
+
+    def place_path(self, slot, start, path, num_queries):
+        gap = max(0, reached.get(id(self), 0) - start) if start else 0
+        reached[id(self)] = path[-1] + 1 + gap
+        original(self, slot, start + gap, [place + gap for place in path], num_queries)
+
+    patch.setattr(RecurrentCache, "place_path", place_path)
+
+
+def replayed_tokens_are_dropped(patch: Patch) -> None:
+    """The pass after a rejection begins with pending, as for keys and values."""
+
+    def catch_up(self, states):
+        for state in states:
+            state.length = len(state.row.tokens) - 1
+        return [1] * len(states)
+
+    def states_at(self, slot, length):
+        return self.snapshots[slot][-1].states if length else {}
+
+    patch.setattr(RecurrentRuntime, "_catch_up", catch_up)
+    patch.setattr(RecurrentCache, "states_at", states_at)
+
+
 def rejected_nodes_stay_visible(patch: Patch) -> None:
     """The mask lets a query see every place of the cache, including those of later nodes."""
     original = tree.chain_mask
@@ -966,6 +1032,10 @@ MUTANTS = [
     Mutant(rows_swapped_in_the_batch, check(rows_stay_apart), "rows-swapped-greedy"),
     Mutant(stale_cache_after_a_rejection, check(cached_dist_holds)),
     Mutant(rejected_nodes_stay_visible, check(cached_dist_holds)),
+    Mutant(states_after_rejected_nodes_are_kept, check(recurrent_rows_forget, False), "states-kept-replayed"),
+    Mutant(states_after_rejected_nodes_are_kept, check(recurrent_rows_forget, True), "states-kept-recorded"),
+    Mutant(keys_of_rejected_nodes_are_kept, check(recurrent_rows_forget, False)),
+    Mutant(replayed_tokens_are_dropped, check(recurrent_rows_forget, False)),
     Mutant(stale_cache_after_a_rejection, check(cached_dist_holds, "fused"), "stale-cache-fused"),
     Mutant(rejected_nodes_stay_visible, check(cached_dist_holds, "fused"), "rejected-nodes-visible-fused"),
     *(

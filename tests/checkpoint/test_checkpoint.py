@@ -110,22 +110,9 @@ def tiny(config_class, **sizes):
 
 
 REFUSED = {
-    "recurrent": (lambda: tiny(transformers.MambaConfig, state_size=4), "mamba.*recurrent"),
-    "hybrid by state": (
-        lambda: tiny(
-            transformers.Qwen3NextConfig, intermediate_size=16, num_key_value_heads=2, head_dim=8,
-            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-            num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "qwen3_next.*linear_attention",
-    ),
-    "hybrid by layers": (
-        lambda: tiny(
-            transformers.Lfm2Config, intermediate_size=16, num_key_value_heads=2,
-            layer_types=["conv", "full_attention"],
-        ),
-        "lfm2.*conv",
+    "recurrent": (
+        lambda: transformers.RwkvConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2),
+        "rwkv.*takes no KV cache",
     ),
     "encoder-decoder": (
         lambda: transformers.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),

@@ -199,15 +199,15 @@ def test_row_07_vocabulary_an_incompatible_drafter_is_refused_before_weights_are
 
 
 def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkpoint, tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    config = MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    config = RwkvConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2)
+    RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
     for file in tiny_checkpoint.glob("tokenizer*"):
-        shutil.copy(file, tmp_path / "mamba")
-    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{tmp_path / 'mamba'}")
+        shutil.copy(file, tmp_path / "rwkv")
+    done = secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{tmp_path / 'rwkv'}")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "recurrent" in done.err
+    assert "takes no KV cache" in done.err
 
 
 @pytest.mark.parametrize(

@@ -366,13 +366,13 @@ def test_an_encoder_decoder_is_refused(ask, tiny_checkpoint, tmp_path):
     assert_refused(ask("x", "--model", t5), "encoder-decoder")
 
 
-def test_a_recurrent_model_is_refused(ask, secondguess_command, tiny_checkpoint, tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
+def test_a_model_without_a_cache_is_refused(ask, secondguess_command, tiny_checkpoint, tmp_path):
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    config = MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
-    mamba = save(MambaForCausalLM(config), tmp_path / "mamba", tiny_checkpoint)
-    assert_refused(ask("x", "--model", mamba), "mamba", "recurrent")
-    assert_refused(secondguess_command("inspect", mamba), "mamba", "recurrent")
+    config = RwkvConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2)
+    rwkv = save(RwkvForCausalLM(config), tmp_path / "rwkv", tiny_checkpoint)
+    assert_refused(ask("x", "--model", rwkv), "rwkv", "takes no KV cache")
+    assert_refused(secondguess_command("inspect", rwkv), "rwkv", "takes no KV cache")
 
 
 def test_a_drafter_with_another_vocabulary_is_refused(ask, tmp_path):

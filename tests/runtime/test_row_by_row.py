@@ -9,8 +9,9 @@ from families import FAMILIES, plain_model, random_tokens, row_of, runtime_of, t
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.row_by_row import RowByRowRuntime, wrap_module
+from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.wrap import wrap_module
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,8 @@ SMALL: dict[str, Any] = {
 
 WINDOWED = ["sliding_attention", "full_attention"] * 2
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 4},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": WINDOWED,
         "rope_parameters": {
@@ -101,14 +102,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "marian": {"tie_word_embeddings": False},
     "mamba2": {"num_heads": 8},
+    # Transformers limits the time step from below only in passes over several tokens.
+    "nemotron_h": {"time_step_min": 1e-9},
     "roc_bert": {"tie_word_embeddings": False},
     "roformer": {"tie_word_embeddings": False},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "time_step_min": 1e-9},
     "zaya": {"num_experts_per_tok": 1},
     # Transformers applies the window in single steps only; in published models it is as long as the context.
     "moshi": {"sliding_window": 128},

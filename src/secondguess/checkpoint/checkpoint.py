@@ -35,7 +35,6 @@ from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, pack_linears
-from secondguess.runtime.row_by_row import wrap_module
 from secondguess.runtime.support import (
     cached_layers,
     cached_values_per_token,
@@ -43,6 +42,7 @@ from secondguess.runtime.support import (
     has_bfloat16,
 )
 from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, WeightFormat
+from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory beside the weights by default."""

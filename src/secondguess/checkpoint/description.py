@@ -33,7 +33,8 @@ class ModelDescription:
 
     Args:
         architecture: class of the model in Transformers.
-        attention: number of layers of each type, `full_attention` or `sliding_attention`.
+        attention: number of layers of each type, such as `full_attention` or `linear_attention`.
+        num_heads, num_kv_heads: of the layer with most; 0 without attention.
         sliding_window: window of the sliding layers in tokens; None if there are none.
         vocab_size: width of the logits.
         num_tokens: tokens of the tokenizer; the rest of the vocabulary is padding.
@@ -96,8 +97,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=checkpoint.num_layers,
         hidden_size=text.hidden_size,
-        num_heads=max(layer.num_attention_heads for layer in layers),
-        num_kv_heads=max(map(num_kv_heads, layers)),
+        num_heads=max((layer.num_attention_heads for layer in layers), default=0),
+        num_kv_heads=max(map(num_kv_heads, layers), default=0),
         vocab_size=model.get_output_embeddings().weight.shape[0],
         num_tokens=len(checkpoint.tokenizer),
         context_length=checkpoint.context_length,

@@ -61,7 +61,7 @@ class LoadedModel:
     def runtime_description(self) -> str:
         """Name of the runtime, with the bits of quantised weights, or if it runs each row by itself."""
         if isinstance(self.runtime, RowByRowRuntime):
-            return f"{self.kind}, row by row"
+            return f"{self.kind}, {self.runtime.description}"
         bits = self._quantised_bits
         return self.kind if bits is None else f"{self.kind}, weights in {bits} bits"
 

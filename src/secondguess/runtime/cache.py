@@ -199,6 +199,10 @@ class KeyValueCache:
         for block in (*self.keys, *self.values, *self.indexes):
             block[[first, second], :, :length] = block[[second, first], :, :length]
 
+    def reusable(self, slot: int, length: int) -> int:
+        """Return how many of the first `length` positions of a slot a row can start with."""
+        return length
+
     def clear(self) -> None:
         """Free all memory; the next `place` or `reserve` allocates what it needs."""
         self.keys, self.values, self.indexes, self.num_slots, self.capacity = [], [], [], 0, 0

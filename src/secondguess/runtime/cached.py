@@ -70,6 +70,7 @@ class CachedRuntime(Runtime):
         takes_images: True if prompts may have images (`Row.images`).
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
+        cache_class: class of the cache.
 
     Args:
         vocab_size: width of the logits.
@@ -84,6 +85,7 @@ class CachedRuntime(Runtime):
 
     takes_images = False
     min_logits = 1
+    cache_class: type[KeyValueCache] = KeyValueCache
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class CachedRuntime(Runtime):
         self.device = device
         self.hidden_layers: tuple[int, ...] = ()
         self.prefill_chunk = prefill_chunk
-        self.cache = KeyValueCache(device)
+        self.cache = self.cache_class(device)
         self.slots = SlotTable(self.cache)
         # On a CPU rows are prefilled one at a time: a row's bits must not depend on other rows,
         # and a single prompt keeps the processor busy.
@@ -158,7 +160,7 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
-        self.cache = KeyValueCache(self.device)
+        self.cache = self.cache_class(self.device)
         self.slots = SlotTable(self.cache)
 
     @exclusive

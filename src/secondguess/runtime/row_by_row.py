@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +18,40 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.cached import Output
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import takes_masks, unsupported
+from secondguess.runtime.support import unsupported
 from secondguess.runtime.transformers import TransformersRuntime
 
-NUM_PROBED = 8
-"""Tokens of the check at loading."""
+NUM_CACHED = 3
+"""Tokens of the first pass of the check at loading."""
+PROBED_WIDTHS = (2, 3, 5)
+"""Numbers of tokens of passes that follow it and are compared with single tokens."""
+NUM_PROBED = 12
+"""Tokens of the text that is run in one pass and in two."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Result of passes of the check at loading.
+
+    Args:
+        logits: `[token, vocab]`.
+        states: recurrent states after the last token, if the model has any and they are compared.
+    """
+
+    logits: Tensor
+    states: Mapping[Any, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, single: Sequence[Probe]) -> Probe:
+        """Return the result of successive passes."""
+        return cls(torch.cat([each.logits for each in single]), single[-1].states)
+
+    def relative_error(self, expected: Probe) -> float:
+        """Return the largest difference from the expected values, relative to the largest of these."""
+        pairs = [(self.logits, expected.logits)]
+        pairs += [(self.states[key], state) for key, state in expected.states.items()]
+        errors = [(got - right).double().abs().max() / _scale(right) for got, right in pairs]
+        return float(torch.stack(errors).max())
 
 
 class RowByRowRuntime(TransformersRuntime):
@@ -48,34 +79,68 @@ class RowByRowRuntime(TransformersRuntime):
             raise
         self.free()
 
+    @property
+    def description(self) -> str:
+        """Word for the passes of a batch, for people."""
+        return "row by row"
+
     def _set_up_attention(self) -> None:
         """Leave the module's own attention in place."""
 
     def _check_cache(self) -> None:
-        """Compare passes over several tokens with passes over single tokens."""
+        """Compare passes over several tokens with passes over single tokens, and one pass with two."""
         tokens = [(5 + index) % self.vocab_size for index in range(NUM_PROBED)]
+        rest = tokens[NUM_CACHED:]
         try:
-            single, several = (self._probe(tokens, width) for width in (1, NUM_PROBED // 2))
+            whole = self._probe(tokens, 0)
+            self._probe(tokens[:NUM_CACHED], 0)
+            second = self._probe(rest, NUM_CACHED, is_prompt=True)
+            several = [self._probe(rest[:width], NUM_CACHED) for width in PROBED_WIDTHS]
+            single = [
+                self._probe([token], NUM_CACHED + place)
+                for place, token in enumerate(rest[: max(PROBED_WIDTHS)])
+            ]
         except Exception as error:  # of code that is not ours, so of any kind
             raise unsupported(
                 type(self.model).__name__, f"it cannot run with a cache per row ({_first_line(error)})"
             ) from error
-        difference = float((several - single).abs().max() / single.abs().max())
-        limit = torch.finfo(self.model.dtype).eps ** 0.5
-        if not difference <= limit:  # also if it is not a number
+        pairs = [(second, Probe(whole.logits[NUM_CACHED:], whole.states))]
+        pairs += [(each, Probe.join(single[: len(each.logits)])) for each in several]
+        largest = _largest(got.relative_error(expected) for got, expected in pairs)
+        joined = Probe(torch.cat([each.logits for each in single]))
+        self._require_equal(largest, joined.relative_error(Probe(whole.logits[NUM_CACHED:][: len(single)])))
+
+    def _require_equal(self, error: float, error_of_single: float) -> None:
+        """Refuse the module if it computes other values with a cache.
+
+        Args:
+            error: relative error of passes over several tokens after a cache.
+            error_of_single: that of passes over single tokens.
+
+        Raises:
+            UnsupportedModelError: if an error exceeds that of rounding.
+        """
+        self._require_rounding(error, "several tokens after a cache give other results than single tokens")
+
+    def _require_rounding(self, error: float, description: str) -> None:
+        if not self._is_rounding(error):
             raise unsupported(
                 type(self.model).__name__,
-                "several tokens after a cache give other logits than single tokens "
-                f"(relative error {difference:.1e}, expected at most {limit:.1e})",
+                f"{description} (relative error {error:.1e}, expected at most {self._tolerance:.1e})",
             )
 
-    def _probe(self, tokens: Sequence[int], width: int) -> Tensor:
-        """Return the logits `[token, vocab]` of passes over `width` tokens each."""
-        pieces = []
-        for start in range(0, len(tokens), width):
-            self.cache.place_path(0, start, range(start, start + width), width)
-            pieces.append(self._run_path(tokens[start : start + width], start, width).logits[0])
-        return torch.cat(pieces).double()
+    @property
+    def _tolerance(self) -> float:
+        # Some layers compute in float32, whatever the dtype of the others is.
+        return float(max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32)) ** 0.5)
+
+    def _is_rounding(self, error: float) -> bool:
+        return error <= self._tolerance  # False if it is not a number
+
+    def _probe(self, tokens: Sequence[int], start: int, is_prompt: bool = False) -> Probe:
+        """Run tokens from position `start` on, after tokens of earlier probes."""
+        self.cache.place_path(0, start, range(start, start + len(tokens)), len(tokens))
+        return Probe(self._run_path(tokens, start, len(tokens)).logits[0, -len(tokens) :].double())
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         positions = step.query_positions if self._takes_positions else None
@@ -99,6 +164,27 @@ class RowByRowRuntime(TransformersRuntime):
         }
         return torch.stack([output.logits for output in outputs]), hidden
 
+    def _run_branch(
+        self,
+        state: CachedRow,
+        tokens: Sequence[int],
+        known: Sequence[int],
+        new: Sequence[int],
+        num_logits: int,
+    ) -> Output:
+        """Run the new queries of one path.
+
+        Args:
+            state: the row.
+            tokens: token of each query; query 0 is the first token that is not cached.
+            known: queries on the path that ran before.
+            new: queries that follow them.
+            num_logits: number of last queries whose logits are needed.
+        """
+        positions = [state.length + query for query in (*known, *new)]
+        self.cache.place_path(state.slot, state.length, positions, len(new))
+        return self._run_path([tokens[query] for query in new], state.length + len(known), num_logits)
+
     def _run_row(
         self, state: CachedRow, num_uncached: int, nodes: Sequence[int], parents: Sequence[int]
     ) -> Output:
@@ -108,11 +194,8 @@ class RowByRowRuntime(TransformersRuntime):
         counts: list[int] = []
         outputs = []
         for known, new in _branches(parents, num_uncached):
-            positions = [state.length + query for query in (*known, *new)]
-            self.cache.place_path(state.slot, state.length, positions, len(new))
             scored = [query - num_uncached + 1 for query in new if query >= num_uncached - 1]
-            path = [tokens[query] for query in new]
-            outputs.append(self._run_path(path, state.length + len(known), len(scored)))
+            outputs.append(self._run_branch(state, tokens, known, new, len(scored)))
             columns += scored
             counts.append(len(scored))
 
@@ -130,14 +213,16 @@ class RowByRowRuntime(TransformersRuntime):
         )
 
 
+def _scale(values: Tensor) -> Tensor:
+    return values.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _largest(errors: Iterable[float]) -> float:
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def wrap_module(model: Any) -> TransformersRuntime:
-    """Return a runtime for a Transformers module: over whole batches if the module takes our masks."""
-    kind = TransformersRuntime if takes_masks(type(model), model.config) else RowByRowRuntime
-    return kind(model)
 
 
 def _branches(parents: Sequence[int], num_uncached: int) -> Iterator[tuple[list[int], list[int]]]:

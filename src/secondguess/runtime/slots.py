@@ -158,7 +158,10 @@ class SlotTable:
             and each.length > length
             and each.row.tokens[length] == tokens[length]
         ]
-        lengths = [common_prefix(tokens, other.row.tokens, other.length) for other in others]
+        lengths = [
+            self._cache.reusable(other.slot, common_prefix(tokens, other.row.tokens, other.length))
+            for other in others
+        ]
         longest = max(lengths, default=0)
         if longest <= length:
             return False
@@ -212,11 +215,12 @@ class SlotTable:
         """Return the slot with the longest common prefix, a free slot among equals, and its length."""
         slot, longest = 0, 0
         for each, text in self._remembered.items():
-            length = common_prefix(tokens, text, len(text))
+            length = self._cache.reusable(each, common_prefix(tokens, text, len(text)))
             if length > longest:
                 slot, longest = each, length
         for state in live:
             length = common_prefix(tokens, state.row.tokens, state.length)
+            length = self._cache.reusable(state.slot, length)
             if length > longest:
                 slot, longest = state.slot, length
         return slot, longest

@@ -16,15 +16,19 @@ MASKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_
 """Layer types that a mask describes."""
 INDEXED_LAYER_TYPES = frozenset({"indexed_attention"})
 """Layer types that choose the keys of each query with an index of their own in the cache."""
+RECURRENT_LAYER_TYPES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
+"""Layer types with recurrent states, which are kept in snapshots."""
+STATES_ONLY_LAYER_TYPES = frozenset({"conv", "linear_attention"})
+"""Those among them that cache no keys and values."""
+CACHELESS_LAYER_TYPES = frozenset({"mlp", "moe"})
+"""Layer types that cache nothing."""
 UNCROPPABLE_LAYER_TYPES = {
     "compressed_sparse_attention": "summaries of several tokens",
-    "conv": "a convolution state",
     "heavily_compressed_attention": "summaries of several tokens",
-    "hybrid": "a recurrent state beside attention",
-    "hybrid_sliding": "a convolution state beside attention",
-    "linear_attention": "a recurrent state",
 }
 """Layer types whose cache cannot forget rejected tokens, and what they cache."""
+CACHE_PARAMETERS = ("past_key_values", "cache_params")
+"""Names that modules have for their cache."""
 MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -34,7 +38,7 @@ def check_supported(model: Any) -> None:
     """Raise an error with the reason if the cache of a model cannot be rolled back.
 
     Raises:
-        UnsupportedModelError: for encoder-decoders, recurrent and hybrid models, models with
+        UnsupportedModelError: for encoder-decoders, models with a cache of their own, models with
             bidirectional attention, and models without a language-modelling head.
     """
     name = type(model).__name__
@@ -42,6 +46,8 @@ def check_supported(model: Any) -> None:
     check_class(type(model), name)
     if model.get_output_embeddings() is None:
         raise unsupported(name, "it has no language-modelling head; load it as a causal language model")
+    if model._is_stateful and not is_recurrent(model.config):
+        raise unsupported(name, "it keeps recurrent states in a cache of its own")
     if not takes_masks(type(model), model.config):
         return  # `RowByRowRuntime` compares logits instead: cross-attention that is not used may look at both sides
     # A vision or audio tower beside the decoder may look at both sides.
@@ -51,9 +57,7 @@ def check_supported(model: Any) -> None:
 
 def check_class(model_class: Any, name: str) -> None:
     """Run the checks of `check_supported` that need only the model class."""
-    if model_class._is_stateful:
-        raise unsupported(name, "it has recurrent state, which cannot forget rejected tokens")
-    if "past_key_values" not in inspect.signature(model_class.forward).parameters:
+    if not any(each in inspect.signature(model_class.forward).parameters for each in CACHE_PARAMETERS):
         raise unsupported(name, "it takes no KV cache")
 
 
@@ -67,7 +71,8 @@ def check_config(config: Any, name: str) -> None:
     if kept := sorted(found & UNCROPPABLE_LAYER_TYPES.keys()):
         described = ", ".join(f"{kind} ({UNCROPPABLE_LAYER_TYPES[kind]})" for kind in kept)
         raise unsupported(name, f"the cache of its layers cannot forget rejected tokens: {described}")
-    if unknown := sorted(found - MASKED_LAYER_TYPES - INDEXED_LAYER_TYPES):
+    known = MASKED_LAYER_TYPES | INDEXED_LAYER_TYPES | RECURRENT_LAYER_TYPES | CACHELESS_LAYER_TYPES
+    if unknown := sorted(found - known):
         raise unsupported(
             name, f"nothing is known about the cache of its layers of type {', '.join(unknown)}"
         )
@@ -76,6 +81,11 @@ def check_config(config: Any, name: str) -> None:
 def takes_masks(model_class: Any, config: Any) -> bool:
     """Return whether a module takes our masks, so that one pass serves ragged rows and trees."""
     return bool(model_class._supports_attention_backend) and _layer_types(config) <= MASKED_LAYER_TYPES
+
+
+def is_recurrent(config: Any) -> bool:
+    """Return whether layers have recurrent states."""
+    return bool(_layer_types(config) & RECURRENT_LAYER_TYPES)
 
 
 def _layer_types(config: Any) -> set[str]:
@@ -88,9 +98,16 @@ def cached_layers(config: Any) -> list[Any]:
     Heads and their sizes may differ between layers, and layers may share the keys of others (Gemma 4).
     """
     text = config.get_text_config()
-    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
-    sharing = getattr(text, "kv_sharing_modes", None) or [None] * text.num_hidden_layers
-    return [layer for layer, mode in zip(layers, sharing, strict=True) if mode != "reuse"]
+    num_layers = text.num_hidden_layers
+    layers = getattr(text, "per_layer_config", None) or [text] * num_layers
+    sharing = getattr(text, "kv_sharing_modes", None) or [None] * num_layers
+    kinds = (getattr(text, "layer_types", None) or [None] * num_layers)[:num_layers]
+    without = STATES_ONLY_LAYER_TYPES | CACHELESS_LAYER_TYPES
+    return [
+        layer
+        for layer, mode, kind in zip(layers, sharing, kinds, strict=True)
+        if mode != "reuse" and kind not in without
+    ]
 
 
 def num_kv_heads(layer: Any) -> int:

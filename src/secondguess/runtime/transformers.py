@@ -17,7 +17,7 @@ from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 from secondguess.runtime.cached import CachedRuntime, Output
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import check_supported, context_length_of, takes_masks
+from secondguess.runtime.support import CACHE_PARAMETERS, check_supported, context_length_of, takes_masks
 
 MODELS_WITH_IMAGES = frozenset({"gemma3", "llava", "qwen3_vl"})
 """Model types whose images are tested. Others may keep states of an image that our cache does not have."""
@@ -53,6 +53,7 @@ class TransformersRuntime(CachedRuntime):
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
+        self._cache_parameter = next(name for name in CACHE_PARAMETERS if name in parameters)
         self._found_attention = model.config._attn_implementation
         self._found_training = {module: module.training for module in model.modules()}
         self._set_up_attention()
@@ -137,14 +138,14 @@ class TransformersRuntime(CachedRuntime):
         images: ImageInputs | None = None,
     ) -> Output:
         """Call the module with the cache as it is placed."""
-        options: dict[str, Any] = {**(images or {})}
+        options: dict[str, Any] = {self._cache_parameter: self.cache, **(images or {})}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
             options["logits_to_keep"] = num_logits
         if positions is not None:
             options["position_ids"] = positions.expand_as(tokens)
         if with_hidden:
             options["output_hidden_states"] = True
-        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **options)
+        output = self.model(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return Output(output.logits, hidden)
 

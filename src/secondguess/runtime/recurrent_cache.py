@@ -1,0 +1,195 @@
+"""KV cache of models whose layers also have recurrent states (linear attention, short convolutions).
+
+A recurrent state is a sum over all tokens before it, so it cannot forget rejected ones. The cache
+keeps snapshots of the states at some lengths of a row, and a row continues from one of these. No
+tensor of a snapshot is changed in place: copies of a row share them, and a pass that fails leaves
+them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from secondguess.errors import SecondGuessError
+from secondguess.runtime.cache import KeyValueCache
+
+StateKey = tuple[str, int, int]
+"""Key of a state: its kind (`conv` or `recurrent`), its layer, and its index in the layer."""
+States = dict[StateKey, Tensor]
+"""Recurrent states of one row after some token."""
+MAX_REWIND = 31
+"""Number of tokens for which a row can be rewound without starting over, if it was never pruned."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Recurrent states of a row after its first `length` tokens."""
+
+    length: int
+    states: States
+
+
+@dataclass(eq=False)
+class RecurrentCache(KeyValueCache):
+    """KV cache that also holds snapshots of recurrent states, by slot.
+
+    The runtime calls `begin` before a forward pass over one row; linear layers read and write the
+    states of the pass with the methods of Transformers' caches; afterwards `states_by_token` has
+    the states that the pass has left. Only `add` makes them a snapshot.
+
+    Args:
+        snapshots: by slot, in ascending order of their lengths.
+        records: whether the present pass keeps the states after each token.
+    """
+
+    snapshots: dict[int, list[Snapshot]] = field(default_factory=dict)
+    records: bool = False
+    _num_tokens: int = 0
+    _before: States = field(default_factory=dict)
+    _after: States = field(default_factory=dict)
+    _by_token: dict[StateKey, Sequence[Tensor]] = field(default_factory=dict)
+    _recorded: Sequence[Tensor] | None = None
+
+    def begin(self, states: States, num_tokens: int, records: bool = False) -> None:
+        """Start a forward pass.
+
+        Args:
+            states: states at its start, none at the start of a row.
+            num_tokens: number of tokens of the pass.
+            records: whether to keep the states after each token, as far as they are known.
+        """
+        self._num_tokens, self.records = num_tokens, records
+        self._before, self._after = states, dict(states)
+        self._by_token, self._recorded = {}, None
+
+    def record(self, states: Sequence[Tensor]) -> None:
+        """Take the recurrent states after each token but the last, before the layer writes the last."""
+        self._recorded = states
+
+    def states_by_token(self) -> list[States | None]:
+        """Return the states after each token of the last pass, None where a layer has not kept them."""
+        known = self._by_token.keys() >= self._after.keys()
+        steps = range(self._num_tokens - 1) if known else ()
+        between = [{key: self._by_token[key][step] for key in self._after} for step in steps]
+        unknown: list[States | None] = [None] * (self._num_tokens - 1)
+        return [*(between or unknown), self._after]
+
+    def states_at(self, slot: int, length: int) -> States:
+        """Return the states of a slot after so many tokens.
+
+        Raises:
+            SecondGuessError: if there is no such snapshot.
+        """
+        if not length:
+            return {}
+        found = [each.states for each in self.snapshots.get(slot, ()) if each.length == length]
+        if not found:
+            raise SecondGuessError(f"expected a snapshot of slot {slot} after {length} tokens, got none")
+        return found[0]
+
+    def add(self, slot: int, start: int, snapshot: Snapshot) -> None:
+        """Add a snapshot to a slot whose row had `start` tokens; drop some that are close together."""
+        self.restore(slot, start)
+        farthest: dict[int, Snapshot] = {}
+        for each in (*self.snapshots.get(slot, ()), snapshot):
+            farthest.setdefault((snapshot.length - each.length).bit_length(), each)
+        self.snapshots[slot] = [
+            each for each in farthest.values() if snapshot.length - each.length <= MAX_REWIND
+        ]
+
+    def prune(self, slot: int) -> None:
+        """Drop all snapshots of a slot but the last."""
+        del self.snapshots.get(slot, [])[:-1]
+
+    def restore(self, slot: int, length: int) -> int:
+        """Drop the snapshots beyond `length` tokens; return the length of the last one left, or 0."""
+        left = [each for each in self.snapshots.get(slot, ()) if each.length <= length]
+        self.snapshots[slot] = left
+        return left[-1].length if left else 0
+
+    def reusable(self, slot: int, length: int) -> int:
+        return max((each.length for each in self.snapshots.get(slot, ()) if each.length <= length), default=0)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        super().move(source, target, length)
+        self.snapshots[target] = [each for each in self.snapshots.get(source, ()) if each.length <= length]
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        super().swap(first, second, length)
+        held = self.snapshots.get(first, []), self.snapshots.get(second, [])
+        self.snapshots[second], self.snapshots[first] = held
+
+    def clear(self) -> None:
+        super().clear()
+        self.snapshots.clear()
+
+    # Methods of Transformers' caches that linear layers call.
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._given(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._given(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Write a layer's new inputs; return all inputs that its convolution reads.
+
+        Args:
+            conv_states: `[row, channel, query]`, or of any shape that ends with the query.
+            layer_idx: index of the layer, counted from 0.
+            state_idx: index of the state in the layer.
+            conv_kernel_size: number of inputs to keep; as many as given, by default.
+        """
+        key = ("conv", layer_idx, state_idx)
+        size = conv_kernel_size or conv_states.shape[-1]
+        before = self._before.get(key)
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        whole = pad(whole, (max(0, size - whole.shape[-1]), 0))
+        self._after[key] = whole[..., -size:].clone()
+        if conv_kernel_size is not None and self.records:
+            # Without a size, a layer passes its state instead of its inputs.
+            inputs = pad(whole, (max(0, size + self._num_tokens - whole.shape[-1]), 0))
+            ends = range(inputs.shape[-1] - self._num_tokens + 1, inputs.shape[-1])
+            self._by_token[key] = [inputs[..., end - size : end] for end in ends]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Write a layer's state after the last token, which keeps the dtype that it had at first."""
+        key = ("recurrent", layer_idx, state_idx)
+        first = self._before.get(key, recurrent_states)
+        # A copy, as the tensor may be a view of the states after every chunk.
+        self._after[key] = recurrent_states.to(first.dtype, copy=True)
+        if self._recorded is not None:
+            self._by_token[key], self._recorded = self._recorded, None
+        return self._after[key]
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def _given(self, key: StateKey) -> Tensor | None:
+        """Return a state at the start of the pass; a pass over one token changes it in place."""
+        state = self._before.get(key)
+        if state is None or self._num_tokens > 1:
+            return state
+        self._after[key] = state.clone()
+        return self._after[key]

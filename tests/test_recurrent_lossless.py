@@ -1,0 +1,137 @@
+"""Targets with recurrent states: enumerated distributions, and text equal to plain decoding.
+
+With states that are recorded after each token, and with accepted tokens that run again.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import transformers
+
+from distribution_cases import PAIRS, SAMPLED, dist_error, make_pair_drafter
+from families import RECURRENT
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Components, decode
+from secondguess.drafters import make_drafter
+from secondguess.proof.enumeration import enumerate_rounds
+from secondguess.runtime.wrap import wrap_module
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+
+PROMPT = (1, 0, 1)
+PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15]]
+VOCAB_SIZE = 24
+NUM_TOKENS = 8
+
+
+@cache
+def tiny_pair(family, vocab_size):
+    """Return a target in float64 and a similar draft model; some layers compute in float32 all the same."""
+    if family == "mamba":
+        config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=2)
+    else:
+        config = RECURRENT[family]()
+    config.vocab_size, config.initializer_range = vocab_size, 0.3
+    config.eos_token_id = config.pad_token_id = None
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        target, drafter = (
+            transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+            .double()
+            .eval()
+            for _ in range(2)
+        )
+        drafter.load_state_dict(target.state_dict())
+        for weights in drafter.parameters():
+            weights.add_(0.05 * torch.randn_like(weights))
+    return target, drafter
+
+
+@cache
+def wrap(model, records_states):
+    """Return a runtime that all tests of a model share, with the slots of earlier rows."""
+    runtime = wrap_module(model)
+    runtime.records_states = records_states
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("family", "records"), [*((family, True) for family in RECURRENT), ("falcon-h1", False)]
+)
+def test_the_output_distribution_equals_the_modules(family, records):
+    target, _ = tiny_pair(family, 2)
+
+    @cache
+    def next_dist(output):
+        with torch.inference_mode():
+            logits = target(torch.tensor([[*PROMPT, *output]]), use_cache=False).logits
+        return logits[0, -1].double().softmax(-1)
+
+    drafter = make_pair_drafter("sampled", PAIRS["binary"])
+    components = Components(
+        wrap(target, records), drafter, make_verifier("block"), make_controller("fixed:1")
+    )
+    (branches,) = enumerate_rounds(components, lambda: [Row(list(PROMPT), SAMPLED)], num_rounds=2)
+    assert {branch.num_accepted for branch in branches} == {0, 1, 2}
+    assert dist_error(branches, next_dist, num_tokens=4) < 1e-5
+
+
+SETTINGS = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
+    "seeded": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=7),
+}
+
+
+def generate(family, drafter, controller, setting, records=True, num_rows=4):
+    target, draft_model = tiny_pair(family, VOCAB_SIZE)
+    proposer = make_drafter(
+        drafter, target_vocab_size=VOCAB_SIZE, load_draft_model=lambda _: wrap(draft_model, records)
+    )
+    verifier, params = make_verifier("auto"), SETTINGS[setting]
+    rows = [
+        Row(list(prompt), params, seed=7, coupled=verifier.uses_coupling(params.seed is not None))
+        for prompt in PROMPTS[:num_rows]
+    ]
+    for _ in decode(Components(wrap(target, records), proposer, verifier, make_controller(controller)), rows):
+        pass
+    return [row.output for row in rows]
+
+
+@cache
+def plain_texts(family, setting):
+    return generate(family, "none", "fixed:0", setting)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "records"),
+    [
+        ("qwen3-next", "model:draft", True),
+        ("qwen3-next", "suffix,min=1", False),
+        ("mamba2", "ngram", True),
+        ("mamba2", "model:draft", False),
+        ("lfm2", "suffix,min=1", True),
+        ("lfm2", "model:draft", True),
+        ("nemotron-h", "ngram", False),
+        ("falcon-h1", "model:draft", True),
+        ("falcon-h1", "suffix,min=1", False),
+        ("mamba", "ngram", True),
+    ],
+)
+def test_text_equals_plain_decoding(family, drafter, records):
+    """A batch, and one row with `cost`, which runs rounds without drafts between others."""
+    assert generate(family, drafter, "fixed:4", "seeded", records) == plain_texts(family, "seeded")
+    assert (
+        generate(family, drafter, "cost", "greedy", records, num_rows=1) == plain_texts(family, "greedy")[:1]
+    )
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "mamba"])
+def test_greedy_text_equals_that_of_transformers(family):
+    model, _ = tiny_pair(family, VOCAB_SIZE)
+    for prompt, text in zip(PROMPTS, plain_texts(family, "greedy"), strict=True):
+        found = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_TOKENS)
+        assert found[0, len(prompt) :].tolist() == text
