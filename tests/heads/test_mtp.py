@@ -12,7 +12,13 @@ import torch
 from head_formats import Named, edit, head_of, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
 
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
@@ -161,6 +167,43 @@ def test_a_written_head_is_read_back(make: Callable[[Path], Path], names: Names,
     assert f"model.layers.{NUM_LAYERS}.eh_proj.weight" in load_file(tmp_path / "to" / "model.safetensors")
     again = load(tmp_path / "to")
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
+
+
+def test_a_module_of_qwen3_5_has_the_logits_of_its_layer_in_transformers(tmp_path: Path) -> None:
+    """Gates on the attention output, rotary positions on a part of each head, norm weights around 0."""
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * NUM_LAYERS,
+        attn_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        modules = nn.ModuleDict(
+            {name: Qwen3_5RMSNorm(WIDTH) for name in (QWEN["enorm"], QWEN["hnorm"], "norm")}
+        )
+        modules["fc"] = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        modules["layers"] = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
+        for weight in modules.parameters():
+            nn.init.normal_(weight, std=0.3)
+    save_file(
+        {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    config.save_pretrained(tmp_path)
+    modules.double()
+    model, rotary = target_model(), Qwen3_5TextRotaryEmbedding(config)
+    found = drafted_logits(load(tmp_path), TEXT[:6], TEXT[6:9])
+    with torch.no_grad():
+        features = model.model(torch.tensor([TEXT[:6]])).last_hidden_state[:, :5]
+        for depth in range(3):
+            embedded = model.model.embed_tokens(torch.tensor([TEXT[1 : 6 + depth]]))
+            both = modules[QWEN["enorm"]](embedded), modules[QWEN["hnorm"]](features)
+            joined, length = modules["fc"](torch.cat(both, -1)), embedded.shape[1]
+            positions = rotary(joined, torch.arange(length).expand(3, 1, -1))
+            mask = torch.full((1, 1, length, length), -torch.inf).triu(1).double()
+            states = modules["norm"](modules["layers"][0](joined, positions, mask)[:, -1:])
+            features = torch.cat([features, states], 1)
+            torch.testing.assert_close(found[depth], model.lm_head(states)[0, 0], atol=1e-5, rtol=1e-4)
 
 
 def drafter_of(name: str, path: Path) -> MtpDrafter:

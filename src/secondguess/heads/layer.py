@@ -1,4 +1,4 @@
-"""Decoder layer used by trained drafter heads, compatible with Llama and Qwen.
+"""Decoder layer used by drafter heads, compatible with Llama and Qwen.
 
 The attention function is a parameter: training attends over whole sequences, drafting over a KV
 cache. Weight names are those of the published checkpoints.
@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from secondguess.errors import BadInputError, UnsupportedModelError
 
+GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+"""Model types whose attention has gates on its output, and rotates a part of each head."""
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
 
@@ -37,9 +39,11 @@ class LayerConfig:
         norm_eps, rope_theta: as in Llama configurations.
         has_qk_norm: whether each query and key head is RMS-normalised (QK-norm, Qwen3).
         attention_bias: whether the query, key and value projections have biases (Qwen2).
+        rotary_size: number of leading values of each head that are rotated; even, 0 for all.
+        has_gate: whether the query projection also computes gates on the attention output.
 
     Raises:
-        BadInputError: a size below 1, an odd head size, or query heads that cannot be divided
+        BadInputError: a size below 1, an odd head or rotary size, or query heads that cannot be divided
             evenly among the key-value heads.
     """
 
@@ -52,15 +56,17 @@ class LayerConfig:
     rope_theta: float = 10_000.0
     has_qk_norm: bool = False
     attention_bias: bool = False
+    rotary_size: int = 0
+    has_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "num_kv_heads", "head_size", "mlp_size"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads or self.head_size % 2:
+        if self.num_heads % self.num_kv_heads or self.head_size % 2 or self.rotary_size % 2:
             raise BadInputError(
                 f"expected heads that share key heads evenly and an even head size, got {self.num_heads} heads, "
-                f"{self.num_kv_heads} key heads of size {self.head_size}"
+                f"{self.num_kv_heads} key heads of size {self.head_size}, of which {self.rotary_size} are rotated"
             )
 
     @classmethod
@@ -71,9 +77,10 @@ class LayerConfig:
             UnsupportedModelError: unsupported model type, activation or rotary embedding.
         """
         kind = config.get("model_type", "llama")
-        if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        has_gate = kind in GATED_TYPES
+        if kind not in ("llama", "mistral", "qwen2", "qwen3") and not has_gate:
             raise UnsupportedModelError(
-                f"expected a drafter with layers like those of llama, mistral, qwen2 or qwen3, got {kind}"
+                f"expected a drafter with layers like those of llama, mistral, qwen2, qwen3 or qwen3_next, got {kind}"
             )
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModelError(f"expected the activation silu, got {config['hidden_act']}")
@@ -81,21 +88,29 @@ class LayerConfig:
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UnsupportedModelError(f"expected plain rotary positions, got {rope}")
         num_heads = config["num_attention_heads"]
+        head_size = config.get("head_dim") or config["hidden_size"] // num_heads
+        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
         return cls(
             width=config["hidden_size"],
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // num_heads,
+            head_size=head_size,
             mlp_size=config["intermediate_size"],
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            has_qk_norm=kind == "qwen3",
+            has_qk_norm=kind == "qwen3" or has_gate,
             attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
+            rotary_size=int(head_size * rotated) if has_gate else 0,
+            has_gate=has_gate,
         )
 
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.has_gate:
+            kind = "qwen3_next"
+            rope["partial_rotary_factor"] = self.rotary_size / self.head_size
         return {
             "model_type": kind,
             "hidden_size": self.width,
@@ -104,7 +119,7 @@ class LayerConfig:
             "head_dim": self.head_size,
             "intermediate_size": self.mlp_size,
             "rms_norm_eps": self.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": rope,
             "hidden_act": "silu",
         }
 
@@ -134,7 +149,8 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         bias = shape.attention_bias
-        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_size, bias=bias)
+        num_queries = shape.num_heads * (2 if shape.has_gate else 1)
+        self.q_proj = nn.Linear(input_width, num_queries * shape.head_size, bias=bias)
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_size, shape.width, bias=False)
@@ -142,10 +158,12 @@ class Attention(nn.Module):
             self.q_norm = Norm(shape.head_size, shape.norm_eps)
             self.k_norm = Norm(shape.head_size, shape.norm_eps)
 
-    def queries(self, states: Tensor, cos_sin: CosSin) -> Tensor:
-        """Return the rotated queries, `[row, head, position, size]`."""
-        heads = self._heads(self.q_proj(states))
-        return rotate(self.q_norm(heads) if self.shape.has_qk_norm else heads, cos_sin).transpose(1, 2)
+    def queries(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor | None]:
+        """Return the rotated queries and the gates, None without gates; `[row, head, position, size]`."""
+        heads, gates = self._heads(self.q_proj(states)), None
+        if self.shape.has_gate:
+            heads, gates = heads[:, :, ::2], heads[:, :, 1::2].sigmoid().transpose(1, 2)
+        return rotate(self.q_norm(heads) if self.shape.has_qk_norm else heads, cos_sin).transpose(1, 2), gates
 
     def keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the rotated keys and the values, `[row, kv_head, position, size]` each."""
@@ -160,7 +178,9 @@ class Attention(nn.Module):
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int) -> Tensor:
         keys, values = self.keys_values(states, cos_sin)
-        return self.output(attend(layer, self.queries(states, cos_sin), keys, values))
+        queries, gates = self.queries(states, cos_sin)
+        gathered = attend(layer, queries, keys, values)
+        return self.output(gathered if gates is None else gathered * gates)
 
     def _heads(self, joined: Tensor) -> Tensor:
         return joined.view(*joined.shape[:2], -1, self.shape.head_size)
@@ -207,18 +227,22 @@ class DecoderLayer(nn.Module):
 
 
 def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
-    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`."""
+    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`.
+
+    Values of a head beyond the size of `cos_sin` stay as they are.
+    """
     cos, sin = cos_sin
-    first, second = heads.chunk(2, -1)
-    rotated = torch.cat((-second, first), -1)
-    return heads * cos + rotated * sin
+    size = cos.shape[-1]
+    turned, rest = (heads, None) if size == heads.shape[-1] else (heads[..., :size], heads[..., size:])
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return turned if rest is None else torch.cat((turned, rest), -1)
 
 
 def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
-    steps = (
-        torch.arange(0, shape.head_size, 2, device=positions.device, dtype=torch.float32) / shape.head_size
-    )
+    size = shape.rotary_size or shape.head_size
+    steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions[..., None].float() * shape.rope_theta**-steps
     angles = torch.cat((angles, angles), -1)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)

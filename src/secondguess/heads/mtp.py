@@ -38,7 +38,14 @@ from secondguess.heads.files import (
     read_named_tensors,
     write_head,
 )
-from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig, Norm
+from secondguess.heads.layer import (
+    GATED_TYPES,
+    AttentionFunction,
+    CosSin,
+    DecoderLayer,
+    LayerConfig,
+    Norm,
+)
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
 
@@ -115,10 +122,13 @@ class MtpHead(FeatureHead):
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
             tensors = {names.in_module(name): tensor for name, tensor in read_named_tensors(own).items()}
+            layer = _layer_config(config)
+            if names.centred_norms and layer.has_gate:
+                tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
             if names.state_first:
                 tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
             head = cls(
-                _layer_config(config),
+                layer,
                 target,
                 has_embeddings="embed_tokens.weight" in tensors,
                 has_head="lm_head.weight" in tensors,
@@ -173,6 +183,7 @@ class TensorNames:
         state_first: whether the projection's input is `[state; embedding]`, not
             `[embedding; state]`.
         norm_output: as in `FeatureHead`.
+        centred_norms: whether norm weights of layers with gates are stored as differences from 1.
     """
 
     parts: Mapping[str, str]
@@ -180,6 +191,7 @@ class TensorNames:
     next_prefix: str = ""
     state_first: bool = False
     norm_output: bool = False
+    centred_norms: bool = False
 
     @property
     def projection(self) -> str:
@@ -223,6 +235,7 @@ _QWEN = TensorNames(
     },
     prefix="mtp.",
     norm_output=True,
+    centred_norms=True,
 )
 _MIMO = TensorNames(
     {
@@ -274,7 +287,7 @@ def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | Non
 
 def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
     found = [reason for part, reason in _UNSUPPORTED_PARTS.items() if any(part in name for name in names)]
-    if config.get("attn_output_gate"):
+    if config.get("attn_output_gate") and config.get("model_type") not in GATED_TYPES:
         found.append("gated attention")
     if found:
         raise UnsupportedModelError(
