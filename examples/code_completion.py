@@ -1,5 +1,7 @@
 """Editor client: complete the line at the cursor with the server's `/v1/completions`.
 
+Needs the package `openai`.
+
 secondguess serve &
 python examples/code_completion.py FILE LINE      # or without arguments: this file, line 12
 """

@@ -135,8 +135,8 @@ class Drafter(ABC):
         """Add rows, which hold their whole prompt, before it is prefilled.
 
         Returns:
-            Per row, the number of leading tokens whose hidden states `begin` does not need, so
-            that the target may reuse their cache entries; None for all.
+            Per row, the number of leading tokens that may be reused from the target's cache without
+            their hidden states; None for all.
         """
         return [0 if self.hidden_layers else None] * len(rows)
 
