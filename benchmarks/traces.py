@@ -8,7 +8,7 @@ of the same distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -140,15 +140,23 @@ class Recorder(Controller, Verifier):
         return [True]
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        lengths = range(1, min(draft.num_nodes, self._depth) + 1)
-        accepted = [
-            self._verifier.verify(_cut(draft, length), target_probs[:, : length + 1], noise).lengths[0]
-            for length in lengths
-        ]
-        dists = () if self._candidate.deterministic else self._dists[: len(accepted)]
-        self.drafts.append(RecordedDraft(self._candidate, tuple(dists), tuple(accepted)))
+        self._record(
+            draft,
+            lambda cut: self._verifier.verify(cut, target_probs[:, : cut.num_nodes + 1], noise),
+        )
         chosen = noise.race(target_probs, query_depths(draft))
         return Verdict.from_chain([0] * draft.num_rows, chosen[:, 0].tolist())
+
+    def verify_greedy(self, draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
+        self._record(draft, lambda cut: self._verifier.verify_greedy(cut, chosen))
+        return Verdict.from_chain([0] * draft.num_rows, [row[0] for row in chosen])
+
+    def _record(self, draft: Draft, verify: Callable[[Draft], Verdict]) -> None:
+        """Record how many nodes are accepted of a draft of each length."""
+        lengths = range(1, min(draft.num_nodes, self._depth) + 1)
+        accepted = [verify(_cut(draft, length)).lengths[0] for length in lengths]
+        dists = () if self._candidate.deterministic else self._dists[: len(accepted)]
+        self.drafts.append(RecordedDraft(self._candidate, tuple(dists), tuple(accepted)))
 
 
 def _cut(draft: Draft, length: int) -> Draft:

@@ -375,11 +375,6 @@ def test_a_model_without_a_cache_is_refused(ask, secondguess_command, tiny_check
     assert_refused(secondguess_command("inspect", rwkv), "rwkv", "takes no KV cache")
 
 
-def test_a_drafter_with_another_vocabulary_is_refused(ask, tmp_path):
-    other = write_llama(tmp_path / "other", seed=2, vocab_size=280)
-    assert_refused(ask("x", "--drafter", f"model:{other}"), "tokenizer", "279", "299")
-
-
 # Python
 
 

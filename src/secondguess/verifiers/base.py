@@ -40,6 +40,8 @@ class Verifier(ABC):
 
     A verifier is a pure function from a draft, target probabilities and noise to a verdict. All
     random decisions are made through `noise`, so the distribution of verdicts can be enumerated.
+
+    Where all rows have temperature 0 and drafts no probabilities, the loop calls `verify_greedy`.
     """
 
     name: str

@@ -67,7 +67,8 @@ class DraftView:
         is_prompt, unchanged = not self.num_read, self._tail_start
         for token in tokens[self.num_read :]:
             data = self._target.bytes_of(token, begins=not self._has_text)
-            known = self._direct if self._has_text and not is_prompt else self._special
+            has_draft = bool(self._tail) or not self._tail_begins
+            known = self._direct if has_draft and not is_prompt else self._special
             translated = known.get(token)
             if data is not None and (translated is None or not self.is_complete):
                 self._tail += self._characters.decode(data)
