@@ -79,7 +79,7 @@ def empty(request):
 
 @pytest.fixture(params=["recorded", "replayed"])
 def recorded(request, model, monkeypatch):
-    """Whether the states after each token are known, or accepted tokens must run again."""
+    """Two ways on after a rejection: states known after each token, or accepted tokens run again."""
     if request.param == "replayed":
         if model.runtime.single_steps:
             pytest.skip("single steps always have the state after each token")
