@@ -1,12 +1,12 @@
 // Products by the vector units of AVX2. Sixteen registers hold the sums of up to two rows with both
-// tiles of a block, or of up to five rows with one tile. (GCC spills a sum with three, and with six.)
+// tiles of a block, or of up to six rows with one tile.
 #pragma once
 
 // Sums are kept in registers only if GCC unrolls the loops over them early.
 #define UNROLLED _Pragma("GCC unroll 8")
 
-constexpr int MOST_ROWS = 5;
-constexpr int STEPS_AT_ONCE = 4;  // steps of one tile before the other: both stay in the first-level cache
+constexpr int MOST_ROWS = 6;
+constexpr int STEPS_AT_ONCE = 2;  // steps of one tile before the other: as far ahead as lines are prefetched
 
 inline __m256i load_pairs(const char* pairs, int part) {
     return _mm256_loadu_si256((const __m256i*)(pairs + part / 2 * TILE_BYTES + part % 2 * 32));
@@ -35,11 +35,20 @@ template <int COUNT, int PARTS, class Weights>
     }
 }
 
-// Add the products of COUNT rows with some steps of TILES tiles to `sums`. Products of the first
-// and of the second number of a pair are added to the same sum, in that order. Values are in
-// float32.
+// Prefetch the next TILES lines. Lines are requested between products and in the order of their
+// addresses: a step's lines all at once, or a tile's without its neighbour's, hold up the products
+// (five rows took 1.4 times as long as one).
+template <int TILES>
+inline void prefetch_lines(const char*& ahead) {
+    UNROLLED for (int line = 0; line < TILES; line++) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+    ahead += TILES * 64;
+}
+
+// Add the products of COUNT rows with some steps of TILES tiles to `sums`, and prefetch as many
+// bytes from `ahead` on. Products of the first and of the second number of a pair are added to the
+// same sum, in that order. Values are in float32. (Inlined, GCC spills the sums of six rows.)
 template <int COUNT, int TILES>
-inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, int64_t num_steps, float* sums) {
+[[gnu::noinline]] inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, const char* ahead, int64_t num_steps, float* sums) {
     constexpr int PARTS = 2 * TILES;
     __m256 found[COUNT][PARTS];
     UNROLLED for (int row = 0; row < COUNT; row++)
@@ -47,8 +56,8 @@ inline void vector_sums(const float* rows, int64_t stride, const char* first_til
             found[row][part] = _mm256_loadu_ps(sums + row * BLOCK + part * 8);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
-        prefetch<TILES>(tile + PREFETCH_BYTES);
         for (int pair = 0; pair < 16; pair++) {
+            prefetch_lines<TILES>(ahead);
             const char* pairs = tile + pair * 64;
             const float* values = rows + step * 32 + pair * 2;
             add_half<COUNT, PARTS>(found, values, stride, [pairs](int part) { return first_of(load_pairs(pairs, part)); });
@@ -64,7 +73,7 @@ inline void vector_sums(const float* rows, int64_t stride, const char* first_til
 // of weights are multiplied by values with the weights' signs. No weight or value is -128, so that
 // two products fit.
 template <int COUNT, int TILES>
-inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_tile, int64_t num_steps, int32_t* sums) {
+[[gnu::noinline]] inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_tile, const char* ahead, int64_t num_steps, int32_t* sums) {
     constexpr int PARTS = 2 * TILES;
     __m256i found[COUNT][PARTS];
     UNROLLED for (int row = 0; row < COUNT; row++)
@@ -73,8 +82,8 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
     const __m256i ones = _mm256_set1_epi16(1);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = first_tile + step * 2 * TILE_BYTES;
-        prefetch<TILES>(tile + PREFETCH_BYTES);
         for (int four = 0; four < 16; four++) {
+            prefetch_lines<TILES>(ahead);
             UNROLLED for (int part = 0; part < PARTS; part++) {
                 const char* at = tile + part / 2 * TILE_BYTES + four * 64 + part % 2 * 32;
                 const __m256i weights = _mm256_loadu_si256((const __m256i*)at);
@@ -92,14 +101,17 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* first_ti
             _mm256_storeu_si256((__m256i*)(sums + row * BLOCK + part * 8), found[row][part]);
 }
 
-// The same for one tile after the other. One step reads NUMBERS values of a row.
+// Add the products of COUNT rows with a block to `sums`. One step reads NUMBERS values of a row.
 template <int COUNT, int NUMBERS, class Number, class Sum>
-inline void vector_sums_of_tiles(const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+inline void block_sums(const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+    if constexpr (COUNT <= 2) return vector_sums<COUNT, 2>(rows, stride, block, block + PREFETCH_BYTES, num_steps, sums);
     for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE) {
         const int64_t count = std::min<int64_t>(STEPS_AT_ONCE, num_steps - step);
-        const Number* values = rows + step * NUMBERS;
-        for (int tile = 0; tile < 2; tile++)
-            vector_sums<COUNT, 1>(values, stride, block + (2 * step + tile) * TILE_BYTES, count, sums + tile * TILE);
+        const char* tiles = block + 2 * step * TILE_BYTES;
+        for (int tile = 0; tile < 2; tile++) {
+            const char* ahead = tiles + tile * count * TILE_BYTES + PREFETCH_BYTES;
+            vector_sums<COUNT, 1>(rows + step * NUMBERS, stride, tiles + tile * TILE_BYTES, ahead, count, sums + tile * TILE);
+        }
     }
 }
 
@@ -159,26 +171,23 @@ struct VectorUnit {
     explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        std::fill_n(sums, count * BLOCK, 0.0f);
-        const float* rows = values.wide + start * values.stride;
-        switch (count) {
-            case 1: return vector_sums<1, 2>(rows, values.stride, block, num_steps, sums);
-            case 2: return vector_sums<2, 2>(rows, values.stride, block, num_steps, sums);
-            case 3: return vector_sums_of_tiles<3, 32>(rows, values.stride, block, num_steps, sums);
-            case 4: return vector_sums_of_tiles<4, 32>(rows, values.stride, block, num_steps, sums);
-            default: return vector_sums_of_tiles<5, 32>(rows, values.stride, block, num_steps, sums);
-        }
+        add_rows<32>(values.wide + start * values.stride, count, block, num_steps, sums);
     }
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
-        std::fill_n(sums, count * BLOCK, 0);
-        const int8_t* rows = values.small + start * values.stride;
+        add_rows<64>(values.small + start * values.stride, count, block, num_steps, sums);
+    }
+
+    template <int NUMBERS, class Number, class Sum>
+    void add_rows(const Number* rows, int count, const char* block, int64_t num_steps, Sum* sums) const {
+        std::fill_n(sums, count * BLOCK, Sum(0));
         switch (count) {
-            case 1: return vector_sums<1, 2>(rows, values.stride, block, num_steps, sums);
-            case 2: return vector_sums<2, 2>(rows, values.stride, block, num_steps, sums);
-            case 3: return vector_sums_of_tiles<3, 64>(rows, values.stride, block, num_steps, sums);
-            case 4: return vector_sums_of_tiles<4, 64>(rows, values.stride, block, num_steps, sums);
-            default: return vector_sums_of_tiles<5, 64>(rows, values.stride, block, num_steps, sums);
+            case 1: return block_sums<1, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 2: return block_sums<2, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 3: return block_sums<3, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 4: return block_sums<4, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 5: return block_sums<5, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            default: return block_sums<6, NUMBERS>(rows, values.stride, block, num_steps, sums);
         }
     }
 };
