@@ -25,8 +25,9 @@ class Batch:
 
     Args:
         components: components of the loop.
-        max_prefill_tokens: maximum number of prompt tokens that a step prefills before its round;
-            None for all of them. It bounds how long rows that join delay the others.
+        max_prefill_tokens: maximum number of prompt tokens that a step prefills before its round, in
+            the target and then in the drafter; None for all of them. It bounds how long rows that
+            join delay the others.
     """
 
     def __init__(self, components: Components, max_prefill_tokens: int | None = None) -> None:
@@ -68,13 +69,14 @@ class Batch:
             One `Commit` per row that took part in the round; empty if there was none.
         """
         self.prefill(self.prefilling)
+        self.prefill_drafter(self.components.drafter.unfinished)
         return self.run(self._decoding)
 
     def run(self, rows: Sequence[Row]) -> list[Commit]:
         """Run a round over some of the rows whose prompts are cached, and release finished rows."""
         if not rows:
             return []
-        commits = run_round(self.components, rows)
+        commits = run_round(self.components, rows, self.max_prefill_tokens if len(rows) > 1 else None)
         self.remove([row for row in rows if row.finished])
         return commits
 
@@ -114,6 +116,13 @@ class Batch:
         self._decoding += ready
         for row in ready:
             del self._prefilling[row]
+
+    @inference_mode()
+    def prefill_drafter(self, rows: Sequence[Row]) -> None:
+        """Continue the drafter's prefill of rows that it has not finished, for which rounds do not wait."""
+        if rows and self.max_prefill_tokens is not None:
+            with self.components.recorder.round(rows), self.components.recorder.phase("prefill"):
+                self.components.drafter.prefill(rows, self.max_prefill_tokens)
 
 
 def decode(

@@ -66,8 +66,16 @@ class Components:
 
 
 @inference_mode()
-def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
+def run_round(
+    components: Components, rows: Sequence[Row], max_prefill_tokens: int | None = None
+) -> list[Commit]:
     """Run one round: draft, one target forward pass, verification and commit.
+
+    Args:
+        components: components of the loop.
+        rows: rows whose prompts are cached.
+        max_prefill_tokens: number of tokens above which a drafter's prefill of a row is not part of
+            the round (`Drafter.prefill` does it between rounds); None for no limit.
 
     Returns:
         One `Commit` per row, with at least one token each.
@@ -76,7 +84,7 @@ def run_round(components: Components, rows: Sequence[Row]) -> list[Commit]:
     with recorder.round(rows):
         noise = components.noise(rows)
         budgets = _budgets(components, rows)
-        draft = _draft(components, rows, budgets, noise)
+        draft = _draft(components, rows, _prepared(components, rows, budgets, max_prefill_tokens), noise)
         with recorder.phase("score"):
             scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
@@ -130,6 +138,22 @@ def _go_on(
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
 
 
+def _prepared(
+    components: Components, rows: Sequence[Row], budgets: Budgets, max_tokens: int | None
+) -> Budgets:
+    """Prepare the drafter for the rows that it drafts for; rows that are not ready get no draft."""
+    parts, lengths = budgets.parts, list(budgets.lengths)
+    members = [index for index, part in enumerate(parts) if part >= 0 and lengths[index] > 0]
+    if not members:
+        return budgets
+    with components.recorder.phase("prefill"):
+        chosen = [rows[index] for index in members], [parts[index] for index in members]
+        is_ready = components.drafter.prepare(*chosen, max_tokens)
+    for index, ready in zip(members, is_ready, strict=True):
+        lengths[index] *= ready
+    return replace(budgets, lengths=lengths)
+
+
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft for all rows, those with a source of their own from that."""
     if min(budgets.parts) >= 0:
@@ -149,11 +173,6 @@ def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budg
     """Draft with the drafter; skip it when every draft length is 0."""
     if not budgets.longest:
         return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
-    members = [index for index, length in enumerate(budgets.lengths) if length > 0]
-    with components.recorder.phase("prefill"):
-        components.drafter.prepare(
-            [rows[index] for index in members], [budgets.parts[index] for index in members]
-        )
     with components.recorder.phase("draft"):
         return components.drafter.propose(rows, budgets, noise)
 

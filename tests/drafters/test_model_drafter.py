@@ -56,9 +56,9 @@ def test_drafts_that_are_always_wrong_are_never_accepted() -> None:
 def test_no_token_is_forwarded_twice_if_all_are_accepted() -> None:
     drafter = model_drafter(TARGET_DIST)
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=15), controller="fixed:4")
-    # The prompt's first two tokens were cached by the prefill; of the 3 + 15 tokens the draft model reads
-    # each once, but for the last round's last draft and bonus, after which nothing is drafted.
-    assert drafter.runtime.num_scored_tokens == 3 + 15 - 2 - 2
+    # Of the 3 + 15 tokens the draft model reads each once, but for the last round's last draft and bonus,
+    # after which nothing is drafted.
+    assert drafter.runtime.num_scored_tokens == 3 + 15 - 2
 
 
 def test_only_the_replaced_token_is_forwarded_after_a_rejection() -> None:
@@ -66,7 +66,7 @@ def test_only_the_replaced_token_is_forwarded_after_a_rejection() -> None:
     run(drafter, [[1, 2, 3]], SamplingParams(max_tokens=6), controller="fixed:2")
     # Four rounds of two drafts, then one of one (the last place belongs to the target) and one of none.
     # Each forwards the token that replaced the rejected one, and the first draft to draft a second one.
-    assert drafter.runtime.num_scored_tokens == 4 * 2 + 1
+    assert drafter.runtime.num_scored_tokens == 4 * 2 + 1 + 2  # and the prompt's first two tokens
     assert drafter.runtime.num_forwards == 4 * 2 + 1
 
 

@@ -159,7 +159,7 @@ class Drafter(ABC):
         """
         return [(Candidate(deterministic=self.deterministic),)] * len(rows)
 
-    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
         """Prepare to draft for rows; called before `propose` in every round that drafts.
 
         A draft model prefills its uncached tokens here. The time counts as prefill.
@@ -167,7 +167,21 @@ class Drafter(ABC):
         Args:
             rows: rows with a draft length above 0.
             parts: per row, the number of the part that drafts for it (`Candidate.part`).
+            max_tokens: number of tokens above which a row's prefill is left to `prefill`, so that the
+                other rows of the round do not wait for it; None for no limit.
+
+        Returns:
+            Per row, True if it can be drafted for in this round.
         """
+        return [True] * len(rows)
+
+    @property
+    def unfinished(self) -> list[Row]:
+        """Rows whose prefill `prepare` has left to `prefill`; they have no candidates until it is done."""
+        return []
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> None:
+        """Continue the prefill of unfinished rows by at most `max_tokens` tokens."""
 
     def empty_draft(self, num_rows: int, noise: Noise, vocab_size: int) -> Draft:
         """Return the empty draft of a round in which every draft length is 0.

@@ -74,11 +74,22 @@ class CombinedDrafter(Drafter):
         of_parts = [part.candidates(rows) for part in self.parts]
         return [_ordered_candidates(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
 
-    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
+        is_ready: dict[Row, bool] = {}
         for number, part in enumerate(self.parts):
             members = [row for row, chosen in zip(rows, parts, strict=True) if chosen == number]
             if members:
-                part.prepare(members, [0] * len(members))
+                of_members = part.prepare(members, [0] * len(members), max_tokens)
+                is_ready.update(zip(members, of_members, strict=True))
+        return [is_ready[row] for row in rows]
+
+    @property
+    def unfinished(self) -> list[Row]:
+        return [row for part in self.parts for row in part.unfinished]
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> None:
+        for part in self.parts:
+            part.prefill([row for row in part.unfinished if row in rows], max_tokens)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         drafts = [self._draft_of(number, rows, budgets, noise) for number in range(len(self.parts))]

@@ -66,6 +66,7 @@ class DsparkDrafter(HeadDrafter):
         self._hidden_buffer.observe(rows, verdict, hidden)
 
     def release(self, row: Row) -> None:
+        super().release(row)
         self._hidden_buffer.release(row)
         self.runtime.context.release(row)
 
@@ -82,7 +83,7 @@ class DsparkDrafter(HeadDrafter):
     def num_uncached(self, row: Row) -> int:
         return len(row.tokens) - 1 - self.runtime.context.length(row)
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Compute keys and values from the hidden states received since the last draft."""
         behind = [row for row in rows if self._hidden_buffer.has(row)]
         far = [row for row in behind if self.num_uncached(row) > PREFILL_THRESHOLD]

@@ -48,11 +48,6 @@ class MirrorRow:
     row: Row
     num_committed: int = 0
 
-    @property
-    def is_far(self) -> bool:
-        """True if so many tokens are new that they are prefilled before the draft."""
-        return len(self.row.tokens) - self.num_committed > PREFILL_THRESHOLD
-
 
 class MirroringDrafter(SamplingDrafter):
     """Base class of drafters whose runtime has a mirror row for each target row.
@@ -72,7 +67,12 @@ class MirroringDrafter(SamplingDrafter):
 
     def num_uncached(self, row: Row) -> int:
         mirror = self._mirror_rows.get(row)
-        return len(row.tokens) - (mirror.num_committed if mirror else 0)
+        return len(row.tokens) - mirror.num_committed + self.num_left(row) if mirror else len(row.tokens)
+
+    def num_left(self, row: Row) -> int:
+        """Return the number of known tokens that an unfinished prefill has left."""
+        mirror = self._mirror_rows.get(row) if row in self._unfinished else None
+        return self.runtime.num_to_prefill(mirror.row) if mirror else 0
 
     def room(self, row: Row) -> int:
         """Return how many levels fit the draft model's context; the last is never forwarded."""
@@ -91,6 +91,7 @@ class MirroringDrafter(SamplingDrafter):
         return expand_to_batch(self._score(rows, active, tree), len(rows), active)
 
     def release(self, row: Row) -> None:
+        super().release(row)
         mirror = self._mirror_rows.pop(row, None)
         if mirror is not None:
             self.runtime.release(mirror.row)
@@ -108,6 +109,12 @@ class MirroringDrafter(SamplingDrafter):
         """Return the rows without a mirror row and those with one."""
         new = [row for row in rows if row not in self._mirror_rows]
         return new, [row for row in rows if row in self._mirror_rows]
+
+    def _prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
+        """Prefill those that are far behind."""
+        far = [each.row for each in mirrors if self.runtime.num_to_prefill(each.row) >= PREFILL_THRESHOLD]
+        if far:
+            self.runtime.prefill(far, max_tokens)
 
     def _rewind(self, mirrors: Sequence[MirrorRow]) -> None:
         self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
@@ -131,24 +138,19 @@ class TokenDrafter(MirroringDrafter):
         """Return the tokens that the draft model reads for a row."""
         return row.tokens
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new, known = self._split(rows)
         mirrors = [self._mirror_rows[row] for row in known]
         for row, mirror in zip(known, mirrors, strict=True):
             self._sync_tokens(mirror, self.tokens_of(row))
         self._rewind(mirrors)
-        far = [mirror.row for mirror in mirrors if mirror.is_far]
-        if far:
-            self.runtime.prefill(far)
         for row in new:
             # Registered before the prefill, so that `release` frees them even if it is interrupted.
             mirror_row = Row([self._known_token(token) for token in self.tokens_of(row)], row.params)
             self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
-        if new:
-            admitted = [self._mirror_rows[row].row for row in new]
-            self.runtime.admit(admitted)
-            self.runtime.prefill(admitted)
+        self.runtime.admit([self._mirror_rows[row].row for row in new])
+        self._prefill([self._mirror_rows[row] for row in rows], max_tokens)
 
     def _sync_tokens(self, mirror: MirrorRow, tokens: list[int]) -> None:
         """Replace a mirror row's tokens by `tokens`, and count the leading tokens that were equal."""
@@ -212,22 +214,19 @@ class FeatureDrafter(HeadDrafter, MirroringDrafter):
         super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         new = [row for row in rows if row not in self._mirror_rows]
         self._admit(new, [0] * len(new))
         mirrors = [self._mirror_rows[row] for row in rows]
         self._rewind(mirrors)
-        far = []
         for row, mirror in zip(rows, mirrors, strict=True):
             mirror.row.tokens[:] = row.tokens[1:]
-            if mirror.is_far:
-                far.append(mirror.row)
-            features = self.runtime.features(self._hidden_buffer.take(row))
-            self.runtime.set_features(mirror.row, mirror.num_committed, features)
+            if self._hidden_buffer.has(row):
+                features = self.runtime.features(self._hidden_buffer.take(row))
+                self.runtime.set_features(mirror.row, mirror.num_committed, features)
             mirror.num_committed = len(mirror.row.tokens)
-        if far:
-            self.runtime.prefill(far)
+        self._prefill(mirrors, max_tokens)
 
     def release(self, row: Row) -> None:
         mirror = self._mirror_rows.get(row)

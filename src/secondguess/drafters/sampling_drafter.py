@@ -58,6 +58,7 @@ class SamplingDrafter(Drafter):
         self.device = device
         self.shape = shape
         self.can_draft_trees = shape is not None
+        self._unfinished: dict[Row, None] = {}
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
@@ -73,8 +74,8 @@ class SamplingDrafter(Drafter):
         """Return the number of tokens to prefill before the first level can be drafted."""
         return 0
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        """Prefill rows that are about to be drafted for."""
+    def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
+        """Prefill rows that are about to be drafted for, by at most `max_tokens` tokens in all."""
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
         """Start a round of at most `longest` levels for a batch of prepared rows."""
@@ -117,11 +118,31 @@ class SamplingDrafter(Drafter):
         # Rounded, so that few values occur and the cache of `single_candidate` is hit.
         coarse = num_uncached // PREFILL_THRESHOLD * PREFILL_THRESHOLD
         max_depth = MAX_DRAFT_LENGTH if self.shape is None else self.shape.depth
-        longest = min(self.room(row), max_depth)
+        longest = 0 if row in self._unfinished else min(self.room(row), max_depth)
         return single_candidate(longest, coarse if num_uncached > PREFILL_THRESHOLD else 0)
 
-    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
-        self.catch_up([row for row in rows if self.room(row) > 0])
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
+        if max_tokens is not None:
+            limit = max(max_tokens, PREFILL_THRESHOLD)
+            self._unfinished.update((row, None) for row in rows if self.num_uncached(row) > limit)
+        is_ready = [row not in self._unfinished for row in rows]
+        self.catch_up(
+            [row for row, ready in zip(rows, is_ready, strict=True) if ready and self.room(row) > 0]
+        )
+        return is_ready
+
+    @property
+    def unfinished(self) -> list[Row]:
+        return list(self._unfinished)
+
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> None:
+        self.catch_up(rows, max_tokens)
+        for row in rows:
+            if self.num_uncached(row) <= PREFILL_THRESHOLD:
+                del self._unfinished[row]
+
+    def release(self, row: Row) -> None:
+        self._unfinished.pop(row, None)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]

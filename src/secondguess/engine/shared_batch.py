@@ -189,6 +189,7 @@ class SharedBatch:
                 start = time.perf_counter()
                 self._join()
                 self._prefill(time.perf_counter() - start)
+                self._prefill_drafter()
                 self._run()
             finally:
                 self._remove_cancelled()
@@ -217,11 +218,11 @@ class SharedBatch:
 
         `spent` is the seconds since the last round.
         """
-        rows = self._taking_part(self._batch.prefilling)
-        if not rows:
-            return
         batch, target = self._batch, self.components.target
         batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)), spent)
+        rows = self._taking_part(batch.prefilling)
+        if not rows:
+            return
         before, start = target.num_prefilled, time.perf_counter()
         groups = self._by_group(rows)
         with self._failing(groups):
@@ -235,6 +236,13 @@ class SharedBatch:
                 for group, of_group in groups.items():
                     with self._failing([group]):
                         batch.prefill(of_group)
+
+    def _prefill_drafter(self) -> None:
+        """Continue the drafter's prefill of the oldest row for which it is not finished."""
+        rows = self._taking_part(self.components.drafter.unfinished)[:1]
+        if rows:
+            with self._failing(self._by_group(rows)):
+                self._batch.prefill_drafter(rows)
 
     def _run(self) -> None:
         """Run a round, and end only the group for which it fails."""

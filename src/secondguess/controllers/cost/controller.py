@@ -263,7 +263,8 @@ class CostController(Controller):
         if num_rows - lengths.count(0) > len(drafted) + self._num_certain:
             return  # rows with their own `draft_length` were drafted for: the plan was not measured
         for proposal in self._proposals:
-            if not lengths[proposal.row]:
+            # A row whose cache the drafter fills first has no draft yet.
+            if not lengths[proposal.row] and not proposal.candidate.num_uncached:
                 self.expectations.add_empty_draft(proposal.kind)
         if not drafted and not self._proposals:
             if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured

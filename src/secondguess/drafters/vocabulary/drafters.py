@@ -45,7 +45,7 @@ class TranslatingDrafter(TokenDrafter):
         if view is None:
             return len(row.tokens)
         num_unread = len(row.tokens) - view.num_read
-        return num_unread + len(view.tokens) - (mirror.num_committed if mirror else 0)
+        return num_unread + len(view.tokens) - (mirror.num_committed if mirror else 0) + self.num_left(row)
 
     def room(self, row: Row) -> int:
         view = self._views.get(row)
@@ -56,10 +56,10 @@ class TranslatingDrafter(TokenDrafter):
             return 0  # the model cannot go on from within a character
         return max(0, self.runtime.context_length - len(view.tokens) - num_unread + 1)
 
-    def prepare(self, rows: Sequence[Row], parts: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
         for row in rows:
             self._follow(row)
-        super().prepare(rows, parts)
+        return super().prepare(rows, parts, max_tokens)
 
     def tokens_of(self, row: Row) -> list[int]:
         return self._views[row].tokens
