@@ -58,7 +58,7 @@ class FakeEngine:
     """
 
     def __init__(self, target=None, reply=REPLY, round_size=3, pause=0.0):
-        self.llm = SimpleNamespace(target=target or fake_target())
+        self.llm = SimpleNamespace(target=target or fake_target(), cache_bytes=0)
         self.reply, self.round_size, self.pause = reply, round_size, pause
         self.requests: list[Request] = []
         self.tickets: list[FakeTicket] = []

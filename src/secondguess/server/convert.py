@@ -12,7 +12,7 @@ from secondguess.sampling import Grammar, SamplingParams
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import refused
 from secondguess.server.infill import encode_infill
-from secondguess.server.lengths import check_characters, max_characters, too_long
+from secondguess.server.lengths import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
@@ -169,6 +169,13 @@ class Converter:
             raise refused(
                 name,
                 f"expected {name} of at most {most} on this server, got {wanted}; lower it",
+                "invalid_value",
+            )
+        if self._target.runtime.is_limited_by_memory and longest + wanted > context:  # type: ignore[attr-defined]
+            raise refused(
+                name,
+                f"expected {name} of at most {context - longest} after a prompt of {longest} tokens "
+                f"({limit_of(self._target)} {context}), got {wanted}; lower it or shorten the prompt",
                 "invalid_value",
             )
         return wanted

@@ -9,6 +9,13 @@ CHARACTERS_PER_TOKEN = 16
 """Several times the mean of any text. Texts with more for each token of the context are examined."""
 
 
+def limit_of(target: LoadedModel) -> str:
+    """Return the words that precede the largest number of tokens in a message."""
+    if target.runtime.is_limited_by_memory:  # type: ignore[attr-defined]
+        return "the memory that was free when the server started holds"
+    return "the model's context is"
+
+
 def max_characters(target: LoadedModel) -> int:
     """Return a number of characters that fill the context several times in nearly every text."""
     return CHARACTERS_PER_TOKEN * target.runtime.context_length
@@ -34,7 +41,7 @@ def too_long(target: LoadedModel, got: str) -> ApiError:
     """Return the error of a prompt that leaves no place free."""
     context = target.runtime.context_length
     message = (
-        f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one place must stay "
+        f"expected a prompt of at most {context - 1} tokens ({limit_of(target)} {context} and one place must stay "
         f"free), got {got}; shorten it"
     )
     return ApiError(400, message, "prompt", "context_length_exceeded")

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
+from secondguess.api import LLM
 from secondguess.engine import Output
+from secondguess.engine.generation import fits_memory
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job
@@ -35,10 +37,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Properties of a runtime that requests are checked against."""
+    """Properties of a runtime that requests are checked against.
+
+    Args:
+        context_length: tokens that a request may reach: the model's context, or as many as fit
+            into memory.
+        vocab_size: width of the logits.
+        is_limited_by_memory: True if memory is the tighter limit.
+    """
 
     context_length: int
     vocab_size: int
+    is_limited_by_memory: bool = False
+
+    @classmethod
+    def of(cls, llm: LLM) -> ModelLimits:
+        """Return the limits of a model whose KV cache is empty, by the memory that is free now.
+
+        A longer request than that would not fit either when all others have ended.
+        """
+        runtime = llm.target.runtime
+        longest = runtime.context_length
+        if not llm.cache_bytes or fits_memory(runtime, llm.cache_bytes, 1, longest):
+            return cls(longest, runtime.vocab_size)
+        longest = 1 << (longest - 1).bit_length()  # caches grow by doubling
+        while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
+            longest //= 2
+        return cls(longest, runtime.vocab_size, is_limited_by_memory=True)
 
 
 class Service:
@@ -48,9 +73,8 @@ class Service:
         self.engine = engine
         self.settings = settings
         loaded = engine.llm.target
-        limits = ModelLimits(loaded.runtime.context_length, loaded.runtime.vocab_size)
         # The runtime is not kept: it holds the weights, which a sleeping engine releases.
-        self.target = replace(loaded, runtime=limits)  # type: ignore[arg-type]
+        self.target = replace(loaded, runtime=ModelLimits.of(engine.llm))  # type: ignore[arg-type]
         self.model_names = settings.model_names or (self.target.name,)
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
