@@ -80,6 +80,26 @@ def test_a_wrong_distribution_fails(monkeypatch):
     assert "FAILED" in str(certificate)
 
 
+def test_rejections_are_counted_by_position():
+    """Each draft has one rejected token or none: rejected at a position or accepted up to it."""
+    certificate = small_certificate()
+    accepted, rejected = certificate.accepted_per_position, certificate.rejected_per_position
+    assert len(accepted) == len(rejected) == 2
+    assert min(rejected) > 100
+    assert accepted[0] >= accepted[1] + rejected[1] > accepted[1] > 100, "not all drafts have two tokens"
+    shown = f"by position  {accepted[0]:,} + {rejected[0]:,}, {accepted[1]:,} + {rejected[1]:,} (accepted + rejected)"
+    assert f"{shown}\n" in str(certificate)
+
+
+def test_a_drafter_that_is_never_rejected_is_named():
+    """The target drafts for itself, so the certificate says nothing about rejections."""
+    system = tiny_system(verifier="rejection")
+    system.components.drafter.runtime = tiny_system().components.target
+    certificate = certify(system, CertifyOptions(num_samples=1000, limit=0.2))
+    assert sum(certificate.rejected_per_position) == 0 < certificate.accepted_per_position[1]
+    assert "(accepted + rejected); the rejection rule was not exercised" in str(certificate)
+
+
 def test_a_certificate_of_plain_decoding_has_no_acceptance():
     certificate = small_certificate(drafter="none", controller="fixed:0")
     assert certificate.as_dict()["acceptance_rate"] is None

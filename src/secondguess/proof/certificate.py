@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from secondguess.controllers import make_controller
-from secondguess.core import Row
+from secondguess.core import Commit, Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.stats import StatsRecorder, acceptance_rate_of
+from secondguess.stats import Stats, StatsRecorder
 from secondguess.verifiers import make_verifier
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ class Certificate:
             not detected.
         acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         acceptance_length: tokens per target pass.
+        accepted_per_position: accepted draft tokens at position 0, 1, ... of a draft.
+        rejected_per_position: drafts whose first rejected token was at this position. Tokens behind
+            it were never compared with the target, so they are in neither list.
     """
 
     model: str
@@ -150,6 +153,8 @@ class Certificate:
     p_value: float
     acceptance_rate: float | None
     acceptance_length: float
+    accepted_per_position: list[int]
+    rejected_per_position: list[int]
     seconds: float
 
     @property
@@ -170,6 +175,9 @@ class Certificate:
         )
         rate = self.acceptance_rate
         accepted = "nothing drafted" if rate is None else f"{rate:.0%} of drafted tokens accepted"
+        verified = zip(self.accepted_per_position, self.rejected_per_position, strict=True)
+        positions = [f"{ours:,} + {theirs:,}" for ours, theirs in verified]
+        exercised = "" if any(self.rejected_per_position) else "; the rejection rule was not exercised"
         return "\n".join(
             [
                 f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
@@ -177,6 +185,7 @@ class Certificate:
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
                 f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass",
+                f"by position  {', '.join(positions) or 'none'} (accepted + rejected){exercised}",
                 f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
@@ -268,7 +277,7 @@ def certify(
     cells = Cells.of(
         _next_dist(subject, options.temperature), options.num_tokens, options.num_cells, progress
     )
-    counts, (num_drafted, num_accepted, num_rounds) = _sample(subject, options, cells, progress)
+    counts, recorder = _sample(subject, options, cells, progress)
     expected = {cell: options.num_samples * mass for cell, mass in cells.masses.items()}
     distance = sum(abs(counts[cell] - count) for cell, count in expected.items()) / (2 * options.num_samples)
     components = subject.components
@@ -289,8 +298,10 @@ def certify(
         limit=options.limit,
         delta=options.delta,
         p_value=g_test([counts[cell] for cell in expected], list(expected.values())),
-        acceptance_rate=acceptance_rate_of(num_accepted, num_drafted),
-        acceptance_length=options.num_samples * options.num_tokens / num_rounds,
+        acceptance_rate=recorder.total.acceptance_rate,
+        acceptance_length=recorder.total.acceptance_length,
+        accepted_per_position=recorder.total.accepted_per_position,
+        rejected_per_position=recorder.rejected_per_position,
         seconds=time.perf_counter() - start,
     )
 
@@ -369,33 +380,52 @@ class Cells:
         return all(len(cell) == num_tokens and cell[-1] != OTHER_TOKEN for cell in self.masses)
 
 
+class _TotalRecorder(StatsRecorder):
+    """Recorder of the sum over all rows, and of the position at which each draft was rejected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Stats()
+        self._rejected: Counter[int] = Counter()
+
+    def of(self, row: Row) -> Stats:
+        return self.total
+
+    def record(
+        self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit], predicted: Sequence[bool] = ()
+    ) -> None:
+        super().record(rows, draft, commits, predicted)
+        for depth, commit in zip(draft.depths.tolist(), commits, strict=True):
+            if commit.num_accepted < depth:
+                self._rejected[commit.num_accepted] += 1
+
+    @property
+    def rejected_per_position(self) -> list[int]:
+        return [self._rejected[position] for position in range(len(self.total.drafted_per_position))]
+
+
 def _sample(
     subject: CertifiedSystem, options: CertifyOptions, cells: Cells, progress: Progress
-) -> tuple[Counter[Text], tuple[int, int, int]]:
-    """Return the count of each cell, and numbers of drafted nodes, accepted nodes and rounds."""
+) -> tuple[Counter[Text], _TotalRecorder]:
+    """Return the count of each cell, and the statistics of the rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
     coupled = subject.components.verifier.uses_coupling(seeded=False)
     texts: Counter[Text] = Counter()
-    num_drafted = num_accepted = num_rounds = 0
+    components = replace(subject.components, recorder=(recorder := _TotalRecorder()))
     for first in range(0, options.num_samples, options.batch_size):
         last = min(first + options.batch_size, options.num_samples)
         rows = [
             Row(list(subject.prompt), params, seed=options.seed, stream=stream, coupled=coupled)
             for stream in range(first, last)
         ]
-        components = replace(subject.components, recorder=StatsRecorder())
         progress(first, options.num_samples, "drawing texts")
         for _ in decode(components, rows):
             progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
         texts.update(tuple(row.output) for row in rows)
-        for stats in map(components.recorder.of, rows):
-            num_drafted += stats.num_drafted
-            num_accepted += stats.num_accepted
-            num_rounds += stats.num_rounds
     counts: Counter[Text] = Counter()
     for text, count in texts.items():
         counts[cells.cell_of(text)] += count
-    return counts, (num_drafted, num_accepted, num_rounds)
+    return counts, recorder
 
 
 def g_test(observed: Sequence[int], expected: Sequence[float]) -> float:
