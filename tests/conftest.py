@@ -81,3 +81,11 @@ def secondguess_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
         return Finished(code, out, err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random vision-language model with its processor."""
+    from test_images import llava, write_vision_model
+
+    return write_vision_model(llava(), tmp_path_factory.mktemp("llava"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy
@@ -21,11 +22,29 @@ Both values are text. For a vision-language model the content may be a list of p
 "text": ...}` and `{"type": "image", "image": ...}`, each image an object of PIL or an array.
 """
 
-Prompt = str | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids, and the inputs of the model for the images among them."""
+
+    ids: list[int]
+    images: ImageInputs | None = None
+
+    @classmethod
+    def of_inputs(cls, inputs: Mapping[str, Any]) -> EncodedPrompt:
+        """Return the prompt of a processor's output."""
+        images = {
+            name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")
+        }
+        return cls(inputs["input_ids"][0].tolist(), images)
+
+
+Prompt = str | EncodedPrompt | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
 """Input of a generation.
 
 Text; token ids, as a sequence of integers or as an array or tensor `[position]`; or a
 conversation, which the tokenizer's chat template formats up to the beginning of the next reply.
+`EncodedPrompt` is either of the last two, encoded before.
 """
 
 MESSAGE_FIELDS = ("role", "content")
@@ -165,7 +184,7 @@ def _text_of(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> tuple[list[int], ImageInputs]:
+def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> EncodedPrompt:
     """Format a conversation with images; return its token ids and the other inputs of the model."""
     if not target.runtime.takes_images:
         raise BadInputError(
@@ -181,19 +200,15 @@ def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> tuple
         for message in messages
     ]
     try:
-        inputs = dict(
-            processor.apply_chat_template(
-                parts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-            )
+        inputs = processor.apply_chat_template(
+            parts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
     except Exception as error:  # a template is code from the checkpoint and can raise anything
         raise BadInputError(
             f"expected messages that the processor of {target.name} can format, got an error from it: {error}; "
             "change the messages"
         ) from error
-    ids: list[int] = inputs.pop("input_ids")[0].tolist()
-    inputs.pop("attention_mask", None)
-    return ids, inputs
+    return EncodedPrompt.of_inputs(inputs)
 
 
 def _encode_messages(target: LoadedModel, messages: list[dict[str, Any]]) -> list[int]:
@@ -238,10 +253,13 @@ def encode_with_images(target: LoadedModel, prompt: Prompt) -> tuple[list[int], 
         CheckpointError: images for a model whose processor is missing.
     """
     images = None
-    if is_conversation(prompt):
+    if isinstance(prompt, EncodedPrompt):
+        ids, images = prompt.ids, prompt.images
+    elif is_conversation(prompt):
         messages = validate_messages(prompt)
         if _has_images(messages):
-            ids, images = _encode_images(target, messages)
+            encoded = _encode_images(target, messages)
+            ids, images = encoded.ids, encoded.images
         else:
             ids = _encode_messages(
                 target, [message | {"content": _text_of(message["content"])} for message in messages]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from PIL import Image
 
 from secondguess.cli import app
 
@@ -37,6 +38,7 @@ LINES = [
     "--version",
     f"generate x --json --max-tokens 4 --min-tokens 1 {LOADING} {SAMPLING} --frequency-penalty 0.1 --presence-penalty 0.1 "
     "--logit-bias 5=-1 --stop-token-id 7 --n 2 --logprobs 1 --max-draft-length 3",
+    "generate x --image {image} --model {vision} --max-tokens 4 --dtype float32",
     f"generate --prompt-file {{texts}} --batch-size 2 --seed 1 --max-tokens 4 --prediction {{texts}} --draft-with ngram {MODELS}",
     f"generate x --regex a+ --max-tokens 4 {INT8}",
     "generate x --share-history --history --no-history --max-tokens 4 --model {target} --drafter suffix",
@@ -44,8 +46,8 @@ LINES = [
     f"chat --system be-brief --chat-template {{template}} --json --max-tokens 4 --seed 1 {LOADING} {SAMPLING}",
     f"chat --max-tokens 4 {INT8}",
     "serve --host 127.0.0.1 --port 0 --api-key-file {keys} --served-model-name mine --chat-template {template} "
-    "--cors-origin http://localhost --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 --max-waiting 2 --max-samples 2 "
-    f"--max-output-tokens 9 --request-seconds 9 {LOADING}",
+    "--cors-origin http://localhost --image-folder {folder} --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 "
+    f"--max-waiting 2 --max-samples 2 --max-output-tokens 9 --request-seconds 9 {LOADING}",
     f"serve --port 0 {INT8} --share-history",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
     "--max-tokens 1 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
@@ -64,7 +66,7 @@ LINES = [
 
 
 @pytest.fixture
-def places(tmp_path, tiny_checkpoint, tiny_draft_checkpoint):
+def places(tmp_path, tiny_checkpoint, tiny_draft_checkpoint, llava_checkpoint):
     """Files that the command lines name."""
     contents = {
         "texts": '{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n',
@@ -76,8 +78,9 @@ def places(tmp_path, tiny_checkpoint, tiny_draft_checkpoint):
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "folder").mkdir()
-    paths = {name: tmp_path / name for name in (*contents, "folder")}
-    return paths | {"target": tiny_checkpoint, "draft": tiny_draft_checkpoint}
+    Image.new("RGB", (20, 16)).save(tmp_path / "image", "PNG")
+    paths = {name: tmp_path / name for name in (*contents, "folder", "image")}
+    return paths | {"target": tiny_checkpoint, "draft": tiny_draft_checkpoint, "vision": llava_checkpoint}
 
 
 @pytest.fixture

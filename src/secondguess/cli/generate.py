@@ -28,6 +28,10 @@ def generate(
             metavar="PROMPT|-", help="The text to continue; - reads standard input.", show_default=False
         ),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        output_option("Image before the prompt, for a vision-language model; repeatable.", metavar="FILE"),
+    ] = None,
     prompt_file: Annotated[
         Path | None,
         output_option(
@@ -115,7 +119,7 @@ def generate(
     statistics: tokens per second, acceptance rate, tokens per target pass. Ctrl-C
     keeps the text generated so far; with --json, finish_reason is then null.
     """
-    requests = read_requests(prompt, prompt_file)
+    requests = read_requests(prompt, prompt_file, image or ())
     if batch_size is not None and (prompt_file is None or batch_size < 1):
         got = f"{batch_size}" if prompt_file else f"{batch_size} without a file"
         raise BadInputError(f"expected --batch-size of at least 1, together with --prompt-file; got {got}")
@@ -151,13 +155,14 @@ def answer(
         BadInputError: a prompt is too long or settings are not supported; names the source.
         KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
     """
-    from secondguess.api import Generation, check_request, encode
+    from secondguess.api import Generation, check_request
+    from secondguess.prompts import EncodedPrompt, encode_with_images
 
     prompts = []
     for request, settings in zip(requests, params, strict=True):
         with error_source(request.source):
-            prompts.append(encode(llm.target, request.prompt))
-            check_request(llm.target, llm.verifier, prompts[-1], settings)
+            prompts.append(EncodedPrompt(*encode_with_images(llm.target, request.prompt)))
+            check_request(llm.target, llm.verifier, prompts[-1].ids, settings)
     writer = make_writer(llm)
     for start in range(0, len(requests), batch_size):
         batch = slice(start, start + batch_size)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from secondguess.errors import BadInputError
+from secondguess.images import read_image
 
 FIELDS = ("prompt", "messages", "metadata")
 """Fields of a line other than sampling settings."""
@@ -27,7 +28,7 @@ class Request:
         metadata: `{"metadata": value}`, repeated in the output of `--json`; empty if absent.
     """
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     settings: Mapping[str, object] = field(default_factory=dict)
     source: str = "prompt"
     metadata: Mapping[str, object] = field(default_factory=dict)
@@ -37,7 +38,13 @@ class Request:
         """The prompt as displayed: the text, or one line per message of a conversation."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "".join(f"{message['role']}: {message['content']}\n" for message in self.prompt)
+        shown = []
+        for message in self.prompt:
+            parts = message["content"]
+            if isinstance(parts, list):
+                parts = " ".join(part.get("text", "[image]") for part in parts)
+            shown.append(f"{message['role']}: {parts}\n")
+        return "".join(shown)
 
 
 @contextmanager
@@ -49,16 +56,19 @@ def error_source(source: str) -> Iterator[None]:
         raise BadInputError(f"{source}: {error}") from None
 
 
-def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]:
+def read_requests(prompt: str | None, prompt_file: Path | None, images: Sequence[Path] = ()) -> list[Request]:
     """Return the requests given by a prompt argument or a prompt file.
 
     Args:
         prompt: the prompt, or `-` for standard input.
         prompt_file: a file with one JSON object per line.
+        images: files of images that precede the prompt.
 
     Raises:
-        BadInputError: neither or both are given, a prompt is empty, or the file is invalid.
+        BadInputError: neither or both are given, a prompt is empty, or a file is invalid.
     """
+    if images and prompt is None:
+        raise BadInputError("expected a PROMPT together with --image, got none; ask about the image")
     if prompt_file is not None and prompt is None:
         return _read_file(prompt_file)
     if prompt is None or prompt_file is not None:
@@ -67,11 +77,19 @@ def read_requests(prompt: str | None, prompt_file: Path | None) -> list[Request]
     if prompt != "-":
         if not prompt:
             raise BadInputError("expected a prompt with at least one character, got an empty one")
-        return [Request(_encodable(prompt))]
+        return [Request(_with_images(_encodable(prompt), images))]
     text = decode(sys.stdin.buffer.read(), "standard input")
     if not text:
         raise BadInputError("expected a prompt on standard input, got nothing")
-    return [Request(text, source="standard input")]
+    return [Request(_with_images(text, images), source="standard input")]
+
+
+def _with_images(text: str, images: Sequence[Path]) -> str | list[dict[str, Any]]:
+    """Return a prompt, as a message if it has images."""
+    if not images:
+        return text
+    parts = [{"type": "image", "image": read_image(_read_bytes(path), str(path))} for path in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def _read_file(path: Path) -> list[Request]:
@@ -157,8 +175,12 @@ def read_text(path: Path) -> str:
     Raises:
         BadInputError: the file cannot be read, or is not UTF-8.
     """
+    return decode(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        return decode(path.read_bytes(), str(path))
+        return path.read_bytes()
     except OSError as error:
         raise BadInputError(f"expected a readable file, got {path}: {error.strerror}") from None
 

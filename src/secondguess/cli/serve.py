@@ -41,6 +41,15 @@ def serve(
             "Origin whose pages may call the server from a browser; repeatable.", show_default="none"
         ),
     ] = None,
+    image_folder: Annotated[
+        Path | None,
+        server_option(
+            "Folder of images that requests may name as file: URLs.",
+            exists=True,
+            file_okay=False,
+            show_default="none",
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
@@ -95,6 +104,7 @@ def serve(
         api_keys=read_api_keys(api_key_file),
         cors_origins=tuple(cors_origin or ()),
         chat_template=None if chat_template is None else read_text(chat_template),
+        image_folder=image_folder,
         max_body_bytes=max_body_bytes,
         max_samples=max_samples,
         max_output_tokens=max_output_tokens,

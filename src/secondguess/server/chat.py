@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
+from secondguess.server.images import ImageReader
 from secondguess.server.lengths import check_characters
-from secondguess.server.schemas import AssistantMessage, ChatRequest, Message, RefusalPart, TextPart
+from secondguess.server.schemas import (
+    AssistantMessage,
+    ChatRequest,
+    ImagePart,
+    Message,
+    RefusalPart,
+    TextPart,
+    UserMessage,
+)
+
+Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 
 
 @dataclass(frozen=True)
@@ -21,12 +33,15 @@ class Conversation:
     """Input of a chat template.
 
     Args:
-        messages: as templates expect them, with content as text and arguments as objects.
+        messages: as templates expect them, with arguments as objects, and content as text, or as
+            parts if `has_images`.
+        has_images: True if there are images among the messages.
         tools: definitions of the functions that the model may call; empty for none.
         variables: further variables of the template.
     """
 
     messages: list[dict[str, Any]]
+    has_images: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,35 +68,28 @@ class ChatTemplate:
         """True if the tokenizer describes the replies of its model: reasoning, content and tool calls."""
         return getattr(self._tokenizer, "response_template", None) is not None
 
-    def reads(self, variable: str, tools: bool = False) -> bool:
-        """Return True if the template refers to a variable."""
-        return re.search(rf"\b{re.escape(variable)}\b", self._source(tools)) is not None
-
-    def encode(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
+    def encode(self, conversation: Conversation) -> EncodedPrompt:
         """Return the token ids of a conversation, up to the beginning of the next reply.
 
         Raises:
             ApiError: a model without a template, variables that it does not read, or messages that
                 it cannot format.
+            CheckpointError: images for a model whose processor is missing.
         """
-        source = self._source(bool(conversation.tools))
-        if conversation.tools and not self.reads("tools", tools=True):
-            raise refused(
-                "tools",
-                f"expected no tools, which the chat template of {self._name} does not read; leave them out",
-            )
-        for name in conversation.variables:
-            if not self.reads(name, bool(conversation.tools)):
+        formatter = self._target.checkpoint.processor if conversation.has_images else self._tokenizer
+        source = self._source(formatter, bool(conversation.tools))
+        for name in [*(["tools"] if conversation.tools else []), *conversation.variables]:
+            if not re.search(rf"\b{re.escape(name)}\b", source):
                 raise refused(
                     name,
                     f"expected no {name}, which the chat template of {self._name} does not read; leave it out",
                 )
         render = partial(
-            self._tokenizer.apply_chat_template,
+            formatter.apply_chat_template,
             conversation.messages,
             tools=conversation.tools or None,
             chat_template=source,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=True,
             **conversation.variables,
         )
         try:
@@ -95,19 +103,31 @@ class ChatTemplate:
                 "template_error",
             ) from error
         check_characters(self._target, text)
-        ids: list[int] = render(return_dict=False, tokenizer_kwargs={"verbose": False})
-        return ids
+        if not conversation.has_images:
+            return EncodedPrompt(render(return_dict=False, tokenizer_kwargs={"verbose": False}))
+        try:
+            inputs = dict(render(tokenize=True, return_dict=True, return_tensors="pt"))
+        except Exception as error:  # a processor can refuse an image for its size or number
+            raise refused(
+                "messages",
+                f"expected images that the processor of {self._name} can read, got an error from it: {error}; "
+                "change the images",
+                "invalid_value",
+            ) from error
+        return EncodedPrompt.of_inputs(inputs)
 
-    def _source(self, tools: bool) -> str:
+    def _source(self, formatter: Any, tools: bool) -> str:
         if self._template is not None:
             return self._template
-        if not self._tokenizer.chat_template:
+        if not formatter.chat_template:
             raise refused(
                 "messages",
                 f"expected a model with a chat template for messages, got {self._name}, whose tokenizer has none; use "
                 "/v1/completions, or start the server with a template",
             )
-        source: str = self._tokenizer.get_chat_template(tools=[{}] if tools else None)
+        source: str = formatter.chat_template
+        if formatter is self._tokenizer:
+            source = formatter.get_chat_template(tools=[{}] if tools else None)
         return source
 
 
@@ -115,24 +135,43 @@ def _is_builtin(target: LoadedModel) -> bool:
     return target.path == str(builtin_paths().target)
 
 
-def to_conversation(request: ChatRequest) -> Conversation:
+def to_conversation(request: ChatRequest, images: ImageReader) -> Conversation:
     """Return the conversation of a chat request; tools are left out with `tool_choice: none`."""
     tools = [] if request.tool_choice == "none" else request.tools or []
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    return Conversation(
-        to_messages(request.messages), [tool.model_dump(exclude_none=True) for tool in tools], variables
+    return replace(
+        to_messages(request.messages, images),
+        tools=[tool.model_dump(exclude_none=True) for tool in tools],
+        variables=variables,
     )
 
 
-def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversation:
     """Return messages in the form that chat templates of Transformers expect.
 
     Raises:
-        ApiError: a message without content, or text that UTF-8 cannot write.
+        ApiError: a message without content, text that UTF-8 cannot write, or an image that is refused.
     """
-    return [_to_message(message, place) for place, message in enumerate(messages)]
+    found = [_to_message(message, place) for place, message in enumerate(messages)]
+    contents = [message.content for message in messages]
+    has_images = any(
+        isinstance(part, ImagePart) for parts in contents if isinstance(parts, list) for part in parts
+    )
+    if has_images:  # processors look for images in lists
+        for own, message in zip(found, messages, strict=True):
+            given = message.content if isinstance(message, UserMessage) else own["content"]
+            own["content"] = [
+                _to_part(part, images) for part in ([given] if isinstance(given, str) else given)
+            ]
+    return Conversation(found, has_images)
+
+
+def _to_part(part: str | TextPart | ImagePart, images: ImageReader) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        return {"type": "image", "image": images.read(part.image_url.url)}
+    return {"type": "text", "text": part if isinstance(part, str) else part.text}
 
 
 def _to_message(message: Message, place: int) -> dict[str, Any]:
@@ -149,11 +188,12 @@ def _to_message(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+def text_of(content: Content) -> str:
     """Return the text of a message: a string, or parts that are joined."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+    texts = [part for part in content if not isinstance(part, ImagePart)]
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in texts)
 
 
 def _to_arguments(arguments: str, place: int) -> Any:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import refused
+from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill
 from secondguess.server.lengths import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
@@ -38,6 +40,7 @@ class Job:
     Args:
         prompts: token ids, one list per prompt; each gives `params.n` choices.
         params: sampling settings.
+        images: inputs of the model for the images of the one prompt of a chat; None for text.
         echo: text that precedes the output of each prompt.
         tools: functions that the model may call.
         forces_call: True if the output is a tool call by its grammar.
@@ -45,6 +48,7 @@ class Job:
 
     prompts: list[list[int]]
     params: SamplingParams
+    images: ImageInputs | None = None
     echo: list[str] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     forces_call: bool = False
@@ -82,7 +86,7 @@ class Converter:
         grammar = grammar_of_outputs(request.structured_outputs, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
         echo = [self._text(text) for text in texts] if request.echo else []
-        return Job(prompts, params, echo)
+        return Job(prompts, params, echo=echo)
 
     def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat request."""
@@ -97,12 +101,19 @@ class Converter:
                 "expected one of max_tokens and max_completion_tokens, got different values; leave one out",
             )
         self._check_samples(1, request)
-        conversation = to_conversation(request)
-        prompts = [self._template.encode(conversation)]
+        conversation = to_conversation(request, ImageReader(self._target, self._settings))
+        prompt = self._template.encode(conversation)
+        prompts = [prompt.ids]
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         limit = next(iter(limits), None)
         params = self._params(request, prompts, limit, "max_completion_tokens", logprobs, grammar)
-        return Job(prompts, params, tools=conversation.tools, forces_call=forces_call(request))
+        return Job(
+            prompts,
+            params,
+            images=prompt.images,
+            tools=conversation.tools,
+            forces_call=forces_call(request),
+        )
 
     def _check_tools(self, request: ChatRequest) -> None:
         """Refuse tools whose calls could not be recognised."""

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from secondguess.engine import EngineStatus
 from secondguess.prompts import encode
 from secondguess.server.bodies import BoundedRoute
-from secondguess.server.chat import Conversation, to_messages
+from secondguess.server.chat import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
+from secondguess.server.images import ImageReader
 from secondguess.server.lengths import check_characters
 from secondguess.server.replies import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
@@ -96,7 +97,8 @@ def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
         got = "neither" if request.prompt is None else "both"
         raise refused("prompt", f"expected either prompt or messages, got {got}", "invalid_value")
     if request.messages is not None:
-        return service.template.encode(Conversation(to_messages(request.messages)))
+        images = ImageReader(service.target, service.settings)
+        return service.template.encode(to_messages(request.messages, images)).ids
     if not request.prompt:
         return []
     check_characters(service.target, request.prompt)

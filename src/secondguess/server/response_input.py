@@ -9,6 +9,7 @@ from secondguess.server.errors import ApiError, refused
 from secondguess.server.response_schemas import (
     FunctionCall,
     FunctionCallOutput,
+    InputImage,
     InputItem,
     InputMessage,
     InputText,
@@ -79,7 +80,7 @@ def to_messages(items: Sequence[InputItem]) -> list[Json]:
         if isinstance(item, FunctionCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif isinstance(item, InputMessage) and item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _content(item)})
         else:
             _add_to_turn(messages, item)
     return messages
@@ -102,8 +103,25 @@ def _add_to_turn(messages: list[Json], item: InputMessage | FunctionCall | Reaso
         )
 
 
-def _text(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _content(message: InputMessage) -> str | list[Json]:
+    """Return the content of a message: text, or the parts of a user's message."""
+    content = message.content
+    if isinstance(content, str) or message.role != "user":
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
+def _text(content: str | Sequence[InputText | InputImage | OutputText]) -> str:
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, InputImage) for part in content):
+        raise refused("messages", "expected images in messages of the user alone, got one in another")
+    return "".join(part.text for part in content if not isinstance(part, InputImage))
 
 
 def _tools(request: ResponseRequest) -> list[Json] | None:

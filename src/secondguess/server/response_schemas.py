@@ -36,6 +36,15 @@ class InputText(Body):
     text: str
 
 
+class InputImage(Body):
+    """Image in an input message, for a vision-language model."""
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="a data: URL; a file: URL if the server has a folder of images")
+    detail: Literal["auto"] | None = None
+    file_id: None = unsupported("the server stores no files; send the image as image_url")
+
+
 class OutputText(Body):
     """Text of an earlier reply."""
 
@@ -57,7 +66,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | Bounded[Annotated[InputText | OutputText, Field(discriminator="type")]]
+    content: str | Bounded[Annotated[InputText | InputImage | OutputText, Field(discriminator="type")]]
     id: str | None = None
     status: Status | None = None
     phase: None = unsupported("replies have one phase")
@@ -176,7 +185,7 @@ class ResponseRequest(Extensions, SharedFields):
     background_options: None = unsupported(STATELESS)
     context_management: None = unsupported(STATELESS)
     conversation: None = unsupported(STATELESS)
-    image: None = unsupported("this server reads text")
+    image: None = unsupported("images are parts of input")
     max_tool_calls: None = unsupported("it counts calls of OpenAI's own tools")
     previous_response_id: None = unsupported(STATELESS)
     prompt: None = unsupported(STATELESS)

@@ -118,6 +118,20 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """Image of a message."""
+
+    url: str = Field(description="a data: URL; a file: URL if the server has a folder of images")
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    """Image in a message, for a vision-language model."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class RefusalPart(Body):
     """Refusal in an earlier reply."""
 
@@ -204,7 +218,7 @@ class UserMessage(Body):
     """Message of the user."""
 
     role: Literal["user"]
-    content: Texts
+    content: str | Bounded[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
     name: str | None = None
 
 

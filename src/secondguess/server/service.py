@@ -30,6 +30,8 @@ from secondguess.server.structure import ForcedCallParser
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
+MAX_IMAGE_BYTES = 2**23
+"""Room for images in a body by default; more would be parsed for too long on the event loop."""
 SENDER_FIELDS = ("user", "safety_identifier")
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,13 @@ class ModelLimits:
         context_length: tokens that a request may reach: the model's context, or as many as fit
             into memory.
         vocab_size: width of the logits.
+        takes_images: True for a vision-language model.
         is_limited_by_memory: True if memory is the tighter limit.
     """
 
     context_length: int
     vocab_size: int
+    takes_images: bool
     is_limited_by_memory: bool = False
 
     @classmethod
@@ -59,11 +63,11 @@ class ModelLimits:
         runtime = llm.target.runtime
         longest = runtime.context_length
         if not llm.cache_bytes or fits_memory(runtime, llm.cache_bytes, 1, longest):
-            return cls(longest, runtime.vocab_size)
+            return cls(longest, runtime.vocab_size, runtime.takes_images)
         longest = 1 << (longest - 1).bit_length()  # caches grow by doubling
         while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
             longest //= 2
-        return cls(longest, runtime.vocab_size, is_limited_by_memory=True)
+        return cls(longest, runtime.vocab_size, runtime.takes_images, is_limited_by_memory=True)
 
 
 class Service:
@@ -79,7 +83,9 @@ class Service:
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
         self.metrics = Metrics(engine, self.model_names[0])
-        self.max_body_bytes = settings.max_body_bytes or 2**20 + 16 * self.target.runtime.context_length
+        runtime = self.target.runtime
+        default = 2**20 + 16 * runtime.context_length + runtime.takes_images * MAX_IMAGE_BYTES
+        self.max_body_bytes = settings.max_body_bytes or default
         self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
 
     def check_model(self, name: str | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from secondguess.errors import BadInputError
+from secondguess.images import MAX_PIXELS
 from secondguess.validation import Count, Settings, Text
 
 KEY_VARIABLE = "SECONDGUESS_API_KEYS"
@@ -35,7 +36,7 @@ class ServerSettings(Settings):
     chat_template: Text | None = Field(default=None, description="Jinja template in place of the tokenizer's")
     max_body_bytes: Count | None = Field(
         default=None,
-        description="size of a request's body; None: 1 MiB and 16 bytes per token of the context",
+        description="size of a request's body; None: 1 MiB and 16 bytes per token of the context, and 8 MiB for images",
     )
     max_samples: Count = Field(default=64, description="samples: prompts times n")
     max_stop_strings: Count = Field(default=16, description="stop strings, and stop token ids")
@@ -45,6 +46,9 @@ class ServerSettings(Settings):
         default=None, description="output tokens; None: room in the context"
     )
     request_seconds: Seconds | None = Field(default=None, description="time after which a request ends")
+    image_folder: Path | None = Field(default=None, description="folder of file: URLs; None: none is read")
+    max_images: Count = Field(default=16, description="images")
+    max_image_pixels: Count = Field(default=MAX_PIXELS, description="pixels of all images")
     num_threads: Count = Field(default=2, description="threads for templates and tokenization")
 
 

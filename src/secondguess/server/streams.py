@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from secondguess.engine import Event, Failed, NewPiece, Output, Request, Ticket
+from secondguess.prompts import EncodedPrompt
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Observer
@@ -59,7 +60,8 @@ class Generation:
         """
         self._num_open = len(job.prompts)
         for place, prompt in enumerate(job.prompts):
-            request = Request(prompt, job.params, deadline, self._owner)
+            encoded = prompt if job.images is None else EncodedPrompt(prompt, job.images)
+            request = Request(encoded, job.params, deadline, self._owner)
             ticket = self._engine.submit(request, partial(self._receive, place))
             with self._lock:
                 self._tickets.append(ticket)
