@@ -66,7 +66,7 @@ def decode_all(
         for name in rng.sample(list(systems), len(systems)):
             runs[name].append(systems[name][1].generate(prompt, num_tokens, temperature, index))
         for name, (precision, _) in systems.items():
-            if temperature == 0 and runs[name][-1].tokens != runs[f"{precision} plain"][-1].tokens:
+            if temperature == 0 and runs[name][-1].texts != runs[f"{precision} plain"][-1].texts:
                 raise SystemExit(f"expected {name} to write the text of plain decoding, got another one")
     return runs
 

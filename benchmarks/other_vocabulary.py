@@ -121,10 +121,10 @@ def measure(models: Models, drafters: dict[str, str], options: argparse.Namespac
         found[name] = {
             "tau": sum(run.stats.num_tokens for run in of_system) / rounds,
             "acceptance": sum(run.stats.num_accepted for run in of_system) / drafted if drafted else None,
-            "tokens_per_second": sum(len(run.tokens) for run in of_system) / decoding,
+            "tokens_per_second": sum(run.num_tokens for run in of_system) / decoding,
             "translation": seconds.get(systems[name]._drafter, 0.0) / sum(run.seconds for run in of_system),
             "greedy_texts_equal": temperature > 0
-            or all(run.tokens == plain.tokens for run, plain in zip(of_system, runs["plain"], strict=True)),
+            or all(run.texts == plain.texts for run, plain in zip(of_system, runs["plain"], strict=True)),
         }
     return found
 

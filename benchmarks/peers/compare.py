@@ -127,12 +127,12 @@ def summarise(systems: Sequence[System], runs: dict[str, list[Run]]) -> list[dic
                 "lowest": round(min(speeds), 2),
                 "highest": round(max(speeds), 2),
                 "tokens_per_round": round(
-                    sum(len(run.tokens) for run in found) / sum(s.num_rounds for s in stats), 3
+                    sum(run.num_tokens for run in found) / sum(s.num_rounds for s in stats), 3
                 )
                 if stats
                 else None,
                 "texts_that_part_from_own_plain": sum(
-                    run.tokens != plain.tokens for run, plain in zip(found, reference, strict=True)
+                    run.texts != plain.texts for run, plain in zip(found, reference, strict=True)
                 ),
             }
         )

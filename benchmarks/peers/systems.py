@@ -68,7 +68,7 @@ class OpenVino(System):
         answer = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
         if "error" in answer:
             raise PeerError(f"{self.name}: {answer['error']}")
-        return Run(answer["tokens"], answer["seconds"])
+        return Run([answer["tokens"]], answer["seconds"])
 
 
 class LlamaCpp(System):
@@ -124,4 +124,4 @@ class LlamaCpp(System):
             total = float(prompt_seconds) + float(seconds) * num_tokens / int(count)
         else:
             total = float(re.findall(r"total time =\s+([\d.]+) ms", said)[-1]) / 1000
-        return Run(tokens[:num_tokens], total)
+        return Run([tokens[:num_tokens]], total)

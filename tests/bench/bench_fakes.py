@@ -29,7 +29,7 @@ class FakeSystem(System):
         if self.interrupt_at is not None and len(self.log) > self.interrupt_at:
             raise KeyboardInterrupt
         tokens = [*self.text(prompt), *range(num_tokens)][:num_tokens]
-        return Run(tokens, len(tokens) / self.speed, self.stats)
+        return Run([tokens], len(tokens) / self.speed, self.stats)
 
 
 def stats_of(rounds: Sequence[tuple[int, int]], prefill: float = 0.0) -> Stats:
@@ -52,4 +52,4 @@ class FakeBatcher(FakeSystem):
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
         runs = [self.generate(prompt, num_tokens, temperature, seed) for prompt in prompts]
-        return Run.of_batch([run.tokens for run in runs], sum(run.seconds for run in runs), self.stats)
+        return Run([text for run in runs for text in run.texts], sum(run.seconds for run in runs), self.stats)

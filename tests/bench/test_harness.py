@@ -6,6 +6,7 @@ from bench_fakes import FakeBatcher, FakeSystem
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
 from secondguess.bench.roster import all_drafters, drafters_to_run
+from secondguess.bench.systems import Run
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
@@ -117,7 +118,7 @@ def test_a_system_that_stops_early_is_not_compared():
     class Lazy(FakeSystem):
         def generate(self, *arguments):
             run = super().generate(*arguments)
-            run.tokens.pop()
+            run.texts[0].pop()
             return run
 
     measured = measurement([], Lazy("A", []))
@@ -219,7 +220,8 @@ def test_systems_without_batches_run_single_prompts_only():
         for name, of in measured.finished_runs().items()
     }
     assert lengths == {"A": {Setting(0.0, 1): 4, Setting(0.0, 2): 2}, "B": {Setting(0.0, 1): 4}}
-    assert {run.row_lengths for run in measured.finished_runs()["A"][Setting(0.0, 2)]} == {(4, 4)}
+    runs = measured.finished_runs()["A"][Setting(0.0, 2)]
+    assert {tuple(map(len, run.texts)) for run in runs} == {(4, 4)}
     assert len(measured.finished_prompts) == 4
     assert measured.finished_tasks == {1: [""] * 4, 2: [""] * 2}
     assert measured.notes == []
@@ -270,7 +272,7 @@ def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
         def generate_batch(self, prompts, num_tokens, temperature, seed):
             run = super().generate_batch(prompts, num_tokens, temperature, seed)
             texts = run.texts
-            return run.of_batch([texts[0][:-1], [*texts[1], 7]], run.seconds)
+            return Run([texts[0][:-1], [*texts[1], 7]], run.seconds)
 
     measured = measurement([], Lazy("A", []), batch_sizes=(2,))
     with pytest.raises(BadInputError, match="expected 4 tokens from A to be comparable, got 3, 5"):

@@ -21,7 +21,7 @@ COSTS = Costs({1: 0.1, 4: 0.13}, draft_step=0.01)
 
 
 def runs(speeds, tokens=(1, 2, 3, 4), stats=None):
-    return [Run(list(tokens), len(tokens) / speed, stats) for speed in speeds]
+    return [Run([list(tokens)], len(tokens) / speed, stats) for speed in speeds]
 
 
 def systems():
@@ -88,7 +88,7 @@ def test_speeds_are_medians_and_ratios_are_against_each_plain_system():
 
 def test_rounds_are_summed_over_prompts():
     summary = summarise_rounds(
-        [Run([1] * 4, 1.0, stats_of([(3, 3)])), Run([1] * 3, 1.0, stats_of([(3, 0), (1, 1)]))], COSTS
+        [Run([[1] * 4], 1.0, stats_of([(3, 3)])), Run([[1] * 3], 1.0, stats_of([(3, 0), (1, 1)]))], COSTS
     )
     assert summary.acceptance_length == pytest.approx(7 / 3)
     assert summary.acceptance_rate == pytest.approx(4 / 7)
@@ -109,7 +109,7 @@ def test_a_system_that_drafted_nothing_has_no_acceptance():
 
 def test_predicted_speed_leaves_prefill_out_of_both_sides():
     """A round of three nodes costs 0.13 + 3 * 0.01 = 0.16 s; it took 0.2 s after 0.8 s of prefill."""
-    summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)], prefill=0.8))], COSTS)
+    summary = summarise_rounds([Run([[1] * 4], 1.0, stats_of([(3, 3)], prefill=0.8))], COSTS)
     assert summary.predicted_tokens_per_second == pytest.approx(4 / 0.16)
     assert summary.measured_over_predicted == pytest.approx(0.16 / 0.2)
 
@@ -141,7 +141,7 @@ def test_a_runtime_with_another_text_is_detected_in_its_plain_decoding():
 
 def test_rows_of_a_batch_are_compared_one_by_one():
     texts, reference = [[1, 2], [3, 4]], [[1, 2], [3, 9]]
-    equality = compare_texts([Run.of_batch(texts, 1.0)], [Run.of_batch(reference, 1.0)], "plain")
+    equality = compare_texts([Run(texts, 1.0)], [Run(reference, 1.0)], "plain")
     assert equality.first_differences == [None, 1]
     assert (equality.num_prompts_differing, equality.num_tokens_differing, equality.num_tokens) == (1, 1, 4)
 
@@ -209,7 +209,7 @@ def test_ratios_are_computed_within_one_setting():
 
 
 def test_speeds_of_batches_are_not_predicted():
-    summary = summarise_rounds([Run([1] * 4, 1.0, stats_of([(3, 3)]))], COSTS, batch_size=2)
+    summary = summarise_rounds([Run([[1] * 4], 1.0, stats_of([(3, 3)]))], COSTS, batch_size=2)
     assert (summary.predicted_tokens_per_second, summary.measured_over_predicted) == (None, None)
     assert summary.acceptance_length == 4.0
 

@@ -124,13 +124,13 @@ def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
 def test_plain_systems_of_both_families_generate_the_same_text(models, stock):
     ours = SecondguessSystem(models, "none").generate(PROMPT, 12, 0.0, seed=0)
     theirs = TransformersSystem(stock).generate(PROMPT, 12, 0.0, seed=0)
-    assert ours.tokens == theirs.tokens
-    assert len(ours.tokens) == 12
+    assert ours.texts == theirs.texts
+    assert ours.num_tokens == 12
 
 
 def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
     """The end token is set to one that greedy decoding writes early."""
-    usual = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).tokens
+    usual = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).texts
     ending = tmp_path / "ending"
     shutil.copytree(tiny_checkpoint, ending)
     for name in ("config.json", "generation_config.json"):
@@ -138,9 +138,9 @@ def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
         (ending / name).write_text(json.dumps(settings))
     ended = Models(str(ending), "float32", "cpu")
     assert usual[1] in ended.target.end_tokens
-    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).tokens == usual
+    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).texts == usual
     for system in transformers_systems(TransformersModel(ending, torch.float32, CPU), {}, ()):
-        assert system.generate(PROMPT, 8, 0.0, seed=0).tokens == usual
+        assert system.generate(PROMPT, 8, 0.0, seed=0).texts == usual
 
 
 def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant):
@@ -207,7 +207,7 @@ def test_the_replacement_of_missing_humaneval_prompts_is_reported(tiny_checkpoin
 
 def test_seeds_make_sampled_runs_repeatable(models, stock):
     for system in (SecondguessSystem(models, "ngram"), TransformersSystem(stock)):
-        first, again, other = (system.generate(PROMPT, 12, 1.0, seed).tokens for seed in (1, 1, 2))
+        first, again, other = (system.generate(PROMPT, 12, 1.0, seed).texts for seed in (1, 1, 2))
         assert first == again
         assert first != other
 
@@ -225,8 +225,8 @@ def test_sampled_runs_use_the_verifier_of_requests_without_a_seed(models, tiny_d
     drafted = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
     texts = [
         (
-            drafted.generate(PROMPT, 12, 1.0, seed).tokens,
-            SecondguessSystem(models, "none").generate(PROMPT, 12, 1.0, seed).tokens,
+            drafted.generate(PROMPT, 12, 1.0, seed).texts,
+            SecondguessSystem(models, "none").generate(PROMPT, 12, 1.0, seed).texts,
         )
         for seed in range(3)
     ]
@@ -238,9 +238,9 @@ def test_rows_of_a_batch_generate_the_same_text_as_alone(models, tiny_draft_chec
     for drafter in ("none", "ngram", f"model:{tiny_draft_checkpoint}"):
         system = SecondguessSystem(models, drafter)
         batch = system.generate_batch(prompts, 9, 0.0, seed=0)
-        alone = [system.generate(prompt, 9, 0.0, seed=0).tokens for prompt in prompts]
+        alone = [system.generate(prompt, 9, 0.0, seed=0).texts[0] for prompt in prompts]
         assert batch.texts == alone
-        assert (batch.num_tokens, batch.row_lengths) == (27, (9, 9, 9))
+        assert (batch.num_tokens, [len(text) for text in batch.texts]) == (27, [9, 9, 9])
         assert batch.stats.num_tokens == 27
         # Rows share the time of a round: it counts once.
         assert sum(batch.stats.seconds.values()) <= batch.seconds
@@ -258,7 +258,7 @@ def test_rows_with_one_prompt_are_sampled_independently(models):
 
 
 def test_the_speed_of_a_batch_is_of_all_its_tokens():
-    run = Run.of_batch([[1, 2, 3], [4, 5, 6]], seconds=2.0)
+    run = Run([[1, 2, 3], [4, 5, 6]], seconds=2.0)
     assert run.tokens_per_second == 3.0
     assert run.texts == [[1, 2, 3], [4, 5, 6]]
 

@@ -78,7 +78,7 @@ class Race:
             self.num_runs[system.name] += 1
 
     def runs_of(self, name, setting, indices):
-        return [Run([1] * 10, 10 / self.speeds[name])] * len(indices)
+        return [Run([[1] * 10], 10 / self.speeds[name])] * len(indices)
 
     def halve(self, keep):
         systems = [SimpleNamespace(name=name) for name in self.speeds if name != PLAIN]

@@ -587,7 +587,7 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
         (["verify", "--delta", "0"], ["delta", "0"]),
         (["verify", "--cells", "1"], ["num_cells", "1"]),
         (["verify", "--batch-size", "0"], ["batch_size", "0"]),
-        (["verify", "--seed", "-1"], ["--seed", "-1"]),
+        (["verify", "--seed", "-1"], ["seed", "-1"]),
         (["verify", "--drafter", "oracle"], ["drafter", "oracle"]),
         (["verify", "--verifier", "judge"], ["verifier", "judge"]),
         (["verify", "--dtype", "float32"], ["--model", "--dtype"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from test_lengths import TEXT
+from test_prompt_limits import TEXT
 
 from conftest import serving
 from secondguess import load

@@ -35,9 +35,9 @@ def parse(tokenizer, reply, size, stop=(), end="<|im_end|>", prompt=PROMPT, stop
         text = tokenizer.decode(part, skip_special_tokens=True)
         deltas += parser.feed(Piece(text, part, [False] * len(part), []))
     deltas += parser.finish(stopped)
-    joined = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("content", "reasoning")}
-    calls = [(delta.name, json.loads(delta.text)) for delta in deltas if delta.kind == "tool_call"]
-    assert all(delta.call_id for delta in deltas if delta.kind == "tool_call")
+    joined = {name: "".join(d.text for d in deltas if d.field == name) for name in ("content", "reasoning")}
+    calls = [(delta.name, json.loads(delta.text)) for delta in deltas if delta.field == "tool_call"]
+    assert all(delta.call_id for delta in deltas if delta.field == "tool_call")
     return joined["content"], joined["reasoning"], calls, parser.num_reasoning_tokens
 
 

@@ -204,8 +204,9 @@ class Measurement:
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
         prompts = [self.prompts[each] for each in self.batches[size][index].prompts]
         run = system.generate_batch(prompts, self.num_tokens, temperature, self.seed + index)
-        if system.exact_length and set(run.row_lengths) != {self.num_tokens}:
-            got = ", ".join(map(str, sorted(set(run.row_lengths))))
+        lengths = {len(text) for text in run.texts}
+        if system.exact_length and lengths != {self.num_tokens}:
+            got = ", ".join(map(str, sorted(lengths)))
             raise BadInputError(
                 f"expected {self.num_tokens} tokens from {system.name} to be comparable, got {got}"
             )

@@ -62,7 +62,7 @@ class TransformersSystem(System):
 
     Args:
         target: the model.
-        kind: end of the system's name.
+        variant: end of the system's name.
         draft_model: name of the assistant.
         assistant: the draft model.
         draft_length: tokens that the assistant drafts per round, without early stopping; None for
@@ -75,14 +75,14 @@ class TransformersSystem(System):
     def __init__(
         self,
         target: TransformersModel,
-        kind: str = "plain",
+        variant: str = "plain",
         *,
         draft_model: str | None = None,
         assistant: TransformersModel | None = None,
         draft_length: int | None = None,
         lookup_length: int | None = None,
     ) -> None:
-        self.name = f"{FAMILY} {kind}"
+        self.name = f"{FAMILY} {variant}"
         self.draft_model = draft_model
         self.speculates = assistant is not None or lookup_length is not None
         self._target, self._assistant, self._lookup_length = target, assistant, lookup_length
@@ -110,7 +110,7 @@ class TransformersSystem(System):
             )
             tokens = output[0, len(prompt) :].tolist()
             seconds = time.perf_counter() - start
-        return Run(tokens, seconds)
+        return Run([tokens], seconds)
 
     def _config(self, num_tokens: int, temperature: float) -> GenerationConfig:
         options: dict[str, Any] = {"do_sample": False}
@@ -134,8 +134,10 @@ def transformers_systems(
     for name, assistant in assistants.items():
         for length in [*draft_lengths, None]:
             parts = ["assisted", public_name(name) if len(assistants) > 1 else "", str(length or "")]
-            kind = " ".join(part for part in parts if part)
+            variant = " ".join(part for part in parts if part)
             systems.append(
-                TransformersSystem(target, kind, draft_model=name, assistant=assistant, draft_length=length)
+                TransformersSystem(
+                    target, variant, draft_model=name, assistant=assistant, draft_length=length
+                )
             )
     return [*systems, TransformersSystem(target, "prompt lookup", lookup_length=LOOKUP_LENGTH)]

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -40,35 +39,18 @@ class Run:
     """One prompt, or several as one batch, continued by one system.
 
     Args:
-        tokens: new tokens, rows of a batch concatenated.
+        texts: new tokens of each row.
         seconds: wall-clock seconds from token ids to token ids, prefill included.
         stats: statistics of the rounds, all rows together; None if the system reports none.
-        lengths: number of new tokens per row; None for a single row with all tokens.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     seconds: float
     stats: Stats | None = None
-    lengths: tuple[int, ...] | None = None
-
-    @classmethod
-    def of_batch(cls, texts: Sequence[Sequence[int]], seconds: float, stats: Stats | None = None) -> Run:
-        """Make a run from the new tokens of each row."""
-        return cls(list(chain.from_iterable(texts)), seconds, stats, tuple(map(len, texts)))
-
-    @property
-    def row_lengths(self) -> tuple[int, ...]:
-        return (len(self.tokens),) if self.lengths is None else self.lengths
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """New tokens of each row."""
-        tokens = iter(self.tokens)
-        return [list(islice(tokens, length)) for length in self.row_lengths]
+        return sum(map(len, self.texts))
 
     @property
     def tokens_per_second(self) -> float:
@@ -173,9 +155,9 @@ class RunningBatch:
         """Run the next round, the first one with prefill; return False if no round was left."""
         start = time.perf_counter()
         with torch.inference_mode():
-            goes_on = next(self._rounds, None) is not None
+            has_run = next(self._rounds, None) is not None
         self._seconds += time.perf_counter() - start
-        return goes_on
+        return has_run
 
     def run(self) -> Run:
         """Return the run so far.
@@ -186,7 +168,7 @@ class RunningBatch:
         stats = sum_stats(of_rows)
         stats.seconds = dict(max(of_rows, key=lambda row: sum(row.seconds.values())).seconds)
         stats.drafting_seconds = max(row.drafting_seconds for row in of_rows)
-        return Run.of_batch([row.output for row in self._rows], self._seconds, stats)
+        return Run([row.output for row in self._rows], self._seconds, stats)
 
 
 class SecondguessSystem(System):

@@ -77,7 +77,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None, images: Sequence
     if prompt != "-":
         if not prompt:
             raise BadInputError("expected a prompt with at least one character, got an empty one")
-        return [Request(_with_images(_encodable(prompt), images))]
+        return [Request(_with_images(prompt, images))]
     text = decode(sys.stdin.buffer.read(), "standard input")
     if not text:
         raise BadInputError("expected a prompt on standard input, got nothing")
@@ -140,7 +140,7 @@ def _prompt(record: Mapping[str, Any]) -> str | list[dict[str, str]]:
     prompt = record["prompt"]
     if not isinstance(prompt, str) or not prompt:
         raise BadInputError(f"expected a field prompt with at least one character, got {prompt!r}")
-    return _encodable(prompt)
+    return prompt
 
 
 def read_logit_bias(entries: list[str]) -> dict[int, float]:
@@ -198,17 +198,3 @@ def decode(content: bytes, source: str) -> str:
         raise BadInputError(
             f"expected {source} in UTF-8, got {byte}; convert it first (iconv does)"
         ) from None
-
-
-def _encodable(text: str) -> str:
-    """Return the text, which must not contain surrogates.
-
-    JSON escapes can contain one; on the command line, one stands for a byte that is not UTF-8.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadInputError(
-            "expected text in UTF-8, got half of a surrogate pair (a lone \\ud8xx) or a byte that is not UTF-8"
-        ) from None
-    return text

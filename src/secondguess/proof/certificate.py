@@ -26,9 +26,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from secondguess.controllers import make_controller
@@ -39,6 +40,7 @@ from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats, StatsRecorder
+from secondguess.validation import Count, Settings, Temperature
 from secondguess.verifiers import make_verifier
 
 if TYPE_CHECKING:
@@ -48,46 +50,38 @@ Text = tuple[int, ...]
 OTHER_TOKEN = -1
 """Placeholder, at the end of a cell, for all tokens without a branch of their own there."""
 MIN_EXPECTED = 5.0
+Share = Annotated[float, Field(gt=0, lt=1)]
 MIN_P_VALUE = 1e-6
 
 Progress = Callable[[int, int, str], None]
 """Callback with (done, total, description)."""
 
 
-@dataclass(frozen=True)
-class CertifyOptions:
+class CertifyOptions(Settings):
     """Sample size and thresholds of a certificate.
 
     Args:
-        num_samples: texts to sample; at least 1,000.
-        num_tokens: tokens per text; at least 1. Longer texts take several rounds.
-        num_cells: approximate number of cells; at least 2.
+        num_samples: texts to sample.
+        num_tokens: tokens per text. Longer texts take several rounds.
+        num_cells: approximate number of cells.
         temperature: sampling temperature of target and drafter.
-        limit: largest bound with which the certificate passes, between 0 and 1.
-        delta: probability that the bound is wrong, between 0 and 1.
-        batch_size: rows decoded together; at least 1.
+        limit: largest bound with which the certificate passes.
+        delta: probability that the bound is wrong.
+        batch_size: rows decoded together.
         seed: seed of the noise; the same seed gives the same certificate.
 
     Raises:
         BadInputError: a value is out of range.
     """
 
-    num_samples: int = 200_000
-    num_tokens: int = 4
-    num_cells: int = 81
-    temperature: float = 1.0
-    limit: float = 0.01
-    delta: float = 1e-6
-    batch_size: int = 1024
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("num_samples", 1000), ("num_tokens", 1), ("num_cells", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise BadInputError(f"expected {name} to be {least} or more, got {getattr(self, name)}")
-        for name in ("limit", "delta"):
-            if not 0 < getattr(self, name) < 1:
-                raise BadInputError(f"expected {name} between 0 and 1, got {getattr(self, name)}")
+    num_samples: Annotated[int, Field(ge=1000)] = 200_000
+    num_tokens: Count = 4
+    num_cells: Annotated[int, Field(ge=2)] = 81
+    temperature: Temperature = 1.0
+    limit: Share = 0.01
+    delta: Share = 1e-6
+    batch_size: Count = 1024
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
 
     @property
     def slack(self) -> float:
@@ -265,7 +259,7 @@ def _eager_attention(model: Any) -> Iterator[None]:
 
 def certify(
     subject: CertifiedSystem,
-    options: CertifyOptions = CertifyOptions(),
+    options: CertifyOptions,
     progress: Progress = lambda *_: None,
 ) -> Certificate:
     """Sample texts with the decoding loop and compare their distribution with the target's.

@@ -75,8 +75,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         reply.headers.update(error.headers or {})
         return reply
 
-    for kind in (ApiError, SecondGuessError, QueueFullError, DrainingError):
-        app.add_exception_handler(kind, on_error)
+    for error_class in (ApiError, SecondGuessError, QueueFullError, DrainingError):
+        app.add_exception_handler(error_class, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
 

@@ -14,7 +14,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.lengths import check_characters
+from secondguess.server.prompt_limits import check_characters
 from secondguess.server.schemas import (
     AssistantMessage,
     ChatRequest,

@@ -85,7 +85,7 @@ class _Chunks(ChunkStream[ChatRequest]):
         """Yield the choices of a piece; the first has its log-probabilities and, if it is content, `more`."""
         deltas = self._parsers[index].feed(event.piece)
         is_content = deltas == [Delta("content", event.piece.text)]
-        given = [delta for delta in deltas if delta.text or delta.kind == "tool_call"]
+        given = [delta for delta in deltas if delta.text or delta.field == "tool_call"]
         if not given and event.logprobs:
             given = [Delta("content", "")]
         fields = {"logprobs": chat_logprobs(event.logprobs)} if self.request.logprobs else {}
@@ -95,7 +95,7 @@ class _Chunks(ChunkStream[ChatRequest]):
 
     def end(self, index: int, output: Output) -> Iterator[Json]:
         for delta in self._parsers[index].finish(output.finish_reason == "stop"):
-            if delta.text or delta.kind == "tool_call":
+            if delta.text or delta.field == "tool_call":
                 yield self._choice(index, delta)
         yield self._choice(index, None) | {"finish_reason": finish_reason(output, self._num_calls[index] > 0)}
 
@@ -104,5 +104,5 @@ class _Chunks(ChunkStream[ChatRequest]):
         self._has_begun[index] = True
         if delta is not None:
             fields |= delta_fields(delta, self._num_calls[index])
-            self._num_calls[index] += delta.kind == "tool_call"
+            self._num_calls[index] += delta.field == "tool_call"
         return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}

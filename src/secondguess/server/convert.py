@@ -14,23 +14,10 @@ from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import refused
 from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill
-from secondguess.server.lengths import check_characters, limit_of, max_characters, too_long
+from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
-
-DIRECT_SETTINGS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "seed",
-    "n",
-)
-"""Fields that are settings of the same name."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +139,26 @@ class Converter:
     ) -> SamplingParams:
         """Return the sampling settings of a request."""
         settings: dict[str, Any] = {
-            name: value for name in DIRECT_SETTINGS if (value := getattr(request, name)) is not None
+            name: value
+            for name in SamplingParams.__dataclass_fields__
+            if (value := getattr(request, name, None)) is not None
         }
-        # OpenAI's default; that of SamplingParams is greedy decoding.
-        settings["temperature"] = 1.0 if request.temperature is None else request.temperature
-        settings["stop"] = self._stop(request)
-        settings["stop_token_ids"] = tuple(
-            self._bounded("stop_token_ids", request.stop_token_ids or (), "max_stop_strings")
-        )
-        settings["logit_bias"] = self._logit_bias(request)
-        settings |= _speculation(request)
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        stop_token_ids = request.stop_token_ids or []
+        settings |= {
+            # OpenAI's default; that of SamplingParams is greedy decoding.
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "stop": tuple(self._bounded("stop", stop, "max_stop_strings")),
+            "stop_token_ids": tuple(self._bounded("stop_token_ids", stop_token_ids, "max_stop_strings")),
+            "logit_bias": self._logit_bias(request),
+            "max_tokens": self._max_tokens(prompts, max_tokens, limit_name),
+            "logprobs": logprobs,
+            "grammar": grammar,
+            **_speculation(request),
+        }
         if request.prediction is not None:
             settings["prediction"] = text_of(request.prediction.content)[: max_characters(self._target)]
-        settings["max_tokens"] = self._max_tokens(prompts, max_tokens, limit_name)
-        settings["min_tokens"] = settings.get("min_tokens", 0)
-        return SamplingParams(logprobs=logprobs, grammar=grammar, **settings)
+        return SamplingParams(**settings)
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
         """Return the largest number of output tokens; by default, what fits into the context."""
@@ -190,10 +182,6 @@ class Converter:
                 "invalid_value",
             )
         return wanted
-
-    def _stop(self, request: Sampling) -> tuple[str, ...]:
-        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        return tuple(self._bounded("stop", stop, "max_stop_strings"))
 
     def _logit_bias(self, request: Sampling) -> dict[int, float]:
         bias = self._bounded("logit_bias", request.logit_bias or {}, "max_logit_biases")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,35 +83,21 @@ class Metrics:
         self.num_accepted.inc(stats.num_accepted)
         for counter, counts in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
             for position, count in enumerate(counts):
-                counter.labels(str(position)).inc(count)
+                counter(str(position)).inc(count)
         for length, count in enumerate(rounds_by_length(stats)):
             for _ in range(count):
                 self.draft_length.observe(length)
         for phase in PHASES:
-            self.seconds.labels(phase).inc(stats.seconds[phase])
+            self.seconds(phase).inc(stats.seconds[phase])
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return _WithModel(
-            Counter(name, text, ("model_name", *labels), registry=self.registry), self._model, labels
-        )
+        """Return a counter, or with further labels a function from their values to a counter."""
+        made = Counter(name, text, ("model_name", *labels), registry=self.registry)
+        return partial(made.labels, self._model) if labels else made.labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Any:
         made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
         return made.labels(self._model)
-
-
-class _WithModel:
-    """Metric with further labels, whose first label is the model."""
-
-    def __new__(cls, metric: Any, model: str, labels: Sequence[str]) -> Any:
-        return super().__new__(cls) if labels else metric.labels(model)
-
-    def __init__(self, metric: Any, model: str, labels: Sequence[str]) -> None:
-        self._metric = metric
-        self._model = model
-
-    def labels(self, *values: str) -> Any:
-        return self._metric.labels(self._model, *values)
 
 
 class _EngineGauges(Collector):
@@ -173,7 +160,7 @@ class Observer:
         self._metrics.cached_tokens.inc(event.outputs[0].stats.num_reused)
         self._metrics.whole.observe(time.monotonic() - self._start)
         for output in event.outputs:
-            self._metrics.requests.labels(output.finish_reason or "cancelled").inc()
+            self._metrics.requests(output.finish_reason or "cancelled").inc()
             self._metrics.output_length.observe(len(output.token_ids))
             self._metrics.count_stats(output.stats)
 

@@ -15,7 +15,7 @@ from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chat import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.lengths import check_characters
+from secondguess.server.prompt_limits import check_characters
 from secondguess.server.replies import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service

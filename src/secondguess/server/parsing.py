@@ -17,13 +17,13 @@ class Delta(NamedTuple):
     """Addition to a reply.
 
     Args:
-        kind: part of the reply that grows.
+        field: field of the reply that grows.
         text: additional text; of a tool call, its arguments as JSON.
         name: function of a tool call.
         call_id: identifier of a tool call.
     """
 
-    kind: Literal["content", "reasoning", "tool_call"]
+    field: Literal["content", "reasoning", "tool_call"]
     text: str
     name: str = ""
     call_id: str = ""

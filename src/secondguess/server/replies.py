@@ -34,12 +34,12 @@ class Head:
     """Fields that a reply and all its chunks share.
 
     Args:
-        kind: value of `object`.
+        object_name: value of `object`.
         model: name of the model, as the request gave it.
         prefix: beginning of the identifier.
     """
 
-    kind: str
+    object_name: str
     model: str
     prefix: str
     created: int = field(default_factory=lambda: int(time.time()))
@@ -49,7 +49,7 @@ class Head:
         """Return a reply or a chunk with these choices."""
         return {
             "id": f"{self.prefix}-{self.token}",
-            "object": self.kind,
+            "object": self.object_name,
             "created": self.created,
             "model": self.model,
             "choices": list(choices),
@@ -107,10 +107,10 @@ def origin(piece: Piece, tokenizer: Any) -> Json:
 def message(deltas: Sequence[Delta]) -> Json:
     """Return the message of a chat reply from all additions to it."""
     texts = {
-        kind: "".join(delta.text for delta in deltas if delta.kind == kind)
-        for kind in ("content", "reasoning")
+        name: "".join(delta.text for delta in deltas if delta.field == name)
+        for name in ("content", "reasoning")
     }
-    calls = [_tool_call(delta) for delta in deltas if delta.kind == "tool_call"]
+    calls = [_tool_call(delta) for delta in deltas if delta.field == "tool_call"]
     found: Json = {
         "role": "assistant",
         "content": None if calls and not texts["content"] else texts["content"],
@@ -125,9 +125,9 @@ def message(deltas: Sequence[Delta]) -> Json:
 
 def delta_fields(delta: Delta, call_index: int) -> Json:
     """Return the `delta` of a chunk of a chat reply."""
-    if delta.kind == "tool_call":
+    if delta.field == "tool_call":
         return {"tool_calls": [{"index": call_index, **_tool_call(delta)}]}
-    return {"content" if delta.kind == "content" else "reasoning_content": delta.text}
+    return {"content" if delta.field == "content" else "reasoning_content": delta.text}
 
 
 def _tool_call(delta: Delta) -> Json:

@@ -34,7 +34,7 @@ class OutputItems:
         if self._with_logprobs:
             self._logprobs += [chat_logprob(each) for each in logprobs]
         for delta in deltas:
-            if delta.kind == "tool_call":
+            if delta.field == "tool_call":
                 yield from self.close()
                 yield from self._call(delta)
             elif delta.text:
@@ -57,12 +57,12 @@ class OutputItems:
         yield self._item_event("done")
 
     def _text(self, delta: Delta) -> Iterator[Json]:
-        if self._open != delta.kind:
+        if self._open != delta.field:
             yield from self.close()
-            yield from self._begin(delta.kind)
+            yield from self._begin(delta.field)
         part = self.items[-1]["content"][0]
         part["text"] += delta.text
-        if delta.kind == "reasoning":
+        if delta.field == "reasoning":
             yield self._event("response.reasoning_text.delta", content_index=0, delta=delta.text)
             return
         yield self._text_event(delta.text)
@@ -72,8 +72,8 @@ class OutputItems:
         self.items[-1]["content"][0]["logprobs"] += logprobs
         return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
-    def _begin(self, kind: str) -> Iterator[Json]:
-        if kind == "content":
+    def _begin(self, field: str) -> Iterator[Json]:
+        if field == "content":
             part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item: Json = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
         else:
@@ -82,7 +82,7 @@ class OutputItems:
         self.items.append({**item, "status": "in_progress", "content": []})
         yield self._item_event("added")
         self.items[-1]["content"] = [part]
-        self._open = kind
+        self._open = field
         yield self._event("response.content_part.added", content_index=0, part=dict(part))
 
     def _call(self, delta: Delta) -> Iterator[Json]:
@@ -94,12 +94,17 @@ class OutputItems:
         self.items[-1] |= {"arguments": delta.text, "status": "completed"}
         yield self._item_event("done")
 
-    def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+    def _event(self, event_type: str, **fields: Any) -> Json:
+        return {
+            "type": event_type,
+            "item_id": self.items[-1]["id"],
+            "output_index": len(self.items) - 1,
+            **fields,
+        }
 
-    def _item_event(self, kind: str) -> Json:
+    def _item_event(self, change: str) -> Json:
         item = dict(self.items[-1])
-        return {"type": f"response.output_item.{kind}", "output_index": len(self.items) - 1, "item": item}
+        return {"type": f"response.output_item.{change}", "output_index": len(self.items) - 1, "item": item}
 
 
 def _new_id(prefix: str) -> str:

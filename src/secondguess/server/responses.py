@@ -134,8 +134,8 @@ class _Events:
 
     async def run(self, job: Job, generation: Generation) -> AsyncIterator[bytes]:
         """Yield the events; an error becomes `response.failed`."""
-        for kind in ("created", "in_progress"):
-            yield self._state(kind, self._reply.object("in_progress", ()))
+        for state in ("created", "in_progress"):
+            yield self._event_of_state(state, self._reply.object("in_progress", ()))
         try:
             async for _, event in generation.pieces():
                 for found in self._items.add(self._parser.feed(event.piece), event.logprobs):
@@ -147,17 +147,17 @@ class _Events:
             if failed.status == 500:
                 logger.exception("a stream failed")
             what = {"code": "server_error", "message": failed.message}
-            yield self._state("failed", self._reply.object("failed", self._items.items, error=what))
+            yield self._event_of_state("failed", self._reply.object("failed", self._items.items, error=what))
             return
         for found in self._items.add(self._parser.finish(outputs[0].finish_reason == "stop")):
             yield self._event(found)
         events, reply = self._reply.finished(self._items, job, outputs, self._parser.num_reasoning_tokens)
         for found in events:
             yield self._event(found)
-        yield self._state(reply["status"], reply)
+        yield self._event_of_state(reply["status"], reply)
 
-    def _state(self, kind: str, reply: Json) -> bytes:
-        return self._event({"type": f"response.{kind}", "response": reply})
+    def _event_of_state(self, state: str, reply: Json) -> bytes:
+        return self._event({"type": f"response.{state}", "response": reply})
 
     def _event(self, fields: Json) -> bytes:
         self._number += 1

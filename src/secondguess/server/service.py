@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import Generation, JsonReply, deadline_after, unless_disconnected
+from secondguess.server.streams import Generation, JsonReply, unless_disconnected
 from secondguess.server.structure import ForcedCallParser
 
 Result = TypeVar("Result")
@@ -124,7 +125,8 @@ class Service:
         """Convert a request and give it to the engine."""
         observer = self.metrics.observe()
         generation = Generation(self.engine, observer, http.state.owner)
-        deadline = deadline_after(self.settings.request_seconds)
+        seconds = self.settings.request_seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
 
         def prepare() -> Job:
             job = convert()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from threading import Lock
@@ -188,8 +187,3 @@ class JsonReply(Response):
 def error_response(error: ApiError) -> JsonReply:
     """Return an error as a reply."""
     return JsonReply(error.body(), error.status, error.headers())
-
-
-def deadline_after(seconds: float | None) -> float | None:
-    """Return the `time.monotonic()` value after some seconds; None for no deadline."""
-    return None if seconds is None else time.monotonic() + seconds

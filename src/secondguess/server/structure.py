@@ -45,13 +45,13 @@ def grammar_of_outputs(outputs: StructuredOutputs | None, max_bytes: int) -> Gra
     name = "structured_outputs"
     if len(given) != 1:
         raise refused(name, f"expected {name} with one field, got {', '.join(given) or 'none'}")
-    ((kind, value),) = given.items()
-    if kind == "json":
+    ((notation, value),) = given.items()
+    if notation == "json":
         return _of_schema(name, value, max_bytes)
-    if kind == "json_object":
+    if notation == "json_object":
         return Grammar.json_object()
     _check_size(name, value, max_bytes)
-    return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
+    return Grammar.regex(value) if notation == "regex" else Grammar.lark(value)
 
 
 def forces_call(request: ChatRequest) -> bool:
