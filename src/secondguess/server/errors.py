@@ -16,12 +16,6 @@ RETRY_SECONDS = 5.0
 """Value of `Retry-After` where the engine names none."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_STATUSES: dict[type[Exception], tuple[int, str]] = {
-    QueueFullError: (429, "rate_limit_exceeded"),
-    DrainingError: (503, "draining"),
-    OutOfMemoryError: (503, "out_of_memory"),
-    DeadlineError: (504, "deadline_exceeded"),
-}
 _CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -67,10 +61,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the reply's body."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
-        error_type = _TYPES.get(self.status, default)
-        return {
-            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
-        }
+        kind = _TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Return the reply's headers; `Retry-After` is in whole seconds."""
@@ -93,10 +85,14 @@ def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> A
     """
     if isinstance(error, ApiError):
         return error
-    for error_class, (status, code) in _STATUSES.items():
-        if isinstance(error, error_class):
-            retry_after = error.retry_after if isinstance(error, QueueFullError) else RETRY_SECONDS
-            return ApiError(status, str(error), None, code, retry_after if status != 504 else None)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
+    if isinstance(error, DrainingError):
+        return ApiError(503, str(error), code="draining", retry_after=RETRY_SECONDS)
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), code="deadline_exceeded")
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, str(error), code="out_of_memory", retry_after=RETRY_SECONDS)
     if isinstance(error, BadInputError):
         named = re.match(r"expected (\w+)", str(error))
         name = named[1] if named and fields else ""
