@@ -130,7 +130,7 @@ def test_plain_systems_of_both_families_generate_the_same_text(models, stock):
 
 def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
     """The end token is set to one that greedy decoding writes early."""
-    usual = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).texts
+    (usual,) = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).texts
     ending = tmp_path / "ending"
     shutil.copytree(tiny_checkpoint, ending)
     for name in ("config.json", "generation_config.json"):
@@ -138,9 +138,9 @@ def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
         (ending / name).write_text(json.dumps(settings))
     ended = Models(str(ending), "float32", "cpu")
     assert usual[1] in ended.target.end_tokens
-    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).texts == usual
+    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).texts == [usual]
     for system in transformers_systems(TransformersModel(ending, torch.float32, CPU), {}, ()):
-        assert system.generate(PROMPT, 8, 0.0, seed=0).texts == usual
+        assert system.generate(PROMPT, 8, 0.0, seed=0).texts == [usual]
 
 
 def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant):

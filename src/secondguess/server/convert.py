@@ -11,7 +11,7 @@ from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
-from secondguess.server.errors import refused
+from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
@@ -114,19 +114,11 @@ class Converter:
                 "not be recognised; leave them out, or set tool_choice to none, required or a function",
             )
         size = sum(len(tool.model_dump_json()) for tool in request.tools or ())
-        if size > self._settings.max_schema_bytes:
-            raise refused(
-                "tools",
-                f"expected tools of at most {self._settings.max_schema_bytes} bytes, got {size}; shorten them",
-            )
+        check_limit("tools", size, self._settings.max_schema_bytes, "bytes of tools")
 
     def _check_samples(self, num_prompts: int, request: Sampling) -> None:
-        count, most = num_prompts * max(1, request.n or 1), self._settings.max_samples
-        if count > most:
-            raise refused(
-                "n",
-                f"expected at most {most} samples (prompts times n) per request, got {count}; send several requests",
-            )
+        count = num_prompts * max(1, request.n or 1)
+        check_limit("n", count, self._settings.max_samples, "samples (prompts times n)")
 
     def _params(
         self,
@@ -145,11 +137,13 @@ class Converter:
         }
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         stop_token_ids = request.stop_token_ids or []
+        for name, values in (("stop", stop), ("stop_token_ids", stop_token_ids)):
+            check_limit(name, len(values), self._settings.max_stop_strings, f"entries of {name}")
         settings |= {
             # OpenAI's default; that of SamplingParams is greedy decoding.
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "stop": tuple(self._bounded("stop", stop, "max_stop_strings")),
-            "stop_token_ids": tuple(self._bounded("stop_token_ids", stop_token_ids, "max_stop_strings")),
+            "stop": tuple(stop),
+            "stop_token_ids": tuple(stop_token_ids),
             "logit_bias": self._logit_bias(request),
             "max_tokens": self._max_tokens(prompts, max_tokens, limit_name),
             "logprobs": logprobs,
@@ -168,12 +162,7 @@ class Converter:
             raise too_long(self._target, str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), most or context)
-        if most is not None and wanted > most:
-            raise refused(
-                name,
-                f"expected {name} of at most {most} on this server, got {wanted}; lower it",
-                "invalid_value",
-            )
+        check_limit(name, wanted, most or wanted, f"output tokens ({name})")
         if self._target.runtime.is_limited_by_memory and longest + wanted > context:  # type: ignore[attr-defined]
             raise refused(
                 name,
@@ -184,7 +173,8 @@ class Converter:
         return wanted
 
     def _logit_bias(self, request: Sampling) -> dict[int, float]:
-        bias = self._bounded("logit_bias", request.logit_bias or {}, "max_logit_biases")
+        bias = request.logit_bias or {}
+        check_limit("logit_bias", len(bias), self._settings.max_logit_biases, "entries of logit_bias")
         for token in bias:
             if not (token.isascii() and token.isdecimal() and len(token) <= 9):
                 raise refused(
@@ -193,16 +183,6 @@ class Converter:
                     "invalid_value",
                 )
         return {int(token): value for token, value in bias.items()}
-
-    def _bounded(self, name: str, values: Any, limit: str) -> Any:
-        most = getattr(self._settings, limit)
-        if len(values) > most:
-            raise refused(
-                name,
-                f"expected at most {most} entries of {name}, got {len(values)}; send fewer",
-                "invalid_value",
-            )
-        return values
 
     def _encode(self, prompt: str | list[int], suffix: str | None) -> list[int]:
         for text in (prompt, suffix):

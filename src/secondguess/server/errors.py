@@ -77,6 +77,18 @@ def refused(param: str, message: str, code: str = "unsupported_value") -> ApiErr
     return ApiError(400, message, param, code)
 
 
+def check_limit(param: str, got: int, most: int, unit: str) -> None:
+    """Refuse a field that is larger than this server allows.
+
+    Raises:
+        ApiError: `got` is more than `most`.
+    """
+    if got > most:
+        raise refused(
+            param, f"expected at most {most} {unit} per request, got {got}; send less", "invalid_value"
+        )
+
+
 def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> ApiError:
     """Return an exception of the package as the client's error.
 

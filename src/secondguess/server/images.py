@@ -12,7 +12,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
 from secondguess.images import read_image
 from secondguess.runtime.transformers import MODELS_WITH_IMAGES
-from secondguess.server.errors import ApiError, refused
+from secondguess.server.errors import ApiError, check_limit, refused
 from secondguess.server.settings import ServerSettings
 
 
@@ -25,7 +25,7 @@ class ImageReader:
     def __init__(self, target: LoadedModel, settings: ServerSettings) -> None:
         self._target = target
         self._folder = settings.image_folder
-        self._max_images = self._num_left = settings.max_images
+        self._max_images, self._num_images = settings.max_images, 0
         self._pixels_left = settings.max_image_pixels
 
     def read(self, url: str) -> Any:
@@ -40,9 +40,8 @@ class ImageReader:
                 f"expected messages of text for {self._target.name}, got an image; images are taken by "
                 f"{', '.join(sorted(MODELS_WITH_IMAGES))}"
             )
-        if not self._num_left:
-            raise _invalid(f"expected at most {self._max_images} images per request, got more; send fewer")
-        self._num_left -= 1
+        self._num_images += 1
+        check_limit("messages", self._num_images, self._max_images, "images")
         try:
             image = read_image(self._content(url), f"the image {url[:40]!r}", self._pixels_left)
         except BadInputError as error:

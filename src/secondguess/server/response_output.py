@@ -94,7 +94,7 @@ class OutputItems:
         self.items[-1] |= {"arguments": delta.text, "status": "completed"}
         yield self._item_event("done")
 
-    def _event(self, name: str, **fields: Any) -> Json:
+    def _event(self, name: str, /, **fields: Any) -> Json:
         return {"type": name, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
     def _item_event(self, change: str) -> Json:

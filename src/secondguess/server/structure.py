@@ -10,7 +10,7 @@ from typing import Any
 from secondguess.errors import BadInputError
 from secondguess.sampling import Grammar
 from secondguess.sampling.text import Piece
-from secondguess.server.errors import refused
+from secondguess.server.errors import check_limit, refused
 from secondguess.server.parsing import Delta
 from secondguess.server.schemas import ChatRequest, NamedTool, ResponseFormat, StructuredOutputs, Tool
 
@@ -126,8 +126,7 @@ def _check_size(name: str, text: str, max_bytes: int) -> None:
         size = len(text.encode())
     except UnicodeEncodeError:
         raise refused(name, f"expected {name} in text that UTF-8 can write, got a lone surrogate") from None
-    if size > max_bytes:
-        raise refused(name, f"expected {name} of at most {max_bytes} bytes, got {size}; shorten it")
+    check_limit(name, size, max_bytes, f"bytes of {name}")
 
 
 class ForcedCallParser:
