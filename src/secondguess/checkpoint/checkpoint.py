@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from secondguess.checkpoint.gguf import count_kept
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import MemoryEstimate, check_memory
+from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
     check_loadable,
     find_end_tokens,
@@ -26,7 +28,7 @@ from secondguess.checkpoint.read import (
     require_torchao,
 )
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
-from secondguess.checkpoint.weights import count_parameters
+from secondguess.checkpoint.weights import count_parameters, is_gguf
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
@@ -41,7 +43,7 @@ from secondguess.runtime.support import (
     context_length_of,
     has_bfloat16,
 )
-from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, WeightFormat
+from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, STORED_INT4, WeightFormat
 from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
@@ -54,7 +56,7 @@ class Checkpoint:
 
     Args:
         name: name or path as given by the user.
-        path: directory of the checkpoint; the name, for a model passed to `wrap_model` whose
+        path: directory of the checkpoint, or its GGUF file; the name, for a model passed to `wrap_model` whose
             directory is unknown.
         config: the Transformers configuration.
         dtype: compute dtype, also with `quantize`.
@@ -88,8 +90,8 @@ class Checkpoint:
         """Find a checkpoint and check that it can be loaded, without reading its weights.
 
         Args:
-            name: a directory, a repository in the local Hugging Face cache, or a built-in model
-                (`builtin` or `builtin-draft`).
+            name: a directory, a GGUF file, a repository in the local Hugging Face cache, or a
+                built-in model (`builtin` or `builtin-draft`).
             dtype, device, quantize, runtime: as in `secondguess.load`.
             drafts: whether the model is used for drafting only. The kernels, if they run it, then
                 quantise its weights to 8 bits, which is faster and changes probabilities slightly.
@@ -155,6 +157,11 @@ class Checkpoint:
             raise self._not_covered()
         return found
 
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """Encoding of a quantised checkpoint that is decoded at loading; None for any other."""
+        return read_encoding(Path(self.path))
+
     @property
     def weight_formats(self) -> list[WeightFormat]:
         """Encodings in which the kernels hold the weights, in the order in which loading tries them.
@@ -163,6 +170,8 @@ class Checkpoint:
         """
         if self.quantize is not None:
             return [QUANTIZATIONS[self.quantize]]
+        if is_gguf(self.path) or (self.encoding is not None and self.encoding.bits <= STORED_INT4.bits):
+            return [STORED_INT4, BFLOAT16]
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
@@ -244,6 +253,10 @@ class Checkpoint:
         if stored_as.is_quantised and (by_kernels or self.quantize is not None):
             # except the embeddings, with a head that shares them
             weights = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
+            if stored_as.keeps_others:
+                weights = int(num_parameters * size - self._num_stored * (size - stored_as.bytes_per_weight))
+        if by_kernels and self.encoding is not None:
+            loading = weights  # layer by layer
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
@@ -265,7 +278,17 @@ class Checkpoint:
 
     @property
     def _num_parameters(self) -> int:
-        return count_parameters(Path(self.path))
+        packed = 0 if self.encoding is None else count_parameters(Path(self.path), self.encoding.codes)
+        return count_parameters(Path(self.path)) - packed + self._num_stored
+
+    @property
+    def _num_stored(self) -> int:
+        """Number of weights that the checkpoint stores in 4 bits."""
+        if is_gguf(self.path):
+            return count_kept(Path(self.path))
+        if self.encoding is None:
+            return 0
+        return count_parameters(Path(self.path), self.encoding.codes) * (32 // self.encoding.bits)
 
     def _quantised_bytes(self, num_weights: int, weight_format: WeightFormat) -> int:
         """Return the bytes of the weights of all layers and the head."""
@@ -285,13 +308,16 @@ class Checkpoint:
         """
         return _vocabulary(self.tokenizer) == _vocabulary(other.tokenizer)
 
-    def read_module(self) -> Any:
+    def read_module(self, layer_by_layer: bool = False) -> Any:
         """Return the Transformers module with its weights, on the device.
+
+        Args:
+            layer_by_layer: as in `read.read_module`; for the kernels only.
 
         Raises:
             CheckpointError: if weights are missing or cannot be read.
         """
-        return read_module(self.path, self.dtype).to(self.device).eval()
+        return read_module(self.path, self.dtype, layer_by_layer).to(self.device).eval()
 
     def load(self) -> LoadedModel:
         """Load the model and its tokenizer.
@@ -303,7 +329,7 @@ class Checkpoint:
         """
         check_memory([self.memory()], self.device)
         tokenizer = self.tokenizer
-        model = self.read_module()
+        model = self.read_module(layer_by_layer=self.runtimes[0] == "native")
         end_tokens = find_end_tokens(model, tokenizer)
         runtime = self.make_runtime(model, self.read_module)
         if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):

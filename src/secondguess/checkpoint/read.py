@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from secondguess.checkpoint.gguf import keep_codes
+from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
+from secondguess.checkpoint.weights import is_gguf
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import quiet
+from secondguess.runtime.stored import GroupedWeight, StoredLinear
 from secondguess.runtime.support import check_class, check_config, takes_masks
 
 with quiet():
@@ -21,12 +27,14 @@ with quiet():
         AutoModelForImageTextToText,
         AutoProcessor,
         AutoTokenizer,
+        GenerationConfig,
         ProcessorMixin,
     )
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
+    from transformers.quantizers import AutoHfQuantizer
     from transformers.utils import logging as transformers_logging
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -53,6 +61,18 @@ def _reading(part: str, path: str) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _place(path: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for a directory or a GGUF file."""
+    file = Path(path)
+    if is_gguf(path):
+        return {
+            "pretrained_model_name_or_path": str(file.parent),
+            "gguf_file": file.name,
+            "local_files_only": True,
+        }
+    return {"pretrained_model_name_or_path": path, "local_files_only": True}
+
+
 def read_config(path: str) -> Any:
     """Return the configuration of a checkpoint directory.
 
@@ -60,9 +80,12 @@ def read_config(path: str) -> Any:
         CheckpointError: if it cannot be read.
     """
     with _reading("configuration", path):
-        if not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
+        if not is_gguf(path) and not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(**_place(path))
+        if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
+            del config.quantization_config
+        return config
 
 
 def check_loadable(config: Any, path: str) -> None:
@@ -74,6 +97,7 @@ def check_loadable(config: Any, path: str) -> None:
     """
     name = f"{path} ({config.model_type})"
     check_config(config, name)
+    _check_quantisation(config)
     model_class = _class_of(config)
     if model_class is None:
         raise CheckpointError(
@@ -87,6 +111,23 @@ def check_loadable(config: Any, path: str) -> None:
         raise CheckpointError(
             f"expected a causal language model, got {name} whose weights are those of {', '.join(architectures)}"
         )
+
+
+def _check_quantisation(config: Any) -> None:
+    """Check that Transformers can decode the weights of a quantised checkpoint that is not decoded here."""
+    described = getattr(config, "quantization_config", None)
+    if described is None:
+        return
+    described = described if isinstance(described, dict) else described.to_dict()
+    try:
+        with quiet():
+            AutoHfQuantizer.from_config(dict(described)).validate_environment(
+                device_map=None, weights_only=True
+            )
+    except Exception as error:
+        # libraries that are not installed, processors, and unknown names raise errors of many kinds
+        found = " ".join(str(described[key]) for key in ("quant_method", "format") if described.get(key))
+        raise encoding_error(found, str(error).splitlines()[0]) from error
 
 
 def _class_of(config: Any) -> Any:
@@ -119,28 +160,72 @@ def read_tokenizer(path: str) -> Any:
         CheckpointError: if there is none, or it cannot be read.
     """
     with _reading("tokenizer", path):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**_place(path))
         if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
             raise ValueError("it has no tokens of its own")
         return tokenizer
 
 
-def read_module(path: str, dtype: torch.dtype) -> Any:
+def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> Any:
     """Return the Transformers module of a checkpoint directory, with its weights.
+
+    Args:
+        path: the directory.
+        dtype: dtype of the module.
+        layer_by_layer: whether linear layers of quantised checkpoints become `StoredLinear`.
 
     Raises:
         CheckpointError: if weights are missing or cannot be read.
     """
     with _reading("weights", path):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(path)
+        if (encoding := read_encoding(Path(path))) is not None:
+            return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
-        model, found = auto_class.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        if missing := sorted(found["missing_keys"]):
-            raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
+        model, found = auto_class.from_pretrained(**_place(path), dtype=dtype, output_loading_info=True)
+        _check_complete(found)
+        if layer_by_layer and is_gguf(path):
+            keep_codes(model, Path(path))
         return model
+
+
+def _read_stored(
+    path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
+) -> Any:
+    """Return a module from weights that are read one by one."""
+    weights, model_class = StoredWeights(path, encoding), _class_of(config)
+    with torch.device("meta"):
+        outline = model_class(config)
+    linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
+    tensors, stored = {}, {}
+    for name in weights.names:
+        if layer_by_layer and name in linears and not _is_tied_head(outline, linears[name]):
+            linear = linears[name]
+            stored[name] = partial(weights.read, name), linear.in_features, linear.out_features
+            tensors[name] = torch.zeros((), dtype=dtype).expand(linear.weight.shape)  # takes no memory
+        else:
+            found = weights.read(name)
+            tensors[name] = found.dequantised().to(dtype) if isinstance(found, GroupedWeight) else found
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+    )
+    _check_complete(info)
+    for name, parts in stored.items():
+        place = name.removesuffix(".weight")
+        model.set_submodule(place, StoredLinear(*parts, model.get_submodule(place).bias, dtype))
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _is_tied_head(model: Any, linear: Any) -> bool:
+    return linear is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings
+
+
+def _check_complete(loading_info: Any) -> None:
+    if missing := sorted(loading_info["missing_keys"]):
+        raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
 
 
 def pick_device(device: str) -> torch.device:

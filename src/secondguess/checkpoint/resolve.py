@@ -7,6 +7,7 @@ Every check raises `BadInputError`, with the known names.
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
@@ -44,10 +45,10 @@ def _require(known: bool, expected: str, name: str | None) -> None:
 
 
 def find_checkpoint(name: str) -> str:
-    """Return the local directory of a model.
+    """Return the local directory of a model, or its file in GGUF.
 
     Args:
-        name: a directory, a repository in the local Hugging Face cache, `builtin` or
+        name: a directory, a GGUF file, a repository in the local Hugging Face cache, `builtin` or
             `builtin-draft`.
 
     Raises:
@@ -57,6 +58,8 @@ def find_checkpoint(name: str) -> str:
         target, drafter = builtin_paths()
         return str(target if name == "builtin" else drafter)
     directory = Path(name)
+    if directory.suffix == ".gguf":
+        return _find_gguf(name)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise CheckpointError(
@@ -77,12 +80,28 @@ def find_checkpoint(name: str) -> str:
     return str(found.parent)
 
 
-def _find_in_cache(name: str) -> Path | None:
-    """Return the `config.json` of a repository in the local Hugging Face cache, or None."""
+def _find_gguf(name: str) -> str:
+    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+    if missing:
+        raise BadInputError(
+            f"reading {name} needs {' and '.join(missing)}; run `pip install secondguess[gguf]`"
+        )
+    repository, _, file = name.rpartition("/")
+    found = name if Path(name).is_file() else repository and _find_in_cache(repository, file)
+    if not found:
+        raise CheckpointError(
+            f"expected a GGUF file, or one in the local Hugging Face cache as REPOSITORY/FILE, got {name!r}, "
+            "which is neither; check the path, or fetch it first with `hf download REPOSITORY FILE`"
+        )
+    return str(found)
+
+
+def _find_in_cache(name: str, file: str = "config.json") -> Path | None:
+    """Return a file of a repository in the local Hugging Face cache, or None."""
     import huggingface_hub
 
     try:
-        found = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        found = huggingface_hub.try_to_load_from_cache(name, file)
     except (OSError, ValueError):  # not a valid repository name
         return None
     return Path(found) if isinstance(found, str) else None

@@ -6,25 +6,51 @@ A fingerprint tells a model that was measured from one that was retrained since.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from secondguess.errors import CheckpointError
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path, as `find_checkpoint` returns it, is that of a GGUF file."""
+    return Path(path).suffix == ".gguf"
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """Return a model's safetensors files sorted by name, empty for weights in another format."""
+    """Return a model's safetensors files sorted by name, empty for weights in another format.
+
+    The path of a GGUF file is that of its only file.
+    """
+    if is_gguf(folder):
+        return [folder]
     return sorted(folder.glob("*.safetensors"))
 
 
-def count_parameters(folder: Path) -> int:
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model that its index names, or else all of them."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [] if is_gguf(folder) else weight_files(folder)
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"expected a weight_map in {index}, got: {error!r}; copy or download the checkpoint again"
+        ) from error
+    return [folder / name for name in sorted(names)]
+
+
+def count_parameters(folder: Path, suffix: str = "") -> int:
     """Return a model's number of parameters, from the headers of its weight files.
 
-    For weights in the older pickle format it is estimated: they rarely take more than two bytes
-    each.
+    With `suffix`, only tensors are counted whose names end with it. For weights in the older pickle
+    format it is estimated: they rarely take more than two bytes each.
 
     Raises:
         CheckpointError: if a file is not safetensors or is truncated.
@@ -32,16 +58,35 @@ def count_parameters(folder: Path) -> int:
     files = weight_files(folder)
     if not files:
         return sum(file.stat().st_size for file in folder.glob("*.bin")) // 2
-    return sum(map(_count_in_file, files))
+    return sum(_count_in_file(file, suffix) for file in files)
 
 
-def _count_in_file(file: Path) -> int:
+def _count_in_file(file: Path, suffix: str) -> int:
+    if is_gguf(file):
+        return sum(int(tensor.n_elements) for tensor in gguf_tensors(file) if tensor.name.endswith(suffix))
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            names = (name for name in tensors.keys() if name.endswith(suffix))  # noqa: SIM118 - not a dictionary
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"expected whole safetensors weights in {file}, got: {error}; copy or download the checkpoint again"
+        ) from error
+
+
+def gguf_tensors(file: Path) -> list[Any]:
+    """Return the tensors of a GGUF file, memory-mapped.
+
+    Raises:
+        CheckpointError: if the file is broken.
+    """
+    from gguf import GGUFReader
+
+    try:
+        return list(GGUFReader(file).tensors)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"expected a whole GGUF file in {file}, got: {error}; copy or download it again"
         ) from error
 
 

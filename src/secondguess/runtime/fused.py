@@ -28,6 +28,7 @@ from secondguess.runtime.families import ACTIVATIONS, FAMILIES, NO_ROTARY, Famil
 from secondguess.runtime.layered import LayeredRuntime, remaining_layers
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.quiet import quiet
+from secondguess.runtime.stored import StoredLinear
 from secondguess.runtime.support import context_length_of
 from secondguess.runtime.tree import ChainMasks
 
@@ -56,7 +57,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
         packed: whether to pack its weights (see `packing.can_pack`).
     """
-    if not all(type(linear) is nn.Linear for linear in _linears(model)):
+    if not all(type(linear) in (nn.Linear, StoredLinear) for linear in _linears(model)):
         return None  # adapters and the like compute something else from the same weights
     config = model.config
     limit = min(context_length_of(config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from secondguess.runtime.stored import StoredLinear
+
 ROWS_HINT = 8
 """Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
 
@@ -37,7 +39,7 @@ class PackableLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool) -> None:
         self.num_outputs = weight.shape[0]
-        self.weight: Tensor = pack(weight) if packed else weight
+        self._weight = pack(weight) if packed else weight
         self.bias = bias
         self.packed = packed
 
@@ -47,22 +49,57 @@ class PackableLinear:
 
         With `order`, output `i` is the output `order[i]` of the layers.
         """
-        weights = [linear.weight.detach() for linear in linears]
-        biases = [linear.bias for linear in linears]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = torch.cat([each.detach() for each in biases]) if biases[0] is not None else None
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        return cls(weight, bias, packed)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        bias = _joined(biases, order) if biases else None
+        if any(isinstance(linear, StoredLinear) for linear in linears):
+            return StoredProduct(linears, bias, order)
+        return cls(_joined([linear.weight.detach() for linear in linears], order), bias, packed)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[output, input]`; only `multiply` can read it if it is packed."""
+        return self._weight
+
+    def in_bytes(self) -> Tensor | None:
+        """Return the weight as `GroupedWeight.in_bytes` does; None if it is not quantised."""
+        return None
 
     def release(self) -> None:
         """Drop the weight, which the caller holds in another form."""
-        self.weight = torch.empty(0)
+        self._weight = torch.empty(0)
 
     def __call__(self, values: Tensor) -> Tensor:
         if self.packed:
             return multiply(values, self.weight, self.bias)
         return functional.linear(values, self.weight, self.bias)
+
+
+class StoredProduct(PackableLinear):
+    """Product of stored linear layers, which reads their weights in every call."""
+
+    def __init__(self, linears: Sequence[Any], bias: Tensor | None, order: Tensor | None) -> None:
+        self.num_outputs = sum(linear.out_features for linear in linears)
+        self.bias = bias
+        self.packed = False
+        self._linears = linears
+        self._order = order
+
+    @property
+    def weight(self) -> Tensor:
+        return _joined([linear.weight.detach() for linear in self._linears], self._order)
+
+    def in_bytes(self) -> Tensor | None:
+        stored = [linear.in_bytes() for linear in self._linears if isinstance(linear, StoredLinear)]
+        found = [each for each in stored if each is not None]
+        return _joined(found, self._order) if len(found) == len(self._linears) else None
+
+    def release(self) -> None:
+        self._linears = []
+
+
+def _joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    return joined if order is None else joined[order]
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -23,11 +23,14 @@ class WeightFormat:
         name: as given to `quantize`.
         bits: number of bits per weight.
         group_size: number of inputs that share a scale and a minimum; None without groups.
+        keeps_others: whether weights that the checkpoint does not store in this encoding stay in
+            bfloat16.
     """
 
     name: str
     bits: int
     group_size: int | None = None
+    keeps_others: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -36,7 +39,7 @@ class WeightFormat:
     @property
     def of_head(self) -> WeightFormat:
         """Encoding of the language-modelling head, which loses more than other weights in 4 bits."""
-        return INT8 if self.bits < INT8.bits else self
+        return INT8 if self.bits < INT8.bits and not self.keeps_others else self
 
     @property
     def bytes_per_weight(self) -> float:
@@ -49,5 +52,7 @@ class WeightFormat:
 BFLOAT16 = WeightFormat("bfloat16", 16)
 INT8 = WeightFormat("int8", 8)
 INT4 = WeightFormat("int4", 4, group_size=32)
+STORED_INT4 = WeightFormat("int4", 4, group_size=32, keeps_others=True)
+"""4 bits as a quantised checkpoint stores them."""
 QUANTIZATIONS = {each.name: each for each in (INT8, INT4)}
 """Formats that `quantize` accepts, by name."""

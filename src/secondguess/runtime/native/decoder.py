@@ -123,6 +123,9 @@ class NativeDecoder(PackedDecoder):
             layers[index] = self._layer(decoder.layers[index], kinds)
         rotary = self.rotaries[0]
         self.head = self._weight(decoder.head, weight_format.of_head)
+        packed = [each.weight.encoding for each in self._kept if isinstance(each, Blocks)]
+        if weight_format.keeps_others and not any(packed):  # none had a form that the kernels keep
+            self.weight_format = BFLOAT16
         self.described = library.Decoder(
             layers=layers,
             num_layers=self.num_layers,
@@ -228,7 +231,10 @@ class NativeDecoder(PackedDecoder):
         )
 
     def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
-        blocks = self._pack(product.weight, product.bias, weight_format, gated)
+        stored = product.in_bytes() if weight_format.group_size is not None else None
+        if stored is None and weight_format.keeps_others:
+            weight_format = BFLOAT16
+        blocks = self._pack(product.weight if stored is None else stored, product.bias, weight_format, gated)
         product.release()
         return blocks
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.native import library
+from secondguess.runtime.stored import GROUP
 from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
@@ -82,7 +83,8 @@ def pack_blocks(
     The weight is packed in slices: beside it and its blocks little memory is needed.
 
     Args:
-        weight: `[output, input]`.
+        weight: `[output, input]`, or 4 bits in groups, `[output, group, byte]` in uint8: the codes of
+            a group, one per byte, then its scale and its minimum in float16.
         bias: `[output]` or None.
         arena: allocator of the blocks.
         weight_format: encoding of the weight.
@@ -91,7 +93,7 @@ def pack_blocks(
     """
     halves = weight.chunk(2) if gated else (weight,)
     num_outputs = len(halves) * _round_up(halves[0].shape[0], TILE) if gated else weight.shape[0]
-    num_inputs = _round_up(weight.shape[1], INPUT_MULTIPLE)
+    num_inputs = _round_up(weight.shape[1] * (1 if weight.dim() == 2 else GROUP), INPUT_MULTIPLE)
     blocks = Blocks(library.Weight(num_outputs=num_outputs, num_inputs=num_inputs))
     if bias is not None:
         bias = interleave_rows(*bias.chunk(2)) if gated else bias
@@ -128,10 +130,14 @@ def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format
         parts = _as_tiles(data.view(dtype), weight.num_inputs)
     first = 0
     for part in slices:
-        rows = _padded(part, _round_up(part.shape[0], BLOCK), weight.num_inputs)
+        sizes = (weight.num_inputs,) if part.dim() == 2 else (weight.num_inputs // GROUP, part.shape[2])
+        rows = _padded(part, _round_up(part.shape[0], BLOCK), *sizes)
         last = first + rows.shape[0]
         if weight_format.group_size is not None:
-            stored = _pack_groups(*quantise_groups(rows, weight_format.group_size))
+            split = (
+                _split_groups(rows) if rows.dim() == 3 else quantise_groups(rows, weight_format.group_size)
+            )
+            stored = _pack_groups(*split)
         else:
             if weight_format.is_quantised:
                 rows, scale[first:last] = quantise(rows)
@@ -170,6 +176,12 @@ def _pack_groups(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         for each in (scale, minimum)
     ]
     return torch.cat((lines, *parameters), 2)
+
+
+def _split_groups(stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and minima of `[output, group, byte]`, as `quantise_groups` does."""
+    scale, minimum = stored[:, :, GROUP:].contiguous().view(torch.float16).unbind(2)
+    return stored[:, :, :GROUP].contiguous(), scale, minimum
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,135 @@
+"""GGUF files, written by gguf's own writer: dequantised by Transformers, with the codes of 4-bit types kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoints import random_llama, write_tokenizer
+from families import needs_kernels, row_of
+from secondguess.checkpoint import resolve
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.core import Draft
+from secondguess.errors import BadInputError, CheckpointError
+
+TOKENS = [5, 6, 7, 8, 9, 40, 41]
+HEADS = {"attn_q": 4, "attn_k": 2}
+WIDTH = 256
+
+
+def blocks(weight: Tensor, kind: str) -> tuple[object, Tensor]:
+    """A tensor in blocks of a type, and what these blocks hold.
+
+    gguf quantises to types of 32 numbers; for those of 256 the blocks are random, with scales near 0.001.
+    """
+    gguf = pytest.importorskip("gguf")
+    numpy = pytest.importorskip("numpy")
+    wanted = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        size = gguf.GGML_QUANT_SIZES[wanted][1]
+        random = numpy.random.default_rng(4)
+        data = random.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=numpy.uint8)
+        scales = numpy.array([0.001, 0.002], dtype=numpy.float16).view(numpy.uint8)
+        place = slice(size - 2, size) if kind == "Q6_K" else slice(0, 4)
+        data[:, :, place] = scales[: 2 if kind == "Q6_K" else 4]
+        data = data.reshape(len(weight), -1)
+    else:
+        data = gguf.quants.quantize(weight.numpy(), wanted)
+    return data, torch.from_numpy(gguf.quants.dequantize(data, wanted).copy())
+
+
+def interleaved(weight: Tensor, heads: int, *, back: bool = False) -> Tensor:
+    """Rows as llama.cpp orders them: the halves of a head in turn."""
+    sizes = (-1, 2) if back else (2, -1)
+    return weight.unflatten(0, (heads, *sizes)).transpose(1, 2).flatten(0, 2)
+
+
+def write(folder: Path, kind: str, mixed: str | None = None) -> tuple[Path, nn.Module]:
+    """Write a random Llama with its linear layers in a type, `ffn_down` in another; return it in float32."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    model = random_llama(3, hidden_size=WIDTH, intermediate_size=WIDTH, vocab_size=300, initializer_range=0.1)
+    write_tokenizer(folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    config = model.config
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(300)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
+    writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, value in model.state_dict().items():
+        place = names.get_name(name.removesuffix(".weight"))
+        if value.dim() == 1 or place in ("token_embd", "output"):
+            writer.add_tensor(f"{place}.weight", value.numpy())
+            continue
+        used = mixed if mixed and place.endswith("ffn_down") else kind
+        heads = HEADS.get(place.rpartition(".")[2])
+        data, held = blocks(value if heads is None else interleaved(value, heads), used)
+        value.copy_(held if heads is None else interleaved(held, heads, back=True))
+        writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType[used])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, model
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kind", "mixed", "description"),
+    [
+        ("Q4_0", None, "native, weights in 4 bits"),
+        ("Q4_1", "Q6_K", "native, weights in 4 bits"),
+        ("Q8_0", None, "native"),
+        ("Q4_K", "Q6_K", "native"),
+        ("Q5_K", None, "native"),
+    ],
+)
+def test_logits_are_those_of_the_dequantised_weights(kind, mixed, description, tmp_path):
+    file, model = write(tmp_path, kind, mixed)
+    exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers")
+    state = exact.read_module().state_dict()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    loaded = Checkpoint.resolve(file, device="cpu").load()
+    assert (loaded.runtime_description, loaded.end_tokens) == (description, frozenset({0}))
+    assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
+    row = row_of(TOKENS)
+    loaded.runtime.begin([row])
+    found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
+    assert (found - expected).norm() < (0.06 if "4 bits" in description else 0.03) * expected.norm()
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    file, _ = write(tmp_path, "Q4_0")
+    whole = file.read_bytes()
+    for size in (len(whole) // 2, 100):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"expected .*model\.gguf.*got") as refused:
+            Checkpoint.resolve(file, device="cpu").load()
+        assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(resolve, "find_spec", lambda name: name)
+    with pytest.raises(CheckpointError, match=r"expected a GGUF file.*got '.*none\.gguf'.*hf download"):
+        Checkpoint.resolve(tmp_path / "none.gguf")
+    monkeypatch.setattr(resolve, "find_spec", lambda name: None)
+    with pytest.raises(BadInputError, match=r"none\.gguf needs gguf and accelerate.*secondguess\[gguf\]"):
+        Checkpoint.resolve(tmp_path / "none.gguf")

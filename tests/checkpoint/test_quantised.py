@@ -1,0 +1,274 @@
+"""Quantised checkpoints: their weights are decoded as their formats define, and run without another rounding.
+
+The `compressed-tensors` library writes its own checkpoint where it is installed; the layouts of GPTQ and AWQ are written here
+as gptqmodel 7.7 (`pack_original`) and AutoAWQ (`WQLinear_GEMM`) write them, since neither installs beside our versions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from checkpoints import random_llama, write_tokenizer
+from families import needs_kernels, row_of
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.core import Draft
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.runtime.native.weights import Arena, pack_blocks, quantise_groups
+from secondguess.runtime.stored import GroupedWeight
+from secondguess.runtime.weight_format import INT4
+
+TOKENS = [5, 6, 7, 8, 9, 40, 41]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""Output that AutoAWQ stores in each nibble of an int32."""
+
+
+@dataclass
+class Rounded:
+    """A weight on a grid: `scale * (code - zero)`, per output and group of inputs."""
+
+    codes: Tensor
+    zeros: Tensor
+    scale: Tensor
+    groups: Tensor
+    bits: int
+
+    @property
+    def weight(self) -> Tensor:
+        return (self.codes - self.zeros[:, self.groups]) * self.scale.float()[:, self.groups]
+
+
+def rounded(weight: Tensor, size: int, bits: int, symmetric: bool, shuffled: bool) -> Rounded:
+    num_inputs, most = weight.shape[1], 2**bits - 1
+    groups = torch.arange(num_inputs) // size
+    if shuffled:
+        groups = groups[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))]
+    scale, zeros = (torch.empty(len(weight), num_inputs // size) for _ in range(2))
+    for group in range(num_inputs // size):
+        part = weight[:, groups == group]
+        low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
+        if symmetric:
+            scale[:, group], zeros[:, group] = part.abs().amax(1) / (most // 2), 2 ** (bits - 1)
+        else:
+            scale[:, group] = (high - low) / most
+            zeros[:, group] = (-low / scale[:, group]).round()
+    scale = scale.half()
+    codes = (weight / scale.float()[:, groups] + zeros[:, groups]).round().clamp(0, most)
+    return Rounded(codes.int(), zeros.int(), scale, groups, bits)
+
+
+def packed(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes in int32 numbers, the first one in the lowest bits."""
+    parts = codes.long().unflatten(dim, (-1, 32 // bits)).unbind(dim + 1)
+    return (
+        (sum(part << (bits * index) for index, part in enumerate(parts)) & (2**32 - 1))
+        .to(torch.uint32)
+        .view(torch.int32)
+    )
+
+
+def gptq(found: Rounded, version: int) -> dict[str, Tensor]:
+    zeros = packed(found.zeros.T, found.bits, 1).view(torch.uint32).long()
+    less = 0 if version == 2 else packed(torch.ones(1, 32 // found.bits), found.bits, 1).long()
+    return {
+        "qweight": packed(found.codes.T, found.bits, 0),
+        "qzeros": ((zeros - less) % 2**32).to(torch.uint32).view(torch.int32),
+        "scales": found.scale.T,
+        "g_idx": found.groups.int(),
+    }
+
+
+def awq(found: Rounded) -> dict[str, Tensor]:
+    def ordered(codes: Tensor) -> Tensor:
+        return packed(codes.T.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1), 4, 1)
+
+    return {"qweight": ordered(found.codes), "qzeros": ordered(found.zeros), "scales": found.scale.T}
+
+
+def pack_quantized(found: Rounded) -> dict[str, Tensor]:
+    tensors = {
+        "weight_packed": packed(found.codes, found.bits, 1),
+        "weight_scale": found.scale,
+        "weight_shape": torch.tensor(found.codes.shape),
+    }
+    if (found.zeros == 2 ** (found.bits - 1)).all():
+        return tensors
+    return tensors | {"weight_zero_point": packed(found.zeros, found.bits, 0)}
+
+
+def by_its_library(found: Rounded) -> dict[str, Tensor]:
+    """What compressed-tensors makes of a weight that lies on its grid."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    arguments = quantization.QuantizationArgs(
+        num_bits=found.bits, symmetric=False, strategy="group", group_size=32
+    )
+    state = {
+        "weight": found.weight,
+        "weight_scale": found.scale.float(),
+        "weight_zero_point": (found.zeros - 2 ** (found.bits - 1)).to(torch.int8),
+    }
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    return dict(compressor.compress(state, scheme))
+
+
+def packed_config(bits: int = 4, **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+    } | changes
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to store a model. `exact`: the kernels run the stored codes themselves."""
+
+    write: Callable[[Rounded], dict[str, Tensor]]
+    config: dict[str, Any]
+    size: int = 32
+    bits: int = 4
+    symmetric: bool = False
+    shuffled: bool = False
+    exact: bool = True
+
+
+FORMATS = {
+    "gptq": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 4}),
+    "gptq symmetric": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 4}, 64, symmetric=True),
+    "gptq v2": Format(lambda found: gptq(found, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+    "gptq act-order": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 4}, shuffled=True, exact=False),
+    "gptq 8 bits": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 8}, bits=8, exact=False),
+    "awq": Format(awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, 64),
+    "pack-quantized": Format(pack_quantized, packed_config()),
+    "pack-quantized symmetric": Format(pack_quantized, packed_config(), 64, symmetric=True),
+    "pack-quantized by its library": Format(by_its_library, packed_config()),
+}  # fmt: skip
+
+
+def write(folder: Path, form: Format, config: dict[str, Any] | None = None) -> nn.Module:
+    """Write a random Llama in a format; return it in float32 with the weights of that format."""
+    model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300, initializer_range=0.2)
+    model.config.eos_token_id = 0
+    tensors, own = {}, dict(model.state_dict())
+    for name, module in model.model.named_modules():
+        if isinstance(module, nn.Linear):
+            found = rounded(module.weight.data, form.size, form.bits, form.symmetric, form.shuffled)
+            module.weight.data = found.weight
+            del own[f"model.{name}.weight"]
+            tensors |= {
+                f"model.{name}.{part}": value.contiguous() for part, value in form.write(found).items()
+            }
+    model.config.save_pretrained(folder)
+    save_file(tensors | own, folder / "model.safetensors")
+    described = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": config or form.config
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    write_tokenizer(folder)
+    return model
+
+
+def logits_of(loaded: LoadedModel) -> Tensor:
+    row = row_of(TOKENS)
+    loaded.runtime.begin([row])
+    return loaded.runtime.score([row], Draft.empty(1)).logits[0, 0].float()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weights_are_those_that_the_format_defines(name, tmp_path):
+    model = write(tmp_path, FORMATS[name])
+    found = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers").read_module()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in found.state_dict().items())
+    assert found.generation_config.eos_token_id == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dequantised_weights_within_the_rounding_of_inputs(name, tmp_path):
+    model, form = write(tmp_path, FORMATS[name]), FORMATS[name]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
+    loaded = Checkpoint.resolve(tmp_path, device="cpu").load()
+    assert loaded.runtime_description == ("native, weights in 4 bits" if form.exact else "native")
+    found = logits_of(loaded)
+    assert error(found, expected) < (0.06 if form.exact else 0.03)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+def test_packing_keeps_stored_codes_scales_and_minima(gated):
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    codes, scale, minimum = quantise_groups(weight, 32)
+    stored = GroupedWeight(codes.flatten(1), 4, scale.float(), minimum.float()).in_bytes()
+    expected, found = (pack_blocks(each, None, Arena(), INT4, gated) for each in (weight, stored))
+    assert torch.equal(found.tensors[-1], expected.tensors[-1])
+
+
+REFUSED = {
+    "bits": (FORMATS["gptq"].config | {"bits": 3}, "gptq with 3 bits"),
+    "marlin": (FORMATS["gptq"].config | {"checkpoint_format": "marlin"}, "gptq stored as marlin"),
+    "gemv": (FORMATS["awq"].config | {"version": "gemv"}, "awq gemv"),
+    "mixed": (packed_config(3), "pack-quantized weights of several or other types"),
+    "unknown": ({"quant_method": "rot13"}, "rot13"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_encodings_are_refused_by_name(config, message, tmp_path):
+    write(tmp_path, FORMATS["gptq"], config)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"expected .*got {message}.*; use the original"
+    ) as refused:
+        Checkpoint.resolve(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+BROKEN = {
+    "missing": (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.scales"), r"up_proj.*tensor scales.*got none"),
+    "shape": (
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.scales": torch.ones(2, 5)}),
+        r"up_proj.*expected a scale.*got codes",
+    ),
+    "layer": (
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp.up_proj" in name],
+        r"1 tensors are missing.*layers\.1\.mlp\.up_proj",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_broken_checkpoint_gives_one_error(change, message, dtype, tmp_path):
+    write(tmp_path, FORMATS["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    write(tmp_path, FORMATS["awq"])
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"expected whole safetensors weights.*again"):
+        Checkpoint.resolve(tmp_path, device="cpu").load()
