@@ -27,6 +27,7 @@ from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native.library import processor_supports, units
+from secondguess.runtime.stored import StoredLinear
 from secondguess.runtime.support import context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -78,6 +79,15 @@ def test_the_requested_dtype_is_used(checkpoint, dtype):
     assert loaded.module().dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
     assert loaded.runtime.cache.keys[0].dtype == getattr(torch, dtype)
+
+
+def test_linear_layers_stay_in_their_files_until_the_kernels_pack_them(checkpoint):
+    found = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu")
+    layers, plain = found.read_module(layer_by_layer=True).model.layers, found.read_module().model.layers
+    stored = {name: each for name, each in layers.named_modules() if isinstance(each, StoredLinear)}
+    assert len(stored) == 7 * len(layers)
+    assert not any(name.endswith("proj.weight") for name, _ in layers.named_parameters())
+    assert all(torch.equal(each.weight, plain.get_submodule(name).weight) for name, each in stored.items())
 
 
 def test_int8_logits_are_near_the_exact_ones(checkpoint):

@@ -28,7 +28,7 @@ from secondguess.checkpoint.read import (
     require_torchao,
 )
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
-from secondguess.checkpoint.weights import count_parameters, is_gguf
+from secondguess.checkpoint.weights import count_parameters, is_gguf, tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
@@ -246,6 +246,8 @@ class Checkpoint:
             # a tensor is read in the dtype of the file, and then converted
             loading += num_embedded * stored.itemsize
         by_kernels = self.runtimes[0] == "native"
+        if by_kernels and tensor_files(Path(self.path)):
+            loading = 0  # layer by layer, from memory-mapped files
         if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = num_parameters * size
@@ -255,8 +257,6 @@ class Checkpoint:
             weights = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
             if stored_as.keeps_others:
                 weights = int(num_parameters * size - self._num_stored * (size - stored_as.bytes_per_weight))
-        if by_kernels and self.encoding is not None:
-            loading = weights  # layer by layer
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)

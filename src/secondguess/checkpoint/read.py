@@ -14,7 +14,7 @@ from torch import nn
 
 from secondguess.checkpoint.gguf import keep_codes
 from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
-from secondguess.checkpoint.weights import is_gguf
+from secondguess.checkpoint.weights import is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.stored import GroupedWeight, StoredLinear
@@ -172,14 +172,15 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
     Args:
         path: the directory.
         dtype: dtype of the module.
-        layer_by_layer: whether linear layers of quantised checkpoints become `StoredLinear`.
+        layer_by_layer: whether linear layers become `StoredLinear`, where the format allows it.
 
     Raises:
         CheckpointError: if weights are missing or cannot be read.
     """
     with _reading("weights", path):
         config = read_config(path)
-        if (encoding := read_encoding(Path(path))) is not None:
+        encoding = read_encoding(Path(path))
+        if encoding is not None or (layer_by_layer and tensor_files(Path(path))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
