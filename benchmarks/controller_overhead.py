@@ -21,7 +21,7 @@ import torch
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 PASS, STEP, NODE = 1e-3, 0.15e-3, 0.03e-3
@@ -90,13 +90,20 @@ class Meter:
         return result
 
 
+def plan_round(
+    controller: Controller, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
+) -> Sequence[Plan]:
+    """Return the plans of a round; a paused one has none of its own, as in the decoding loop."""
+    return [Plan(0, 0)] * len(rows) if controller.is_paused(rows) else controller.plan(rows, candidates)
+
+
 def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) -> None:
     rng = random.Random(0)
     rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(scene.num_rows)]
     for number in range(num_rounds):
         choices = scene.candidates(number)
         candidates = [choices] * scene.num_rows
-        plans = meter.time("plan", lambda candidates=candidates: controller.plan(rows, candidates))
+        plans = meter.time("plan", lambda candidates=candidates: plan_round(controller, rows, candidates))
         deterministic = [
             next((choice.deterministic for choice in choices if choice.part == plan.part), True)
             for plan in plans

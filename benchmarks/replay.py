@@ -15,7 +15,7 @@ from traces import NodeProbs, RecordedDraft, Trace
 
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD
 from secondguess.sampling import SamplingParams
 
@@ -101,7 +101,8 @@ def _replay_text(controller: Controller, trace: Trace, costs: RoundCosts) -> Rep
     text = ReplayRow(trace)
     seconds, num_tokens, num_rounds, num_drafted, num_accepted = 0.0, 0, 0, 0, 0
     while not text.finished:
-        (plan,) = controller.plan([text.row], [text.candidates])
+        paused = controller.is_paused([text.row])
+        (plan,) = [Plan(0, 0)] if paused else controller.plan([text.row], [text.candidates])
         recorded = text.draft(plan.part)
         limit = max(0, min(plan.length, text.row.room - 1, recorded.num_nodes))
         length, was_ended = _draft_length(controller, text.row, recorded, limit)

@@ -497,10 +497,21 @@ class Budgets:
     uses_probs: bool = True
     parts: Sequence[int] = ()
 
+    @classmethod
+    def empty(cls, num_rows: int) -> Budgets:
+        """Return the budgets of a round without drafts."""
+        return _empty_budgets(num_rows)
+
     @property
     def longest(self) -> int:
         """Largest draft length of all rows."""
         return max(self.lengths, default=0)
+
+
+@lru_cache(maxsize=256)
+def _empty_budgets(num_rows: int) -> Budgets:
+    """Build empty budgets; cached, because rounds in backoff use the same ones."""
+    return Budgets([0] * num_rows, lambda *_: [False] * num_rows, uses_probs=False, parts=[0] * num_rows)
 
 
 @dataclass(frozen=True)

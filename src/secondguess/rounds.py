@@ -108,6 +108,8 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     The last free position of a row is reserved for the token that the verifier samples.
     """
     controller = components.controller
+    if controller.is_paused(rows):
+        return Budgets.empty(len(rows))
     candidates = with_sources(rows, components.drafter.candidates(rows))
     plans = controller.plan(rows, candidates)
     wishes = [row.params.draft_length for row in rows]

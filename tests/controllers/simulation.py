@@ -9,7 +9,7 @@ from functools import cache
 
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 Chance = Callable[[int, int], float]
@@ -45,6 +45,7 @@ class Simulation:
         deterministic: whether the drafter is a lookup.
         confidence: the drafter's confidence in every node.
         kind: the kind of its candidate, by round.
+        pauses: whether paused rounds are run without a plan, as the decoding loop does.
         lost: seconds more than plain decoding, after 0, 1, ... rounds.
         delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
             object was made.
@@ -56,6 +57,7 @@ class Simulation:
     deterministic: bool = False
     confidence: float = 0.5
     prefill: float = 0.0
+    pauses: bool = True
     kind: Callable[[int], str] = lambda number: ""
     delay: Callable[[random.Random, int, float], float] = lambda rng, number, seconds: seconds
     drafted: list[list[int]] = field(default_factory=list)
@@ -70,7 +72,10 @@ class Simulation:
         rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
         for number in range(num_rounds):
             candidate = Candidate(kind=self.kind(number), deterministic=self.deterministic)
-            plans = controller.plan(rows, [(candidate,)] * num_rows)
+            if self.pauses and controller.is_paused(rows):
+                plans = [Plan(0, 0)] * num_rows
+            else:
+                plans = controller.plan(rows, [(candidate,)] * num_rows)
             lengths = [plan.length and 1 for plan in plans]
             depth = 0
             active = [index for index, plan in enumerate(plans) if plan.length > 1]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+import torch
+from simulation import Simulation
 
 from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.decode import Components, decode
+from secondguess.drafters.row_sources import Prediction
+from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
 
 NOTHING = (Candidate(longest=0),)
 
@@ -210,6 +217,76 @@ def test_skipped_rounds_are_learned_from_in_small_groups() -> None:
         play(controller, rows, [NOTHING])
         assert len(controller._buffered) <= MOST_PLAIN
     assert controller.times.plain(1) == 1.0
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("step", [0.1, 1.0])
+def test_paused_rounds_change_no_decision(num_rows: int, step: float) -> None:
+    """Paused or planned one by one: the same rounds have drafts, also while the machine changes its speed."""
+
+    def delay(rng: random.Random, number: int, seconds: float) -> float:
+        return 3 * seconds if number // 500 % 2 else seconds
+
+    drafted = [
+        Simulation(lambda number, depth: 0.1, step=step, delay=delay, pauses=pauses)
+        .play(CostController(), 3000, num_rows)
+        .drafted
+        for pauses in (True, False)
+    ]
+    assert drafted[0] == drafted[1]
+    assert sum(map(any, drafted[0])) > 10
+
+
+class CountingDrafter(ScriptedDrafter):
+    """Drafter that is never right and counts the rounds in which it is asked for candidates."""
+
+    deterministic = False
+    num_asked = 0
+
+    def __init__(self) -> None:
+        super().__init__(lambda row: [0])
+
+    def candidates(self, rows: Sequence[Row]) -> Sequence[Sequence[Candidate]]:
+        self.num_asked += 1
+        return super().candidates(rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({}, False), ({"sources": (Prediction([0, 0]),)}, True), ({"draft_length": 0}, True)],
+)
+def test_the_drafter_is_not_called_in_paused_rounds(settings: dict[str, object], asked: bool) -> None:
+    """A row with a draft length or draft sources of its own is asked about in every round."""
+    params = {"draft_length": settings.pop("draft_length")} if "draft_length" in settings else {}
+    target = TableModel(4, lambda context: torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    drafter, controller = CountingDrafter(), CostController()
+    for _ in range(200):  # the clock of the rounds below is the machine's own
+        play(controller, make_rows(1), [on_offer("")])
+    row = Row([1], SamplingParams(max_tokens=400, temperature=0, **params), **settings)
+    components = Components(target, drafter, make_verifier("greedy"), controller)
+    num_rounds = sum(1 for _ in decode(components, [row]))
+    assert num_rounds == 400
+    assert (drafter.num_asked > 300) == asked
+
+
+@pytest.mark.parametrize("change", ["row", "second row", "end"])
+def test_a_pause_ends_with_its_rows(change: str) -> None:
+    controller, (row, other) = CostController(), make_rows(2)
+    while not controller.is_paused([row]):
+        play(controller, [row], [on_offer("model")])
+    controller.learn([row], Draft.empty(1), Verdict.from_chain([0], [0]), RoundTime(0.0, 0.0, 1.0))
+    if change == "end":
+        controller.release(row)
+    assert not controller.is_paused({"row": [other], "second row": [row, other], "end": [row]}[change])
+
+
+def test_lookups_are_never_paused() -> None:
+    """Their candidates depend on the text, so each round may have a better one."""
+    controller, rows = CostController(), make_rows(1)
+    lookup = Candidate(kind="match", deterministic=True)
+    for _ in range(300):
+        assert not controller.is_paused(rows)
+        play(controller, rows, [(lookup, Candidate(part=1))])
 
 
 @pytest.fixture

@@ -365,7 +365,7 @@ def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> Non
     probe_budget = ProbeBudget()
     for _ in range(200):  # those that are free come first
         probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
-        probe_budget.count_round()
+        probe_budget.count_rounds(1)
     probe_budget.earn(10.0, plain=1.0)
     assert probe_budget.balance == pytest.approx(10 * PROBE_INCOME)
     probe_budget.failed()
@@ -688,7 +688,7 @@ def test_free_probes_follow_a_change_with_growing_intervals() -> None:
             while probe_budget.may_go_on(0.25):
                 probe_budget.pay(0.1)
             probe_budget.failed()
-        probe_budget.count_round()
+        probe_budget.count_rounds(1)
     assert begun == [0, 16, 48]
 
 
@@ -726,7 +726,7 @@ def test_grants_in_quick_succession_give_one_series() -> None:
             if probe_budget.is_due:
                 assert probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
                 num_series[-1] += 1
-            probe_budget.count_round()
+            probe_budget.count_rounds(1)
     assert num_series == [3, 1, 3, 1, 3, 1, 3, 1]
 
 

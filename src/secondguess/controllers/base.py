@@ -45,6 +45,14 @@ class Controller(ABC):
         refuse_options(name, "controller")
         return cls()
 
+    def is_paused(self, rows: Sequence[Row]) -> bool:
+        """Begin a round; return True if nothing is drafted in it, whatever the candidates are.
+
+        Then neither `plan` nor the drafter is called before the target's forward pass. Nothing may
+        be paused for rows with draft lengths or draft sources of their own.
+        """
+        return False
+
     @abstractmethod
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         """Return, for each row, the drafter to use and the maximum number of levels this round.

@@ -26,9 +26,11 @@ class Backoffs:
         self._num_rows = 0
         self._of: dict[Row, dict[Hashable, Backoff]] = {}
 
-    def cover(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> bool:
-        """Begin a round; return whether every candidate of every row is in backoff."""
-        self._now += 1
+    def cover(
+        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], num_rounds: int = 1
+    ) -> bool:
+        """Begin the last of `num_rounds` rounds; return whether every candidate is in backoff."""
+        self._now += num_rounds
         if len(rows) != self._num_rows:  # what does not pay for many rows may pay for one
             self._num_rows = len(rows)
             self._of.clear()
@@ -41,6 +43,22 @@ class Backoffs:
                     if backoff is None or backoff.until <= now:
                         return False
         return True
+
+    def num_constant(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
+        """Return for how many more rounds all of these candidates stay the same and in backoff.
+
+        The candidates of a drafter that samples do not depend on the text, unlike those of a lookup
+        and of a row's own sources.
+        """
+        ends = []
+        for row, choices in zip(rows, candidates, strict=True):
+            if row.sources or row.params.draft_length is not None:
+                return 0
+            for choice in choices:
+                if choice.deterministic or not choice.longest:
+                    return 0
+                ends.append(self._of[row][choice.part, choice.kind].until)
+        return min(ends) - self._now - 1
 
     def begin(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> None:
         """Put these candidates in backoff, as none of them paid."""

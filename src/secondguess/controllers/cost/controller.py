@@ -77,6 +77,8 @@ class CostController(Controller):
         self._probing = False
         self._backoffs = Backoffs()
         self._in_backoff = False
+        self._is_paused = False
+        self._num_pausable = self._num_paused = 0  # rounds: that may be paused, and since `plan`
         self._num_certain = 0
         self._buffered = PlainRoundBuffer()
         self._drafted = DraftedRoundBuffer()
@@ -99,12 +101,14 @@ class CostController(Controller):
         self._cost_model.times = times
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
-        self.probe_budget.count_round()
+        num_rounds = 1 + self._num_paused
+        self._num_paused = 0
+        self.probe_budget.count_rounds(num_rounds)
         self.measures_plain = False
         candidates = self._without_certain(candidates)
         num_rows, was_probing = len(rows), False
         plans = [PLAIN] * num_rows
-        paused = self._backoffs.cover(rows, candidates) and not self.probe_budget.is_due
+        paused = self._backoffs.cover(rows, candidates, num_rounds) and not self.probe_budget.is_due
         if not (paused and self._in_backoff):
             if self._drafted.repeats(rows, candidates):
                 return self._repeat(rows)
@@ -115,6 +119,7 @@ class CostController(Controller):
             self._in_backoff = paused and not was_probing
         self._place = _place(candidates)
         if self._in_backoff:
+            self._num_pausable = self._num_undecided(rows, candidates)
             return plans
         self._learn_buffered()
         context = self.times.context = mean_length(rows)
@@ -145,6 +150,18 @@ class CostController(Controller):
             plans[proposal.row] = Plan(proposal.part, proposal.length)
         self._drafted.decide(rows, candidates)
         return plans
+
+    def is_paused(self, rows: Sequence[Row]) -> bool:
+        self._is_paused = self._num_pausable > 0 and tuple(rows) == self._buffered.rows
+        if self._is_paused:
+            self._num_pausable -= 1
+            self._num_paused += 1
+        return self._is_paused
+
+    def _num_undecided(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
+        """Return the number of rounds after this backoff round that need no decision of their own."""
+        constant = self._backoffs.num_constant(rows, candidates)
+        return constant and int(min(constant, self._buffered.room, self.probe_budget.num_until_due - 1))
 
     def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
         """Return the candidates, none for rows whose draft is certain: these need no decision."""
@@ -248,6 +265,9 @@ class CostController(Controller):
         return self._cost_model.extra_pass_seconds(depth, depth + 1)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
+        if self._is_paused:
+            self._buffered.repeat(time)
+            return
         if self._in_backoff:
             if (
                 draft.num_nodes
@@ -317,6 +337,7 @@ class CostController(Controller):
         self.guard.reset()
         self.probe_budget.grant()
         self._backoffs.end()
+        self._num_pausable = 0
         self._cost_model.forget_speeds()
 
     def _buffer_round(self, rows: Sequence[Row], time: RoundTime) -> None:

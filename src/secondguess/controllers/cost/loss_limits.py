@@ -116,16 +116,20 @@ class ProbeBudget:
         income = PROBE_INCOME * seconds / 2**self._halvings
         self.balance = min(self.balance + income, MAX_PROBE_BALANCE * plain)
 
-    def count_round(self) -> None:
-        """Count a round, until the next free series is due."""
-        self._num_rounds += 1
-        if self._wait:
-            self._wait -= 1
+    def count_rounds(self, num_rounds: int) -> None:
+        """Count rounds, until the next free series is due."""
+        self._num_rounds += num_rounds
+        self._wait = max(self._wait - num_rounds, 0)
+
+    @property
+    def num_until_due(self) -> float:
+        """Number of rounds until a free series is due."""
+        return self._wait if self._num_free else math.inf
 
     @property
     def is_due(self) -> bool:
         """True if a free series may begin."""
-        return self._num_free > 0 and not self._wait
+        return not self.num_until_due
 
     def may_begin(self, price: float, gain: float, plain: float) -> bool:
         """Return whether a series of probes may begin, and begin it.

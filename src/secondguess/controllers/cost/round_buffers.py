@@ -103,7 +103,7 @@ class PlainRoundBuffer:
     """Buffer of successive backoff rounds over the same rows, each with one token per row."""
 
     def __init__(self) -> None:
-        self._rows: tuple[Row, ...] = ()
+        self.rows: tuple[Row, ...] = ()
         self._context = 0.0
         self._places: list[Hashable] = []
         self._times: list[RoundTime] = []
@@ -115,17 +115,27 @@ class PlainRoundBuffer:
         """Add a round; return False if the buffer is full or holds rounds of other rows."""
         held = tuple(rows)  # the caller may change its list
         if not self._times:
-            self._rows, self._context = held, mean_length(held)
-        elif held != self._rows or len(self._times) == MOST_PLAIN:
+            self.rows, self._context = held, mean_length(held)
+        elif held != self.rows or len(self._times) == MOST_PLAIN:
             return False
         self._places.append(place)
         self._times.append(time)
         return True
 
+    @property
+    def room(self) -> int:
+        """Number of rounds that can follow the next one before the buffer is full."""
+        return MOST_PLAIN - 1 - len(self._times) % MOST_PLAIN
+
+    def repeat(self, time: RoundTime) -> None:
+        """Add a round of the same rows and the same place as the one before, for which there is room."""
+        self._times.append(time)
+
     def take(self) -> tuple[tuple[Row, ...], list[PlainRounds]]:
         """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
-        rows, context, places, times = self._rows, self._context, self._places, self._times
-        self._rows, self._places, self._times = (), [], []
+        rows, context, places, times = self.rows, self._context, self._places, self._times
+        self.rows, self._places, self._times = (), [], []
+        places += places[-1:] * (len(times) - len(places))
         rounds = []
         for first in range(0, len(times), FEW):
             few = times[first : first + FEW]
