@@ -63,9 +63,9 @@ def test_backoff_rounds_are_learned_from_later_and_none_is_lost(
     contexts: list[float] = []
     earn, add_plain = controller.probe_budget.earn, controller.times.add_plain
 
-    def note_income(seconds: float, plain: float) -> None:
-        earned.append(seconds)
-        earn(seconds, plain)
+    def note_income(elapsed: float) -> None:
+        earned.append(elapsed)
+        earn(elapsed)
 
     def note_context(num_rows: int, context: float, seconds: Sequence[float]) -> bool:
         contexts.append(context)

@@ -17,7 +17,7 @@ from secondguess.controllers.cost.averages import CostCurve
 from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.controllers.cost.loss_limits import (
-    FREE_SERIES_LOSS,
+    GRANT,
     MAX_BALANCE,
     MAX_LOSS,
     MAX_PROBE_BALANCE,
@@ -363,19 +363,31 @@ def test_failed_probes_reduce_the_probing_rate() -> None:
 
 def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> None:
     probe_budget = ProbeBudget()
-    for _ in range(200):  # those that are free come first
-        probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
-        probe_budget.count_rounds(1)
-    probe_budget.earn(10.0, plain=1.0)
-    assert probe_budget.balance == pytest.approx(10 * PROBE_INCOME)
-    probe_budget.failed()
-    probe_budget.earn(10.0, plain=1.0)
-    assert probe_budget.balance == pytest.approx(15 * PROBE_INCOME)
-    probe_budget.succeeded()
-    probe_budget.earn(10.0, plain=1.0)
-    assert probe_budget.balance == pytest.approx(25 * PROBE_INCOME)
-    probe_budget.earn(1e6, plain=1.0)
+    for change, halves in ((lambda: None, 1), (probe_budget.failed, 2), (probe_budget.succeeded, 1)):
+        change()
+        before = probe_budget.balance
+        probe_budget.earn(10.0)
+        assert probe_budget.balance - before == pytest.approx(10 * PROBE_INCOME / halves)
+    probe_budget.earn(1e6)
     assert probe_budget.balance == MAX_PROBE_BALANCE
+
+
+def test_a_changed_machine_speed_grants_a_series_of_probes() -> None:
+    """A series of usual cost, but not one of the target as its own drafter, which prefills the prompt first."""
+    probe_budget = ProbeBudget()
+    probe_budget.pay(MAX_PROBE_BALANCE)
+    assert not probe_budget.may_begin(1.5)
+    probe_budget.grant()
+    assert probe_budget.may_begin(1.5)
+    assert not probe_budget.may_begin(100.0)
+    probe_budget.pay(GRANT)
+    assert not probe_budget.may_go_on(0.25)
+
+
+def test_the_budget_of_a_series_is_saved_for_any_expected_cost() -> None:
+    probe_budget = ProbeBudget()
+    probe_budget.earn(1e6)
+    assert probe_budget.may_begin(1e9)
 
 
 def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
@@ -677,63 +689,6 @@ def test_a_stop_caused_by_the_machine_is_reverted() -> None:
             guard.wait(seconds=4.0 if guard is slow else 1.0)
     assert not slow.is_stopped
     assert drafter.is_stopped
-
-
-def test_free_probes_follow_a_change_with_growing_intervals() -> None:
-    probe_budget, begun = ProbeBudget(), []
-    probe_budget.grant()
-    for number in range(300):
-        if probe_budget.may_begin(1.0, gain=1.0, plain=1.0):
-            begun.append(number)
-            while probe_budget.may_go_on(0.25):
-                probe_budget.pay(0.1)
-            probe_budget.failed()
-        probe_budget.count_rounds(1)
-    assert begun == [0, 16, 48]
-
-
-def test_a_free_series_of_probes_ends_at_its_loss_limit() -> None:
-    probe_budget = ProbeBudget()
-    probe_budget.grant()
-    assert probe_budget.may_begin(5.0, gain=5.0, plain=1.0)
-    probe_budget.pay(FREE_SERIES_LOSS)
-    assert not probe_budget.may_go_on(0.25)
-
-
-def test_an_expensive_probe_is_not_free() -> None:
-    """Such as one of the target as its own drafter, which prefills the prompt first."""
-    probe_budget = ProbeBudget()
-    probe_budget.grant()
-    assert not probe_budget.may_begin(100.0, gain=100.0, plain=1.0)
-    assert not probe_budget.is_due, "it is not asked about in every round"
-
-
-def test_a_probe_that_costs_a_multiple_of_its_gain_is_not_free() -> None:
-    """Another machine speed changes its cost, but not the acceptance rate."""
-    probe_budget = ProbeBudget()
-    probe_budget.grant()
-    assert not probe_budget.may_begin(1.0, gain=0.1, plain=1.0)
-    assert not probe_budget.is_due
-
-
-def test_grants_in_quick_succession_give_one_series() -> None:
-    """On a noisy machine, whose speed seems to change all the time."""
-    probe_budget, num_series = ProbeBudget(), []
-    for _ in range(8):
-        probe_budget.grant()
-        num_series.append(0)
-        for _ in range(100):
-            if probe_budget.is_due:
-                assert probe_budget.may_begin(1.0, gain=1.0, plain=1.0)
-                num_series[-1] += 1
-            probe_budget.count_rounds(1)
-    assert num_series == [3, 1, 3, 1, 3, 1, 3, 1]
-
-
-def test_the_budget_of_a_series_is_saved_for_any_expected_cost() -> None:
-    probe_budget = ProbeBudget()
-    probe_budget.earn(1e6, plain=1.0)
-    assert probe_budget.may_begin(1e9, gain=1e9, plain=1.0)
 
 
 def test_one_outlier_hardly_changes_an_average() -> None:

@@ -103,12 +103,11 @@ class CostController(Controller):
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         num_rounds = 1 + self._num_paused
         self._num_paused = 0
-        self.probe_budget.count_rounds(num_rounds)
         self.measures_plain = False
         candidates = self._without_certain(candidates)
         num_rows, was_probing = len(rows), False
         plans = [PLAIN] * num_rows
-        paused = self._backoffs.cover(rows, candidates, num_rounds) and not self.probe_budget.is_due
+        paused = self._backoffs.cover(rows, candidates, num_rounds)
         if not (paused and self._in_backoff):
             if self._drafted.repeats(rows, candidates):
                 return self._repeat(rows)
@@ -161,7 +160,7 @@ class CostController(Controller):
     def _num_undecided(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
         """Return the number of rounds after this backoff round that need no decision of their own."""
         constant = self._backoffs.num_constant(rows, candidates)
-        return constant and int(min(constant, self._buffered.room, self.probe_budget.num_until_due - 1))
+        return constant and min(constant, self._buffered.room)
 
     def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
         """Return the candidates, none for rows whose draft is certain: these need no decision."""
@@ -199,18 +198,18 @@ class CostController(Controller):
 
         Probes come in series: the first one needs a budget for all of them.
         """
-        part, plain = proposals[0].part, self.times.plain(len(rows))
+        part = proposals[0].part
         price = self._cost_model.drafting(part, len(proposals), 1) + self._cost_model.extra_pass_seconds(0, 1)
         num_uncached = sum([proposal.candidate.num_uncached for proposal in proposals])
-        price += self.times.prefill_seconds(part, num_uncached) / SERIES
+        price = (price + self.times.prefill_seconds(part, num_uncached) / SERIES) / self.times.plain(
+            len(rows)
+        )
         if was_probing:
             if not self.probe_budget.may_go_on(price):
                 self.probe_budget.failed()
                 return []
-        else:
-            gain = sum([proposal.expected_tokens(PROBE_LENGTH) for proposal in proposals])
-            if not self.probe_budget.may_begin(SERIES * price, gain / len(rows) * SERIES * plain, plain):
-                return []
+        elif not self.probe_budget.may_begin(SERIES * price):
+            return []
         self._probing = True
         for proposal in proposals:
             proposal.length = min(proposal.length, PROBE_LENGTH)
@@ -327,7 +326,7 @@ class CostController(Controller):
         plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
         for place, num in rounds.places.items():
             self._cost_model.book_plain(place, 1.0, num)
-        self.probe_budget.earn(total, plain)
+        self.probe_budget.earn(total / plain)
         self.guard.wait(rows, rounds.num, total)
         if changed:
             self._reset_decisions()
@@ -412,9 +411,9 @@ class CostController(Controller):
         plain_seconds = num_tokens * plain / num_rows
         mean = self._mean_plain(num_rows)
         self._cost_model.book(place, clipped / plain, num_tokens / num_rows, worthwhile=not self._probing)
-        self.probe_budget.earn(seconds, plain)
+        self.probe_budget.earn(seconds / plain)
         if self._probing:
-            self.probe_budget.pay(seconds - plain_seconds)
+            self.probe_budget.pay((seconds - plain_seconds) / plain)
         won = num_tokens / num_rows - (seconds - spread) / mean
         self.guard.book(won, rows, seconds - spread, mean)
 

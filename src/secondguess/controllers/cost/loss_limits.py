@@ -42,26 +42,12 @@ MAX_PROBE_BALANCE = 6.0
 MOST_HALVINGS = 5
 SERIES = 4
 """Approximate number of probes in a series."""
-NUM_FREE_SERIES, FIRST_SERIES_WAIT = 3, 8
-"""Number of free series of probes, and number of rounds before the first one.
+GRANT = 2.0
+"""Probe budget at the beginning, and after the machine has changed its speed, in plain rounds.
 
-They are granted at the beginning, and again (without the first wait) after the machine has changed
-its speed or become quiet. The number of rounds between two of them doubles.
+Enough for a series of probes of usual cost, whose result then decides, and less than what a series
+of unknown cost needs.
 """
-FULL_GRANT_ROUNDS = 128
-"""Number of rounds between two grants of `NUM_FREE_SERIES`; grants in between are of one series.
-
-On a noisy machine the speed seems to change every hundred rounds.
-"""
-MAX_FREE_PRICE = 1.5
-"""Expected cost of a probe, in plain rounds, above which it is not free."""
-MAX_PRICE_RATIO = 3.0
-"""Maximum expected cost of a free series, as a multiple of its expected gain.
-
-Another machine speed changes costs, but not acceptance rates.
-"""
-FREE_SERIES_LOSS = 1.0
-"""Loss at which a free series ends, in plain rounds."""
 MAX_LOSS = 16.0
 """Loss at which the guard stops drafting, in plain rounds."""
 MAX_BALANCE = 16.0
@@ -88,89 +74,45 @@ def loss_bound(num_rounds: int, worst_round: float) -> float:
 
 
 class ProbeBudget:
-    """Budget for probes, and the free series granted after the machine has changed its speed."""
+    """Budget for probes, in plain rounds.
+
+    Attributes:
+        balance: what the next probes may cost.
+    """
 
     def __init__(self) -> None:
-        self.balance = 0.0
+        self.balance = GRANT
         self._halvings = 0
-        self._num_free = NUM_FREE_SERIES  # free series left
-        self._wait = FIRST_SERIES_WAIT  # rounds until the next of them
-        self._num_rounds = 0  # since the last grant of several series
-        self._free_probes = 0  # probes left in the current free series
-        self._free_loss = 0.0  # seconds that it may still lose
 
     def grant(self) -> None:
-        """Grant free series, the first at once: earlier results are from another machine speed."""
-        self._halvings, self._wait = 0, 0
-        self._num_free = max(self._num_free, 1)
-        if self._num_rounds >= FULL_GRANT_ROUNDS:
-            self._num_free, self._num_rounds = NUM_FREE_SERIES, 0
+        """Allow a series of probes: earlier results are from another machine speed."""
+        self._halvings = 0
+        self.balance = max(self.balance, GRANT)
 
-    def earn(self, seconds: float, plain: float) -> None:
-        """Add the income of some rounds.
+    def earn(self, elapsed: float) -> None:
+        """Add the income of some rounds, which took as long as `elapsed` plain rounds."""
+        income = PROBE_INCOME * elapsed / 2**self._halvings
+        self.balance = min(self.balance + income, MAX_PROBE_BALANCE)
 
-        Args:
-            seconds: their total duration.
-            plain: seconds of a plain round.
-        """
-        income = PROBE_INCOME * seconds / 2**self._halvings
-        self.balance = min(self.balance + income, MAX_PROBE_BALANCE * plain)
-
-    def count_rounds(self, num_rounds: int) -> None:
-        """Count rounds, until the next free series is due."""
-        self._num_rounds += num_rounds
-        self._wait = max(self._wait - num_rounds, 0)
-
-    @property
-    def num_until_due(self) -> float:
-        """Number of rounds until a free series is due."""
-        return self._wait if self._num_free else math.inf
-
-    @property
-    def is_due(self) -> bool:
-        """True if a free series may begin."""
-        return not self.num_until_due
-
-    def may_begin(self, price: float, gain: float, plain: float) -> bool:
-        """Return whether a series of probes may begin, and begin it.
-
-        Args:
-            price: expected seconds of the series.
-            gain: expected seconds that plain decoding would need for its accepted tokens.
-            plain: seconds of a plain round.
-        """
-        if self.is_due:
-            self._wait = FIRST_SERIES_WAIT << (NUM_FREE_SERIES + 1 - self._num_free)
-            self._num_free -= 1
-            if price > min(SERIES * MAX_FREE_PRICE * plain, MAX_PRICE_RATIO * gain):
-                return False
-            self._free_probes, self._free_loss = SERIES, FREE_SERIES_LOSS * plain
-            return True
+    def may_begin(self, price: float) -> bool:
+        """Return whether a series of probes of this expected cost may begin."""
         # Half of the maximum budget is always enough: `price` may be wrong, and only a probe can
         # correct it.
-        return self.balance >= min(price, MAX_PROBE_BALANCE * plain / 2)
+        return self.balance >= min(price, MAX_PROBE_BALANCE / 2)
 
     def may_go_on(self, price: float) -> bool:
-        """Return whether the series may go on with a probe of this expected cost in seconds."""
-        return self._free_probes > 0 or self.balance >= price
+        """Return whether the series may go on with a probe of this expected cost."""
+        return self.balance >= price
 
     def pay(self, lost: float) -> None:
-        """Charge the seconds that a probe lost (negative: gained)."""
-        if not self._free_probes:
-            self.balance -= lost
-            return
-        self._free_loss -= lost
-        self._free_probes -= 1
-        if self._free_loss <= 0:  # too expensive to be repeated soon
-            self._free_probes, self._num_free = 0, min(self._num_free, 1)
+        """Charge what a probe lost (negative: gained)."""
+        self.balance -= lost
 
     def failed(self) -> None:
-        if not self._num_free:
-            self._halvings = min(self._halvings + 1, MOST_HALVINGS)
-        self._free_probes = 0
+        self._halvings = min(self._halvings + 1, MOST_HALVINGS)
 
     def succeeded(self) -> None:
-        self._halvings = self._free_probes = 0
+        self._halvings = 0
 
 
 class AmortisedCosts:
