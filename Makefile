@@ -10,7 +10,7 @@ NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/n
 .venv/.ready: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,quant,serve]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,quant,serve,gguf]'
 	touch $@
 
 demo: setup
