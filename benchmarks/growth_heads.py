@@ -50,7 +50,12 @@ def grow_eagle(head: EagleHead, target: TargetModel, shape: GrownShape) -> Eagle
         raise ValueError(
             f"expected an EAGLE-3 head with the target's embeddings and no norms before `fc`, got {config}"
         )
-    grown = EagleHead(replace(config, layer=grown_layer(config.layer, shape)), target, head.vocabulary)
+    grown = EagleHead(
+        replace(config, layer=grown_layer(config.layer, shape)),
+        target,
+        head.vocabulary,
+        has_head=head.lm_head is not None,
+    )
     width = _width(head.shape, shape)
     set_weight(grown.fc, _fusion(head, width))
     for new, old in zip(grown.layers, head.layers, strict=True):
@@ -65,7 +70,8 @@ def grow_eagle(head: EagleHead, target: TargetModel, shape: GrownShape) -> Eagle
         parts[:, 1, 1:] = 0
         set_weight(getattr(first.self_attn, name), parts.flatten(1))
     set_weight(grown.norm, _divided(head.norm.weight, width))
-    set_weight(grown.lm_head, head.lm_head.weight.repeat(1, width))
+    if head.lm_head is not None:
+        set_weight(grown.lm_head, head.lm_head.weight.repeat(1, width))
     return grown
 
 

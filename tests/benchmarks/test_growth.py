@@ -7,6 +7,7 @@ import pytest
 import torch
 from growth import GrownShape, grow
 from growth_heads import GROW, grown_layer, target_model
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.heads.base import Head, TargetModel
@@ -89,7 +90,9 @@ HEADS: dict[str, tuple[str, Callable[[TargetModel], Head]]] = {
     "eagle": ("eagle", lambda target: EagleHead(EagleConfig(LAYER, (0, 1), num_layers=2), target)),
     "eagle, normalised residual": (
         "eagle",
-        lambda target: EagleHead(EagleConfig(LAYER, (1, 0, 1), norm_before_residual=True), target),
+        lambda target: EagleHead(
+            EagleConfig(LAYER, (1, 0, 1), norm_before_residual=True), target, has_head=False
+        ),
     ),
     "mtp": ("mtp", lambda target: MtpHead(replace(LAYER, has_qk_norm=True), target)),
     "medusa": ("medusa", lambda target: MedusaHead.fresh(target, num_heads=2, num_layers=2)),
@@ -114,6 +117,10 @@ def test_heads_of_a_grown_target_have_the_logits_of_the_small_ones(name: str, sh
     with torch.no_grad():
         grown_head = GROW[kind][1](head, target_model(grown), shape).double().eval()
     tokens, weights = torch.randint(40, (2, 20)), torch.randn(40, dtype=torch.float64)
+
+    def project(probs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits @ weights, torch.minimum(probs, logits.softmax(-1)).sum(-1)
+
     results = []
     for model, each in ((small, head), (grown, grown_head)):
         decoder = fuse(model, packed=False)
@@ -121,7 +128,7 @@ def test_heads_of_a_grown_target_have_the_logits_of_the_small_ones(name: str, sh
         runtime = FusedRuntime(decoder, hidden_layers=(*head.hidden_layers, LAST_HIDDEN))
         batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), runtime.read(tokens).hidden)
         with torch.no_grad():
-            found = each.learn(batch, TargetModel.of(runtime), lambda _, logits: logits @ weights)
+            found = each.learn(batch, TargetModel.of(runtime), project)
         extra = [] if found.extra is None else [found.extra]
         results.append(torch.stack([*found.losses, *found.accepted, *extra]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

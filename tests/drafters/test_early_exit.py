@@ -32,7 +32,7 @@ from secondguess.runtime.base import Runtime
 from secondguess.runtime.fused import FusedRuntime, Layer, fuse
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.train.losses import forward_divergence
+from secondguess.train.losses import objective
 from secondguess.verifiers import make_verifier
 
 PROMPTS = [[3, 5, 7, 5, 7], [9, 9, 2, 9]]
@@ -262,7 +262,7 @@ def test_a_batch_without_counted_positions_has_no_gradient() -> None:
         tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
     )
     head = EarlyExitHead.fresh(TargetModel.of(target), exit_layer=2, mlp_size=8).double()
-    head.learn(training_batch, target.embedding_and_head(), forward_divergence).losses[0].backward()
+    head.learn(training_batch, target.embedding_and_head(), objective("kl")).losses[0].backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
 
 
@@ -287,7 +287,7 @@ def test_training_an_adapter_lowers_the_loss() -> None:
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):
-        mark = head.learn(training_batch, embedding_and_head, forward_divergence)
+        mark = head.learn(training_batch, embedding_and_head, objective("kl"))
         optimizer.zero_grad()
         mark.losses[0].backward()
         optimizer.step()

@@ -126,21 +126,23 @@ def many_texts(num_rows: int = 8, length: int = 20) -> list[list[int]]:
     return torch.randint(VOCAB_SIZE, (num_rows, length), generator=generator).tolist()
 
 
-def cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    return -(target_logits.softmax(-1) * draft_logits.log_softmax(-1).clamp_min(-1e4)).sum(-1)
+def cross_entropy(target_probs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and overlap per position."""
+    losses = -(target_probs * draft_logits.log_softmax(-1).clamp_min(-1e4)).sum(-1)
+    return losses, torch.minimum(target_probs, draft_logits.softmax(-1)).sum(-1).detach()
 
 
 class Recorder:
-    """An objective that keeps the logits which it was shown, one pair per depth."""
+    """An objective that keeps what it was shown: logits of the head, probabilities of the target."""
 
     def __init__(self) -> None:
         self.said: list[Tensor] = []
         self.meant: list[Tensor] = []
 
-    def __call__(self, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-        self.meant.append(target_logits.detach())
+    def __call__(self, target_probs: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+        self.meant.append(target_probs.detach())
         self.said.append(draft_logits.detach())
-        return cross_entropy(target_logits, draft_logits)
+        return cross_entropy(target_probs, draft_logits)
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:

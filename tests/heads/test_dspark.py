@@ -381,16 +381,16 @@ def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None
     head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     known = WORDS if format == "truncated" else torch.arange(VOCAB_SIZE)
     with torch.no_grad():
-        dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0, :, known]
+        dists = TARGET.model(torch.tensor([text]), use_cache=False).logits[0].softmax(-1)[:, known]
     assert sorted(anchors[chosen].tolist()) == list(range(len(TEXT) - 1, len(text) - 1))
-    for column, anchor in enumerate(anchors[0].tolist()):
+    shown = zip(recorder.said[0], recorder.meant[0], strict=True)
+    for anchor in anchors[0].tolist():
         states = block_states(parts, text[: anchor + 1])[FIRST.get(format, 0) :]
         for depth, state in enumerate(states):
             if anchor + depth + 1 < len(text):
                 expected = formula(parts, state, text[anchor + depth])[known]
-                said = recorder.said[depth][0, column]
+                said, meant = next(shown)
                 torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
-                meant = recorder.meant[depth][0, column]
                 torch.testing.assert_close(meant, dists[anchor + depth], atol=1e-4, rtol=1e-4)
 
 
@@ -401,14 +401,14 @@ def test_acceptance_by_depth_counts_tokens_of_the_target() -> None:
     marks = head.learn(training_batch, TARGET.embedding_and_head(), recorder)
     anchors, _ = head._anchors(training_batch.counts)
     assert anchors.sort().values.tolist() == [[len(TEXT) - 3, len(TEXT) - 2]] * 2
+    nodes = anchors[..., None] + torch.arange(1, BLOCK + 1)
+    depths = (nodes < len(TEXT)).nonzero()[:, 2]
+    losses, overlap = Recorder()(recorder.meant[0], recorder.said[0])
     for depth in range(BLOCK):
-        counted = anchors + depth + 1 < len(TEXT)
-        least = torch.minimum(recorder.meant[depth].softmax(-1), recorder.said[depth].softmax(-1)).sum(-1)
-        expected = least[counted].mean() if counted.any() else torch.tensor(0.0)
-        torch.testing.assert_close(marks.accepted[depth], expected)
-        losses = Recorder()(recorder.meant[depth], recorder.said[depth])
-        expected = losses[counted].mean() if counted.any() else torch.tensor(0.0)
-        torch.testing.assert_close(marks.losses[depth].detach(), expected)
+        counted = depths == depth
+        for found, each in ((marks.losses, losses), (marks.accepted, overlap)):
+            expected = each[counted].mean() if counted.any() else torch.tensor(0.0)
+            torch.testing.assert_close(found[depth].detach(), expected)
 
 
 def test_learning_lowers_the_loss() -> None:

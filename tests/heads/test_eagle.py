@@ -298,6 +298,17 @@ def test_a_new_head_has_the_embeddings_of_the_target() -> None:
     assert not torch.equal(head.fc.weight, other.fc.weight)
 
 
+def test_a_new_head_of_the_whole_vocabulary_uses_the_lm_head_of_the_target(tmp_path: Path) -> None:
+    """Its files contain a copy, as the library that reads them wants it."""
+    head = EagleHead.fresh(TARGET).double()
+    assert head.lm_head is None
+    head.save(tmp_path, "tiny")
+    assert "lm_head.weight" in load_file(tmp_path / "model.safetensors")
+    again = load(tmp_path)
+    assert again.lm_head is None
+    assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
+
+
 @pytest.mark.parametrize("words", [[], [1, 1, 2], [1, 2, 31], [-1, 2, 3]])
 def test_invalid_draft_vocabularies_are_refused(words: list[int]) -> None:
     with pytest.raises(BadInputError, match="different tokens"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from head_formats import cross_entropy
 
 from secondguess.heads.feature import default_layer_config
 from unrolled_cases import (
@@ -20,10 +20,6 @@ from unrolled_cases import (
 )
 
 every_head = pytest.mark.parametrize("kind", UNROLLED)
-
-
-def cross_entropy(target_logits: Tensor, logits: Tensor) -> Tensor:
-    return -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
 @every_head
@@ -66,9 +62,9 @@ def test_acceptance_is_counted_by_depth_at_the_counted_positions(kind: str) -> N
     for depth, (loss, accepted) in enumerate(zip(marks.losses, marks.accepted, strict=True)):
         # The token at 6 is guessed at this depth by the chain whose root is that much earlier.
         own = drafted_logits(head, TEXT[: 6 - depth], TEXT[6 - depth : 7])[depth]
-        expected = cross_entropy(target_logits[known], own[known])
+        target_probs = target_logits.float().softmax(-1)[known]
+        expected, shared = cross_entropy(target_probs, own[known])
         torch.testing.assert_close(loss.detach(), expected, atol=1e-5, rtol=1e-5)
-        shared = torch.minimum(target_logits.softmax(-1), own.softmax(-1)).sum()
         torch.testing.assert_close(accepted, shared.to(accepted.dtype), atol=1e-5, rtol=1e-5)
         assert not accepted.requires_grad
 

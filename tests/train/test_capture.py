@@ -59,62 +59,53 @@ def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_stored_states_are_rounded_live_states(target, tmp_path: Path, dtype: torch.dtype) -> None:
-    lines: list[str] = []
-    stored = StoredCapture(tmp_path, TEXTS, (1,), target.runtime, dtype)
-    stored.fill(1.0, lines.append)
+    stored = StoredCapture(tmp_path, TEXTS, (1,), target.runtime, dtype, 1.0)
     live = LiveCapture(target.runtime, (1,)).training_batch(BATCH)
-    read = stored.training_batch(BATCH)
-    for layer in (1, -1):
-        assert torch.equal(read.hidden[layer], live.hidden[layer].to(dtype).float())
-    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    assert stored.num_bytes(TEXTS) <= on_disk < stored.num_bytes(TEXTS) + 200 * len(TEXTS)
-    assert "of the 1 allowed" in lines[0]
+    for _ in range(2):
+        read = stored.training_batch(BATCH)
+        for layer in (1, -1):
+            assert torch.equal(read.hidden[layer], live.hidden[layer].to(dtype).float())
 
 
-def test_an_interrupted_capture_is_resumed(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of texts that the target reads."""
+    found: list[int] = []
     states = LiveCapture.states
-
-    def counting(self, texts):
-        if read:
-            raise KeyboardInterrupt
-        read.append(len(texts))
-        return states(self, texts)
-
-    monkeypatch.setattr(LiveCapture, "states", counting)
-    with pytest.raises(KeyboardInterrupt):
-        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16).fill(1.0, str)
     monkeypatch.setattr(
-        LiveCapture, "states", lambda self, texts: read.append(len(texts)) or states(self, texts)
+        LiveCapture, "states", lambda self, texts: found.append(len(texts)) or states(self, texts)
     )
-    again = StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16)
-    again.fill(1.0, str)
-    assert read == [32, 8]
-    live = LiveCapture(target.runtime, ()).training_batch(BATCH)
-    assert torch.equal(again.training_batch(BATCH).hidden[-1], live.hidden[-1].half().float())
+    return found
 
 
-def test_states_of_other_layers_or_dtypes_are_captured_again(target, tmp_path: Path) -> None:
-    for layers, dtype in (((), torch.float16), ((1,), torch.float16), ((1,), torch.bfloat16)):
-        stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, dtype)
-        stored.fill(1.0, str)
-        assert len(list(tmp_path.glob("*.safetensors"))) == len(TEXTS)
+def test_a_text_is_captured_once_for_all_runs_and_layers(target, tmp_path: Path, num_read) -> None:
+    for layers, expected in (((1,), [2]), ((1,), []), ((), []), ((0,), [2])):
+        stored = StoredCapture(tmp_path, TEXTS, layers, target.runtime, torch.float16, 1.0)
+        found = stored.training_batch(BATCH)
+        assert num_read == expected
         live = LiveCapture(target.runtime, layers).training_batch(BATCH)
         for layer in (*layers, -1):
-            assert torch.equal(
-                stored.training_batch(BATCH).hidden[layer], live.hidden[layer].to(dtype).float()
-            )
+            assert torch.equal(found.hidden[layer], live.hidden[layer].half().float())
+        num_read.clear()
+    stored.training_batch(Batch.of([(index, TEXTS[index]) for index in (3, 5)]))
+    assert num_read == [1]
+
+
+def test_states_of_other_texts_or_dtypes_are_removed(target, tmp_path: Path, num_read) -> None:
+    for texts, dtype in ((TEXTS, torch.float16), (TEXTS[:9], torch.float16), (TEXTS[:9], torch.bfloat16)):
+        StoredCapture(tmp_path, texts, (), target.runtime, dtype, 1.0).training_batch(BATCH)
+    assert num_read == [2, 2, 2]
 
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:
-    stored = StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16)
+    gigabytes = 0.9 * sum(len(text.tokens) for text in TEXTS) * 32 * 2 / GIGABYTE
     with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):
-        stored.fill(0.9 * stored.num_bytes(TEXTS) / GIGABYTE, str)
+        StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, gigabytes)
     assert not (tmp_path / "states").exists()
 
 
 def test_states_beyond_the_range_of_float16_are_refused(target, tmp_path: Path, monkeypatch) -> None:
-    huge = [{-1: torch.full((len(text.tokens), 32), 1e6)} for text in TEXTS]
-    monkeypatch.setattr(LiveCapture, "states", lambda self, texts: huge[: len(texts)])
+    huge = [{-1: torch.full((len(TEXTS[index].tokens), 32), 1e6)} for index in BATCH.indices]
+    monkeypatch.setattr(LiveCapture, "states", lambda self, texts: huge)
     with pytest.raises(BadInputError, match="bfloat16"):
-        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16).fill(1.0, str)
+        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)

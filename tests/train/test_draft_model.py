@@ -47,10 +47,10 @@ def test_training_learns_the_targets_distribution_at_counted_positions(target) -
     model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=64)
     training_batch = LiveCapture(target, ()).training_batch(BATCH)
     marks = model.learn(training_batch, embedding_and_head, objective("kl"))
-    target_logits = embedding_and_head.unembed(training_batch.hidden[-1])
+    target_probs = embedding_and_head.unembed(training_batch.hidden[-1]).softmax(-1)
     draft_logits = model.model(training_batch.tokens).logits
     # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
-    each = objective("kl")(target_logits, draft_logits)
+    each, _ = objective("kl")(target_probs, draft_logits)
     torch.testing.assert_close(marks.losses[0], (each[0, 1] + each[0, 2] + each[1, 0]) / 3)
     assert 0 < marks.accepted[0] < 1
     assert not marks.accepted[0].requires_grad

@@ -73,6 +73,13 @@ def test_some_texts_are_held_out(num_texts: int, num_held_out: int) -> None:
     assert not {text.tokens[0] for text in texts.training} & {text.tokens[0] for text in texts.held_out}
 
 
+def test_texts_of_every_temperature_are_held_out() -> None:
+    """With temperatures in turn, texts at distances of a multiple of 3 would have the same."""
+    texts = [TrainingText([number % 3, 1], [False, True]) for number in range(3840)]
+    held_out = [text.tokens[0] for text in TextSplit.split(texts).held_out]
+    assert all(held_out.count(temperature) > 10 for temperature in range(3))
+
+
 def test_a_single_text_is_refused() -> None:
     with pytest.raises(BadInputError, match="at least 2 texts"):
         TextSplit.split(TEXTS[:1])

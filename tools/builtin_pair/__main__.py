@@ -3,6 +3,7 @@
 python -m builtin_pair run runs/pair --minutes 120 --corpus corpus --exclude-prompts FILE
 python -m builtin_pair export runs/pair elsewhere  # latest checkpoint, also during a run
 python -m builtin_pair install runs/pair src/secondguess/builtin
+python -m builtin_pair install-head heads/eagle src/secondguess/builtin/eagle
 python -m builtin_pair acceptance predictor.json --model TARGET --drafter model:PATH  # for --controller learned:FILE
 """
 
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from builtin_pair.acceptance import AcceptanceRecipe, train_acceptance
-from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
+from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, install_pair, train_pair
 from secondguess.errors import SecondGuessError
 from secondguess.train.files import write_atomically
 
@@ -42,7 +43,7 @@ def _arguments() -> argparse.Namespace:
     run.add_argument(
         "--most-threads", type=int, default=0, help="follow the load of the machine, up to so many threads"
     )
-    for name in ("export", "install"):
+    for name in ("export", "install", "install-head"):
         command = commands.add_parser(name)
         command.add_argument("directory", type=Path)
         command.add_argument("destination", type=Path)
@@ -78,6 +79,8 @@ def main() -> int:
                 stream.write(predictor.to_json().encode())
         elif arguments.command == "install":
             install_pair(arguments.directory, arguments.destination)
+        elif arguments.command == "install-head":
+            install_head(arguments.directory, arguments.destination)
         else:
             for name in ("target", "drafter"):
                 if name == "target" or (arguments.directory / "drafter.pt").is_file():

@@ -51,8 +51,9 @@ def overlap_loss(target: Decoder) -> LossFunction:
 
     def loss(drafter: Decoder, rows: Tensor) -> Tensor:
         with torch.no_grad():
-            target_logits = target(rows[:, :-1])
-        return hybrid_lk_loss(target_logits, drafter(rows[:, :-1])).mean()
+            target_probs = target(rows[:, :-1]).float().softmax(-1)
+        losses, _ = hybrid_lk_loss(target_probs, drafter(rows[:, :-1]))
+        return losses.mean()
 
     return loss
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
+from safetensors.torch import load_file, save
 
 from builtin_pair.card import write_cards
 from builtin_pair.checkpoints import read_decoder
@@ -34,6 +36,7 @@ from builtin_pair.tokenizer import load_tokenizer, train_tokenizer
 from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
 from secondguess.api import load
+from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
@@ -289,3 +292,24 @@ def install_pair(directory: Path, destination: Path) -> None:
         for path in sorted((directory / name).iterdir()):
             with write_atomically(destination / name / path.name) as stream, path.open("rb") as source:
                 shutil.copyfileobj(source, stream)
+
+
+def install_head(directory: Path, destination: Path) -> None:
+    """Copy a trained head of the built-in target, with its card, to a folder of the package.
+
+    Copies of the target's embeddings and LM head are left out: loading takes them from the target.
+    """
+    table = load_file(builtin_paths().target / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(directory / "model.safetensors")
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.shape != table.shape or not torch.equal(tensor, table)
+    }
+    destination.mkdir(parents=True, exist_ok=True)
+    files = {
+        name: (directory / name).read_bytes() for name in ("config.json", "secondguess.json", "README.md")
+    }
+    for name, content in {**files, "model.safetensors": save(own)}.items():
+        with write_atomically(destination / name) as stream:
+            stream.write(content)

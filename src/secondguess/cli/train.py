@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHOWN_DEPTHS = 5
 ANSWER_OPTIONS = ("max_tokens", "temperature", "answer_batch")
-LOSSES = ("lk", "kl", "tv", "ce")
+LOSSES = ("lk", "kl", "tv")
 """Names of `secondguess.train.losses.OBJECTIVES`, which are not imported because they need torch."""
 
 SUMMARIES = {
@@ -122,7 +122,7 @@ def _command(kind: str) -> Callable[..., int]:
         ] = 0.0,
         loss: Annotated[
             str,
-            training_option("lk (hybrid), kl, tv or ce.", callback=_check_loss),
+            training_option("lk (hybrid), kl or tv.", callback=_check_loss),
         ] = "lk",
         minutes: Annotated[
             float | None, training_option("Of training.", show_default="30 without --steps")

@@ -45,12 +45,11 @@ from secondguess.heads.layer import (
     sequence_attention,
 )
 from secondguess.heads.learning import (
-    LAST_HIDDEN,
+    CountedTokens,
     DepthLosses,
     Objective,
     TrainingBatch,
-    masked_mean,
-    overlap,
+    mean,
 )
 from secondguess.heads.speculators import (
     checkpoint_tensors,
@@ -224,7 +223,7 @@ class DsparkHead(Head):
             # its bias; the difference cancels the bias.
             gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
         shape = DsparkConfig(
-            layer=replace(default_layer_config(target.width, group=2), has_qk_norm=True),
+            layer=replace(default_layer_config(target.width), has_qk_norm=True),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
             block_size=block_size,
@@ -370,31 +369,30 @@ class DsparkHead(Head):
         length = training_batch.tokens.shape[1]
         anchors, chosen = self._anchors(training_batch.counts)
         outputs = self._run_backbone_at(training_batch, anchors)
-        before = anchors[..., None] + torch.arange(self.shape.num_drafted, device=anchors.device)
-        inside = before < length - 1
-        before = before.clamp(max=length - 2)
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        previous = training_batch.tokens[rows, before]
-        counts = training_batch.counts[rows, before + 1] & inside & chosen[..., None]
-        with torch.no_grad():
-            states = training_batch.hidden[LAST_HIDDEN][rows, before]
-            target_logits = self.vocabulary.select(target.unembed(states))
+        counted = CountedTokens(training_batch, target, self.vocabulary.select)
+        num_depths = min(self.shape.num_drafted, training_batch.num_depths)
+        drafted = anchors[..., None] + torch.arange(1, num_depths + 1, device=anchors.device)
+        inside = drafted < length
+        drafted = drafted.clamp(max=length - 1)
+        every_row = torch.arange(len(anchors), device=anchors.device)[:, None, None].expand_as(drafted)
+        chosen = counted.counts[every_row, drafted] & inside & chosen[..., None]
+        depths = chosen.nonzero()[:, 2]
+        rows, positions, outputs = every_row[chosen], drafted[chosen], outputs[:, :, :num_depths][chosen]
+        previous = training_batch.tokens[rows, positions - 1]
         logits = self.add_markov_bias(self.base_logits(outputs), previous)
-        agreed = overlap(target_logits, logits.detach())
-        losses, accepted = [], []
-        for depth in range(self.shape.num_drafted):
-            counted = counts[..., depth]
-            losses.append(
-                masked_mean(objective(target_logits[..., depth, :], logits[..., depth, :]), counted)
+        losses, accepted = objective(counted.at(rows, positions), logits)
+        at_depth = [depths == depth for depth in range(num_depths)]
+        wrong = None
+        if self.shape.has_confidence:
+            acceptance_logits = self.confidence(outputs, previous)
+            wrong = mean(
+                binary_cross_entropy_with_logits(
+                    acceptance_logits, accepted.to(acceptance_logits.dtype), reduction="none"
+                )
             )
-            accepted.append(masked_mean(agreed[..., depth], counted))
-        if not self.shape.has_confidence:
-            return DepthLosses(losses, accepted)
-        acceptance_probs = self.confidence(outputs, previous)
-        wrong = binary_cross_entropy_with_logits(
-            acceptance_probs, agreed.to(acceptance_probs.dtype), reduction="none"
+        return DepthLosses(
+            [mean(losses[each]) for each in at_depth], [mean(accepted[each]) for each in at_depth], wrong
         )
-        return DepthLosses(losses, accepted, masked_mean(wrong, counts))
 
     def _run_backbone_at(self, training_batch: TrainingBatch, anchors: Tensor) -> Tensor:
         """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.

@@ -16,7 +16,7 @@ in the `speculators` format, EAGLE-1 in its authors' format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,12 @@ class EagleHead(FeatureHead):
         config: sizes and options.
         target: target model.
         vocabulary: tokens that it drafts; None for the whole vocabulary.
-        has_embeddings: whether it has embeddings of its own; if not, it uses the target's.
+        has_embeddings, has_head: whether it has embeddings and an LM head of its own; if not, it
+            uses the target's.
 
     Raises:
         BadInputError: another hidden size than the target's, or a number below 1.
     """
-
-    lm_head: nn.Linear
 
     def __init__(
         self,
@@ -139,6 +138,7 @@ class EagleHead(FeatureHead):
         target: TargetModel,
         vocabulary: DraftVocabulary | None = None,
         has_embeddings: bool = False,
+        has_head: bool = True,
     ) -> None:
         layer, num_states = config.layer, len(config.hidden_layers)
         super().__init__(
@@ -159,7 +159,7 @@ class EagleHead(FeatureHead):
         deeper = [DecoderLayer(layer) for _ in range(1, config.num_layers)]
         self.layers = nn.ModuleList([FirstLayer(layer, config.norm_before_residual), *deeper])
         self.norm = Norm(layer.width, layer.norm_eps)
-        self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False)
+        self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(target.vocab_size, layer.width) if has_embeddings else None
 
     @classmethod
@@ -171,9 +171,11 @@ class EagleHead(FeatureHead):
         vocabulary: DraftVocabulary | None = None,
         num_steps: int = DEFAULT_STEPS,
     ) -> EagleHead:
-        """Build an untrained drafter head; its LM head starts with the target's weights.
+        """Build an untrained drafter head.
 
-        Its vocabulary should be that of the most frequent tokens (`DraftVocabulary.most_frequent`).
+        For the whole vocabulary it uses the target's LM head, for a reduced one its own, which
+        starts with the target's weights. A reduced vocabulary should be that of the most frequent
+        tokens (`DraftVocabulary.most_frequent`).
         """
         config = EagleConfig(
             layer=default_layer_config(target.width),
@@ -183,12 +185,13 @@ class EagleHead(FeatureHead):
             norm_before_residual=True,
             num_steps=num_steps,
         )
-        head = cls(config, target, vocabulary)
+        is_whole = vocabulary is None or len(vocabulary) == target.vocab_size
+        head = cls(config, target, vocabulary, has_head=not is_whole)
         initialise(head, seed)
+        if head.lm_head is None:
+            return head
         with torch.no_grad():
-            # Applying the LM head to the identity gives its weights even if they are packed,
-            # quantised or tied.
-            columns = target.unembed(torch.eye(target.width, dtype=target.dtype, device=target.device))
+            columns = dict(_target_weights(target))["lm_head.weight"].T
             head.lm_head.weight.copy_(head.vocabulary.to(target.device).select(columns).T)
         return head
 
@@ -208,7 +211,7 @@ class EagleHead(FeatureHead):
             fields = config["transformer_layer_config"] if kind else config
             vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
             require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
-            _drop_target_embeddings(tensors, target)
+            _drop_target_weights(tensors, target)
             shape = EagleConfig(
                 layer=LayerConfig.from_config(fields),
                 hidden_layers=_hidden_layers(config, target.num_layers, folder),
@@ -216,7 +219,15 @@ class EagleHead(FeatureHead):
                 num_steps=_num_steps(config),
                 **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
             )
-            head = cls(shape, target, vocabulary, has_embeddings="embed_tokens.weight" in tensors)
+            if len(vocabulary) < target.vocab_size and "lm_head.weight" not in tensors:
+                raise ValueError("a reduced draft vocabulary without an lm_head.weight")
+            head = cls(
+                shape,
+                target,
+                vocabulary,
+                has_embeddings="embed_tokens.weight" in tensors,
+                has_head="lm_head.weight" in tensors,
+            )
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 
@@ -241,13 +252,10 @@ class EagleHead(FeatureHead):
                 "tie_word_embeddings": False,
             },
         }
-        # Embeddings are written even if they are the target's: `speculators` leaves missing ones
-        # uninitialised.
-        weight = self.fc.weight
-        with torch.no_grad():
-            embeddings = self.embed(torch.arange(self.target.vocab_size, device=weight.device))
-        tensors = checkpoint_tensors(self, self.vocabulary)
-        write_head(folder, config, {**tensors, "embed_tokens.weight": embeddings.to(weight.dtype)})
+        # Embeddings and LM head are written even if they are the target's: `speculators` leaves
+        # missing ones uninitialised.
+        shared = {name: weight.to(self.fc.weight.dtype) for name, weight in _target_weights(self.target)}
+        write_head(folder, config, shared | checkpoint_tensors(self, self.vocabulary))
 
     @property
     def parts(self) -> FeatureParts:
@@ -371,17 +379,25 @@ def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> 
     return tuple(layers)
 
 
-def _drop_target_embeddings(tensors: dict[str, Tensor], target: TargetModel) -> None:
-    """Drop embeddings that equal the target's, which are used instead.
+@torch.no_grad()
+def _target_weights(target: TargetModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the target's embeddings and LM head by `speculators` name."""
+    yield "embed_tokens.weight", target.embed(torch.arange(target.vocab_size, device=target.device))
+    # Applying the LM head to the identity gives its weights even if they are packed, quantised or
+    # tied.
+    columns = target.unembed(torch.eye(target.width, dtype=target.dtype, device=target.device))
+    yield "lm_head.weight", columns.T
+
+
+def _drop_target_weights(tensors: dict[str, Tensor], target: TargetModel) -> None:
+    """Drop embeddings and LM head that equal the target's, which are used instead.
 
     They are the largest part of a drafter head.
     """
-    own = tensors.get("embed_tokens.weight")
-    if own is not None and tuple(own.shape) == (target.vocab_size, target.width):
-        with torch.no_grad():
-            of_target = target.embed(torch.arange(target.vocab_size, device=target.device)).cpu()
-        if torch.equal(of_target.to(own.dtype), own):
-            del tensors["embed_tokens.weight"]
+    for name, weight in _target_weights(target):
+        own = tensors.get(name)
+        if own is not None and own.shape == weight.shape and torch.equal(weight.cpu().to(own.dtype), own):
+            del tensors[name]
 
 
 def _num_steps(config: Mapping[str, Any]) -> int:

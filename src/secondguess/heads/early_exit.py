@@ -25,13 +25,7 @@ from secondguess.heads.files import (
     write_head,
 )
 from secondguess.heads.layer import Norm
-from secondguess.heads.learning import (
-    LAST_HIDDEN,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-    masked_loss_and_acceptance,
-)
+from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
 
 KIND = "secondguess-early-exit"
@@ -127,12 +121,10 @@ class EarlyExitHead(Head):
         The adapter predicts the next token at every draft depth, so there is a single depth to
         train.
         """
-        loss, accepted = masked_loss_and_acceptance(
-            training_batch.hidden[LAST_HIDDEN][:, :-1],
-            target,
+        loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
+            1,
             training_batch.hidden[self.exit_layer][:, :-1],
             lambda states: target.unembed(self(states)),
-            training_batch.counts[:, 1:],
             objective,
         )
         return DepthLosses([loss], [accepted])

@@ -23,10 +23,10 @@ from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.layer import AttentionFunction, CosSin, LayerConfig, cos_sin_at, sequence_attention
 from secondguess.heads.learning import (
     LAST_HIDDEN,
+    CountedTokens,
     DepthLosses,
     Objective,
     TrainingBatch,
-    masked_loss_and_acceptance,
 )
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
@@ -216,7 +216,8 @@ class FeatureHead(Head):
         )
         attention = ChainsOfPlaces()
         outputs: list[Tensor] = []
-        for step in range(min(self.num_steps, training_batch.tokens.shape[1] - 2)):
+        num_steps = min(self.num_steps, training_batch.num_depths, training_batch.tokens.shape[1] - 2)
+        for step in range(num_steps):
             num_places = training_batch.tokens.shape[1] - 2 - step
             places = slice(1 + step, 1 + step + num_places)
             behind = (outputs[-1] if outputs else features)[:, :num_places]
@@ -233,47 +234,42 @@ class FeatureHead(Head):
 
         The reference of each step is the target's distribution over the draft vocabulary.
         """
+        counted = CountedTokens(training_batch, target, self.vocabulary.select)
         losses, accepted = [], []
         for step, output in enumerate(self.unroll(training_batch)):
-            length = output.shape[1]
-            loss, share = masked_loss_and_acceptance(
-                training_batch.hidden[LAST_HIDDEN][:, 1 + step : 1 + step + length],
-                target,
-                output,
-                self.draft_logits,
-                training_batch.counts[:, 2 + step : 2 + step + length],
-                objective,
-                self.vocabulary.select,
-            )
+            loss, share = counted.loss_and_acceptance(2 + step, output, self.draft_logits, objective)
             losses.append(loss)
             accepted.append(share)
         # Depths that the texts are too short for count as 0.
-        missing = [training_batch.hidden[LAST_HIDDEN].new_zeros(())] * (self.num_steps - len(losses))
+        num_depths = min(self.num_steps, training_batch.num_depths)
+        missing = [training_batch.hidden[LAST_HIDDEN].new_zeros(())] * (num_depths - len(losses))
         return DepthLosses(losses + missing, accepted + missing)
 
 
-def default_layer_config(width: int, group: int = 4) -> LayerConfig:
+def default_layer_config(width: int) -> LayerConfig:
     """Return the default layer shape for a hidden size.
 
-    Attention heads have size 64 and every `group` query heads (2 or 4) share a key-value head, as far
-    as the hidden size is divisible; otherwise smaller powers of two are used.
+    Attention heads have size 64, as far as the hidden size is divisible; otherwise smaller powers of
+    two are used. Every 4 query heads share a key-value head if at least 4 of them remain: the token
+    that a position of EAGLE-3 adds reaches its output through the values alone.
     """
     head_size = next(size for size in (64, 32, 16, 8, 4, 2, 1) if width % size == 0)
     num_heads = width // head_size
-    num_kv_heads = next(
-        num for num in (num_heads // group, num_heads // 2, num_heads) if num and num_heads % num == 0
-    )
+    num_kv_heads = num_heads // 4 if num_heads % 4 == 0 and num_heads >= 16 else num_heads
     return LayerConfig(width, num_heads, num_kv_heads, head_size, mlp_size=3 * width)
 
 
 def initialise(head: nn.Module, seed: int) -> None:
     """Initialise all matrices from a normal distribution with standard deviation 1/sqrt(fan-in).
 
-    This preserves the scale of activations. The weights depend on `seed` alone; vectors (norms,
-    biases) keep their values.
+    This preserves the scale of activations. The outputs of attention and feed-forward start at a
+    tenth of it, so that a layer starts near the identity. The weights depend on `seed` alone;
+    vectors (norms, biases) keep their values.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in head.parameters():
+        for name, parameter in head.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=1 / math.sqrt(parameter.shape[1]), generator=generator)
+                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = (0.1 if is_output else 1.0) / math.sqrt(parameter.shape[1])
+                parameter.normal_(std=scale, generator=generator)

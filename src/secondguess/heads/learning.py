@@ -14,13 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 LAST_HIDDEN = -1
 """Target layer from which its distributions are computed: the last, normalised one."""
 
-Objective = Callable[[Tensor, Tensor], Tensor]
-"""Loss function: target and drafter logits `[..., vocab]` to a loss per position `[...]`."""
+Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Loss function: the target's probabilities and the drafter's logits `[position, draft_vocab]` to
+the losses and the overlaps of the distributions `[position]`, the latter without gradient."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class TrainingBatch:
             target model generated it.
         hidden: the target's hidden states `[row, position, width]` at each token, by layer: the
             layers that the drafter head reads, and `LAST_HIDDEN`.
+        num_depths: maximum number of draft depths to compute losses of.
     """
 
     tokens: Tensor
     counts: Tensor
     hidden: HiddenStates
+    num_depths: int = MAX_DRAFT_LENGTH
 
 
 @dataclass(frozen=True)
@@ -83,49 +87,58 @@ class TrainableHead(nn.Module, ABC):
         """
 
 
-def masked_loss_and_acceptance(
-    states: Tensor,
-    target: EmbeddingAndHead,
-    outputs: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-    counts: Tensor,
-    objective: Objective,
-    select: Callable[[Tensor], Tensor] = lambda values: values,
-) -> tuple[Tensor, Tensor]:
-    """Return the mean loss and the acceptance rate over the counted positions.
+class CountedTokens:
+    """Tokens to predict of a batch, with the target's distributions for them.
 
-    Logits are computed at counted positions only, because they dominate the cost of a step.
+    These are computed once and serve every draft depth. Logits are computed at counted tokens only,
+    because they dominate the cost of a step.
 
     Args:
-        states: `[row, position, width]`, the target's last, normalised hidden states at the
-            positions to predict.
+        training_batch: batch of texts.
         target: LM head of the target.
-        outputs: `[row, position, ...]`, outputs of the drafter head.
-        logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
-        counts: `[row, position]` bool, positions to include.
-        select: maps values `[..., vocab]` to those of the draft vocabulary, which the loss is
-            restricted to. The acceptance rate uses the target's probabilities over the whole
-            vocabulary.
-
-    Returns:
-        The loss, and the acceptance rate without gradient; both 0 if no position is counted.
+        select: maps values `[..., vocab]` to those of the draft vocabulary.
     """
-    if not counts.any():
-        # Computed from one position so that the loss has a (zero) gradient: `outputs` themselves
-        # may be the target's hidden states, which have none.
-        nothing = logits_of(outputs[:1, :1]).sum() * 0.0
-        return nothing, nothing.detach()
-    logits = logits_of(outputs[counts])
-    with torch.no_grad():
-        target_logits = target.unembed(states[counts])
-        probs = select(target_logits.float().softmax(-1))
-        accepted = torch.minimum(probs, logits.float().softmax(-1)).sum(-1).mean()
-    return objective(select(target_logits), logits).mean(), accepted
+
+    def __init__(
+        self,
+        training_batch: TrainingBatch,
+        target: EmbeddingAndHead,
+        select: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> None:
+        self.counts = training_batch.counts.clone()
+        # The first token has no context from which it could be predicted.
+        self.counts[:, 0] = False
+        with torch.no_grad():
+            states = training_batch.hidden[LAST_HIDDEN][:, :-1][self.counts[:, 1:]]
+            self.probs = select(target.unembed(states).float().softmax(-1))
+        self._places = self.counts.flatten().cumsum(0).view_as(self.counts) - 1
+
+    def at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's probabilities `[..., draft_vocab]` of counted tokens."""
+        return self.probs[self._places[rows, positions]]
+
+    def loss_and_acceptance(
+        self, first: int, outputs: Tensor, logits_of: Callable[[Tensor], Tensor], objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean loss and acceptance rate of one prediction per token.
+
+        Args:
+            first: index of the token that the first output predicts.
+            outputs: `[row, position, ...]`, outputs of the drafter head for successive tokens.
+            logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
+            objective: loss function.
+
+        Returns:
+            The loss, and the acceptance rate without gradient; both 0 if no token is counted.
+        """
+        rows, positions = self.counts[:, first : first + outputs.shape[1]].nonzero(as_tuple=True)
+        losses, accepted = objective(self.at(rows, positions + first), logits_of(outputs[rows, positions]))
+        return mean(losses), mean(accepted)
 
 
-def masked_mean(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of `values` over the counted positions; 0 if there are none."""
-    return (values * counts).sum() / counts.sum().clamp_min(1)
+def mean(values: Tensor) -> Tensor:
+    """Return the mean of `values`; 0 if there are none."""
+    return values.sum() / max(1, values.numel())
 
 
 def overlap(target_logits: Tensor, draft_logits: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from secondguess.heads.files import (
 )
 from secondguess.heads.learning import (
     LAST_HIDDEN,
+    CountedTokens,
     DepthLosses,
     Objective,
     TrainingBatch,
-    masked_loss_and_acceptance,
 )
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
@@ -196,17 +196,12 @@ class MedusaHead(Head):
         reference is the target's distribution from the hidden state at token i + 1 + k.
         """
         states = training_batch.hidden[LAST_HIDDEN]
+        counted = CountedTokens(training_batch, target, self.vocabulary.select)
         losses, accepted = [], []
-        for depth in range(self.shape.num_heads):
-            counts = training_batch.counts[:, depth + 2 :]
-            loss, share = masked_loss_and_acceptance(
-                states[:, depth + 1 : -1],
-                target,
-                states[:, : counts.shape[1]],
-                partial(self, depth=depth),
-                counts,
-                objective,
-                self.vocabulary.select,
+        for depth in range(min(self.shape.num_heads, training_batch.num_depths)):
+            outputs = states[:, : max(0, states.shape[1] - depth - 2)]
+            loss, share = counted.loss_and_acceptance(
+                depth + 2, outputs, partial(self, depth=depth), objective
             )
             losses.append(loss)
             accepted.append(share)

@@ -1,4 +1,4 @@
-"""Hidden states of the target for training texts, computed per batch or stored on disk once.
+"""Hidden states of the target for training texts, computed for every batch or stored on disk.
 
 Both ways use the runtime that also decodes, so any dtype and any runtime can be used. Stored
 states take two bytes per number: 1,000 texts of 512 tokens with 4 layers of width 4096 take
@@ -7,15 +7,16 @@ states take two bytes per number: 1,000 texts of 512 tokens with 4 layers of wid
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,10 +31,6 @@ from secondguess.train.training_data import Batch, TrainingText
 LAST_LAYER = -1
 """Index of the last, normalised hidden states, from which the LM head computes the logits."""
 GIGABYTE = 1_000_000_000
-TEXTS_AT_ONCE = 32
-"""Number of texts that the target reads at once for a capture to disk."""
-
-Report = Callable[[str], None]
 
 
 class Capture(Protocol):
@@ -76,14 +73,21 @@ class LiveCapture:
 
 
 class StoredCapture:
-    """Capture that reads hidden states from disk, one file per text; `fill` writes them.
+    """Capture that runs the target on the first use of a text and keeps the states on disk.
+
+    There is one memory-mapped file per layer, so that runs of several heads on the same texts can
+    share the folder.
 
     Args:
-        folder: folder of the files.
+        folder: folder of the files; states of other texts or in another dtype are removed.
         texts: texts to which the states belong.
         layers: layers to store in addition to the last.
         target: runtime that computes the states.
         dtype: dtype of the files, `float16` or `bfloat16`.
+        gigabytes: maximum size of the files.
+
+    Raises:
+        BadInputError: files larger than `gigabytes` or than the free disk space.
     """
 
     def __init__(
@@ -93,81 +97,78 @@ class StoredCapture:
         layers: Sequence[int],
         target: Runtime,
         dtype: torch.dtype,
+        gigabytes: float,
     ) -> None:
-        self.folder, self.texts, self.dtype = folder, texts, dtype
+        self.texts, self.dtype = texts, dtype
         self.live = LiveCapture(target, layers)
-
-    def num_bytes(self, texts: Sequence[TrainingText]) -> int:
-        """Return the size of the states of some texts in bytes."""
-        width, num_layers = self.live.target.embedding_and_head().width, len(self.live.layers)
-        return sum(len(text.tokens) for text in texts) * width * int(self.dtype.itemsize) * num_layers
-
-    def fill(self, gigabytes: float, report: Report, pause: Callable[[], None] = lambda: None) -> None:
-        """Compute and store the states of all texts, continuing an interrupted call.
-
-        Args:
-            gigabytes: maximum size of the files.
-            report: callback for a line with the size.
-            pause: called after some texts; may raise without losing work.
-
-        Raises:
-            BadInputError: files larger than `gigabytes` or than the free disk space, or states
-                outside the range of the dtype.
-        """
-        num_tokens = sum(len(text.tokens) for text in self.texts)
-        what = f"the states of {num_tokens} tokens in {len(self.live.layers)} layers"
-        needed = self.num_bytes(self.texts) / GIGABYTE
+        self._ends = list(accumulate(len(text.tokens) for text in texts))
+        width = target.embedding_and_head().width
+        num_layers, num_tokens = len(self.live.layers), self._ends[-1]
+        needed = num_tokens * width * int(dtype.itemsize) * num_layers / GIGABYTE
+        what = f"the states of {num_tokens} tokens in {num_layers} layers"
         if needed > gigabytes:
             raise BadInputError(
                 f"expected --capture-gb of at least {needed:.3g} for {what}, got {gigabytes:g}; give more, fewer "
                 "texts, or leave it out to read the texts anew for every batch"
             )
-        self._remove_other_states()
-        missing = [index for index in range(len(self.texts)) if not self._path(index).is_file()]
-        to_write = self.num_bytes([self.texts[index] for index in missing]) / GIGABYTE
-        free = shutil.disk_usage(self.folder).free / GIGABYTE
-        if to_write > free:
+        _remove_other_states(folder, texts, dtype)
+        free = shutil.disk_usage(folder).free / GIGABYTE
+        if needed > free:
             raise BadInputError(
-                f"expected {to_write:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
+                f"expected {needed:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
             )
-        report(f"capturing {what}: {needed:.3g} GB of the {gigabytes:g} allowed")
-        for start in range(0, len(missing), TEXTS_AT_ONCE):
-            part = missing[start : start + TEXTS_AT_ONCE]
-            states = self.live.states([self.texts[index].tokens for index in part])
-            for index, hidden in zip(part, states, strict=True):
-                self._store(index, hidden)
-            pause()
+        self._states = {
+            layer: _mapped(folder / f"layer{layer}.states", num_tokens * width, dtype).view(-1, width)
+            for layer in self.live.layers
+        }
+        self._is_stored = {
+            layer: _mapped(folder / f"layer{layer}.stored", len(texts), torch.bool)
+            for layer in self.live.layers
+        }
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
-        hidden = [
-            {int(layer): states for layer, states in load_file(self._path(index)).items()}
+        new = [
+            index for index in batch.indices if not all(stored[index] for stored in self._is_stored.values())
+        ]
+        found = self.live.states([self.texts[index].tokens for index in new]) if new else []
+        for index, hidden in zip(new, found, strict=True):
+            self._store(index, hidden)
+        hidden_of_rows = [
+            {layer: states[self._place(index)] for layer, states in self._states.items()}
             for index in batch.indices
         ]
-        return _padded_batch(batch, hidden, self.live.target.device)
+        return _padded_batch(batch, hidden_of_rows, self.live.target.device)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"{index:07}.safetensors"
-
-    def _remove_other_states(self) -> None:
-        """Remove files with other layers, as for another version of a head, or in another dtype."""
-        mark = self.folder / "states.json"
-        wanted = {"layers": list(self.live.layers), "dtype": str(self.dtype)}
-        if not mark.is_file() or json.loads(mark.read_text()) != wanted:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with write_atomically(mark) as stream:
-                stream.write(json.dumps(wanted).encode())
+    def _place(self, index: int) -> slice:
+        """Return the positions of a text in the files."""
+        return slice(self._ends[index] - len(self.texts[index].tokens), self._ends[index])
 
     def _store(self, index: int, hidden: HiddenStates) -> None:
-        stored = {str(layer): states.to(self.dtype).cpu().contiguous() for layer, states in hidden.items()}
-        for layer, states in stored.items():
-            if not bool(torch.isfinite(states).all()):
+        for layer, states in hidden.items():
+            rounded = states.to(self.dtype)
+            if not bool(torch.isfinite(rounded).all()):
                 raise BadInputError(
                     f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
                     "leave out --capture-gb, or use --dtype bfloat16"
                 )
-        with write_atomically(self._path(index)) as stream:
-            stream.write(save(stored))
+            self._states[layer][self._place(index)] = rounded.cpu()
+            self._is_stored[layer][index] = True
+
+
+def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: torch.dtype) -> None:
+    """Empty a folder unless its record names these texts and this dtype."""
+    tokens = hashlib.sha256(json.dumps([text.tokens for text in texts]).encode()).hexdigest()
+    wanted, record = {"texts_sha256": tokens, "dtype": str(dtype)}, folder / "states.json"
+    if not record.is_file() or json.loads(record.read_text()) != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with write_atomically(record) as stream:
+            stream.write(json.dumps(wanted).encode())
+
+
+def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
+    """Return a file as a tensor; a new file contains zeros."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
 
 def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:

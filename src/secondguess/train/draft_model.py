@@ -15,11 +15,11 @@ from torch import Tensor
 
 from secondguess.errors import BadInputError
 from secondguess.heads.learning import (
+    CountedTokens,
     DepthLosses,
     Objective,
     TrainableHead,
     TrainingBatch,
-    masked_loss_and_acceptance,
 )
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.quiet import quiet
@@ -107,13 +107,8 @@ class DraftModel(TrainableHead):
     ) -> DepthLosses:
         outputs = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
-        loss, accepted = masked_loss_and_acceptance(
-            training_batch.hidden[-1][:, :-1],
-            target,
-            outputs[:, :-1],
-            self.model.lm_head,
-            training_batch.counts[:, 1:],
-            objective,
+        loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
+            1, outputs[:, :-1], self.model.lm_head, objective
         )
         return DepthLosses([loss], [accepted])
 

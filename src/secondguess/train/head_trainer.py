@@ -1,11 +1,12 @@
 """Training loop of drafters for a frozen target.
 
 A step takes the target's hidden states for a batch of texts, drafts at its positions, and
-minimises the losses of the depths, weighted by the recipe, with AdamW. The learning rate warms up
-and decays along a cosine. With a budget of steps, a step is a function of the seed, the step and
-the weights: a run that was killed and resumed from its checkpoint writes the same log as an
-uninterrupted one, bit by bit (float32, one machine). With a budget of minutes, the learning rate
-depends on the elapsed time.
+minimises the losses of the depths with Muon for matrices and AdamW for the rest. Depths are drawn
+with the recipe's weights as probabilities: the gradient is that of the weighted sum on average, at
+the cost of fewer depths. The learning rate warms up and decays along a cosine. With a budget of
+steps, a step is a function of the seed, the step and the weights: a run that was killed and resumed
+from its checkpoint writes the same log as an uninterrupted one, bit by bit (float32, one machine).
+With a budget of minutes, the learning rate depends on the elapsed time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.learning import DepthLosses, Objective, TrainableHead, TrainingBatch
+from secondguess.heads.learning import Objective, TrainableHead, TrainingBatch
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
+from secondguess.train.muon import Muon
 from secondguess.train.schedule import Budget
 from secondguess.train.training_data import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 
@@ -41,8 +44,7 @@ class TrainSettings:
 
     Args:
         budget: minutes, steps or both.
-        learning_rate: peak learning rate of AdamW.
-        weight_decay: weight decay of AdamW.
+        learning_rate: peak learning rate.
         warmup_steps: steps of linear warm-up to the peak.
         clip: maximum norm of the gradient.
         batch_size: texts per step.
@@ -61,7 +63,6 @@ class TrainSettings:
 
     budget: Budget
     learning_rate: float = 1e-3
-    weight_decay: float = 0.0
     warmup_steps: int = 50
     clip: float = 1.0
     batch_size: int = 8
@@ -74,7 +75,6 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_range("the learning rate", self.learning_rate, 1e-8, 1)
-        check_range("the weight decay", self.weight_decay, 0, 10)
         check_range("the number of warm-up steps", self.warmup_steps, 0, 1_000_000)
         check_range("the largest norm of the gradient", self.clip, 1e-6, 1e6)
         check_range("the batch size", self.batch_size, 1, 65_536)
@@ -113,7 +113,7 @@ class TrainingObjective:
 
     Args:
         objective: loss of one drafted position.
-        weights: function from a number of depths to the weights of their losses.
+        weights: function from a number of depths to the weights of their losses, from 1 downwards.
     """
 
     objective: Objective
@@ -188,10 +188,7 @@ class HeadTrainer:
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
-        self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: self._rate(step))
+        self.optimizers = _optimizers(trainable, settings.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
             self._load()
@@ -253,9 +250,9 @@ class HeadTrainer:
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
-            training_batch = _thinned(self.capture.training_batch(batch), self.settings.places)
+            training_batch = self._thinned(self.capture.training_batch(batch))
             marks = self.trainable.learn(training_batch, self.target, self.aim.objective)
-            loss = self._weighted(marks)
+            loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -264,10 +261,12 @@ class HeadTrainer:
                 "resume it with a lower learning rate"
             )
         nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.settings.learning_rate * self._rate()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.standing.step += 1
-        self.schedule.step()
         num_tokens = sum(batch.lengths)
         self.standing.tokens += num_tokens
         accepted = [float(each) for each in marks.accepted]
@@ -284,18 +283,23 @@ class HeadTrainer:
             )
         )
 
-    def _weighted(self, marks: DepthLosses) -> Tensor:
-        weights = self.aim.weights(len(marks.losses))
-        loss = torch.stack([weight * each for weight, each in zip(weights, marks.losses, strict=True)]).sum()
-        return loss if marks.extra is None else loss + marks.extra
-
     def _seconds_left(self) -> float:
         share = self.share
         return self.standing.seconds * (1 - share) / share if share else math.inf
 
-    def _rate(self, step: int) -> float:
+    def _thinned(self, training_batch: TrainingBatch) -> TrainingBatch:
+        """Return a batch with a random share of its counted positions and a random number of depths."""
+        lots = torch.rand(training_batch.counts.shape).to(training_batch.counts.device)
+        deepest = float(torch.rand(()))
+        return replace(
+            training_batch,
+            counts=training_batch.counts & (lots < self.settings.places),
+            num_depths=sum(deepest < weight for weight in self.aim.weights(MAX_DRAFT_LENGTH)),
+        )
+
+    def _rate(self) -> float:
         """Return the factor on the learning rate: linear warm-up, half a cosine down to zero."""
-        warm = min(1.0, (step + 1) / max(1, self.settings.warmup_steps))
+        warm = min(1.0, (self.standing.step + 1) / max(1, self.settings.warmup_steps))
         return warm * 0.5 * (1 + math.cos(math.pi * self.share))
 
     def _evaluate(self, log: BinaryIO) -> None:
@@ -326,8 +330,7 @@ class HeadTrainer:
         content = {
             "learner": self.trainable.state_dict(),
             "best": self._best,
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "standing": vars(self.standing),
         }
         with write_atomically(self.folder / CHECKPOINT) as stream:
@@ -338,8 +341,8 @@ class HeadTrainer:
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             self.trainable.load_state_dict(content["learner"])
-            self.optimizer.load_state_dict(content["optimizer"])
-            self.schedule.load_state_dict(content["schedule"])
+            for optimizer, state in zip(self.optimizers, content["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
             self.standing = RunState(**content["standing"])
             self._best = content["best"]
         except Exception as error:
@@ -359,12 +362,20 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
     log.write(json.dumps(content).encode() + b"\n")
 
 
-def _thinned(training_batch: TrainingBatch, share: float) -> TrainingBatch:
-    """Return the `TrainingBatch` with a random share of its counted positions."""
-    if share == 1:
-        return training_batch
-    lots = torch.rand(training_batch.counts.shape).to(training_batch.counts.device)
-    return replace(training_batch, counts=training_batch.counts & (lots < share))
+def _optimizers(trainable: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices between hidden states, and AdamW for the other weights."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in trainable.named_parameters():
+        if parameter.requires_grad:
+            is_of_vocabulary = any(part in name for part in ("embed_tokens", "lm_head", "markov"))
+            (others if parameter.ndim < 2 or is_of_vocabulary else matrices).append(parameter)
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(Muon(matrices, learning_rate))
+    if others:
+        made.append(torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
+    return made
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ class HeadJob:
                 self.data,
                 self.num_prompts,
                 replace(self.answers, seed=self.seed),
-                self.load_dtype,
+                self.dtype,
             ),
             "loss": self.loss,
             "recipe": asdict(self.recipe),
@@ -180,7 +180,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     """
     documents = _documents(job)
     run = job.out / "run"
-    llm = load(job.model, "suffix", dtype=job.load_dtype, device=job.device)
+    llm = load(job.model, "none", dtype=job.load_dtype, device=job.device)
     if job.recipe.runs_first_layers:
         llm.target.runtime.require_partial_forward()
     check_or_record_options(run, job.identity())
@@ -213,7 +213,9 @@ def _texts(
     if job.as_is:
         return texts_as_they_stand(llm.target, documents, job.answers.length)
     answers = replace(job.answers, seed=job.seed)
-    return write_answers(llm, documents, answers, folder, show.writing, show.pause)
+    # Our kernels compute in a dtype that cannot be trained through, and are faster.
+    writer = load(job.model, "suffix", dtype=job.dtype, device=job.device)
+    return write_answers(writer, documents, answers, folder, show.writing, show.pause)
 
 
 def _learn(
@@ -228,7 +230,11 @@ def _learn(
         seed=job.seed,
     )
     trainable = recipe.fresh(facts).float().to(runtime.device)
-    captures = _captures(job, llm, texts, trainable.hidden_layers, run / "states", show)
+    layers = trainable.hidden_layers
+    captures = (
+        _capture(job, llm, texts.training, layers, run / "states"),
+        _capture(job, llm, texts.held_out, layers, run / "held-out-states"),
+    )
     aim = TrainingObjective(objective(job.loss), recipe.weights)
     trainer = HeadTrainer(
         trainable,
@@ -244,18 +250,13 @@ def _learn(
     return trainable, trainer.run()
 
 
-def _captures(
-    job: HeadJob, llm: LLM, texts: TextSplit, layers: Sequence[int], folder: Path, show: ProgressDisplay
-) -> tuple[Capture, Capture]:
-    """Return the captures of training and held-out texts; only the former may be on disk."""
-    runtime = llm.target.runtime
-    live = LiveCapture(runtime, layers)
+def _capture(
+    job: HeadJob, llm: LLM, texts: Sequence[TrainingText], layers: Sequence[int], folder: Path
+) -> Capture:
     if not job.capture_gb:
-        return live, live
+        return LiveCapture(llm.target.runtime, layers)
     dtype = torch.bfloat16 if llm.target.dtype == "bfloat16" else torch.float16
-    stored = StoredCapture(folder, texts.training, layers, runtime, dtype)
-    stored.fill(job.capture_gb, show.line, show.pause)
-    return stored, live
+    return StoredCapture(folder, texts, layers, llm.target.runtime, dtype, job.capture_gb)
 
 
 def _figures(job: HeadJob, standing: RunState) -> dict[str, Any]:

@@ -2,70 +2,83 @@
 
 With speculative sampling, a draft token is accepted with probability
 ``alpha = sum_x min(p(x), q(x))``, the overlap of the target's distribution ``p`` and the drafter's
-distribution ``q``. A cross-entropy or Kullback-Leibler loss increases it only indirectly.
-"LK losses" (Nebius, arXiv 2602.23881) train the overlap itself. Because its gradient vanishes
-where the distributions hardly overlap, the hybrid form begins as a divergence and approaches
-``1 - alpha`` as the overlap grows.
+distribution ``q``. A Kullback-Leibler loss increases it only indirectly. "LK losses" (Nebius,
+arXiv 2602.23881) train the overlap itself. Because its gradient vanishes where the distributions
+hardly overlap, the hybrid form begins as a divergence and approaches ``1 - alpha`` as the overlap
+grows:
+
+    loss = lam KL(p || q) + (1 - lam) (1 - alpha),   lam = exp(-sharpness alpha), held constant
+
+so each position moves from divergence to overlap at its own rate. Sharpness 0 is the divergence
+alone, the usual distillation loss; a large one is the rejection rate of sampled draft tokens alone
+(DistillSpec, arXiv 2310.08461).
+
+For a reduced draft vocabulary, ``p`` contains the target's probabilities of its tokens, which sum
+to less than 1.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
-from secondguess.heads.learning import Objective, overlap
+from secondguess.heads.learning import Objective
 
 
-def forward_divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return ``KL(p || q)`` per position, in nats: the usual distillation loss."""
-    target_log = target_logits.float().log_softmax(-1)
-    draft_log = draft_logits.float().log_softmax(-1)
-    return (target_log.exp() * (target_log - draft_log)).sum(-1)
+class _LossAndOverlap(torch.autograd.Function):
+    """Hybrid loss with a gradient in closed form.
 
-
-def hybrid_lk_loss(target_logits: Tensor, draft_logits: Tensor, sharpness: float = 3.0) -> Tensor:
-    """Return the hybrid LK loss per position (arXiv 2602.23881).
-
-    It is ``lam KL(p || q) + (1 - lam) (1 - alpha)`` with ``lam = exp(-sharpness alpha)`` held
-    constant, so each position moves from divergence to overlap at its own rate.
+    With a vocabulary of thousands of tokens, reading and writing logits is a large part of a step:
+    this takes half the passes of the same formula in separate operations.
     """
-    # One log-softmax per model serves both terms: with a large vocabulary it is most of the cost.
-    target_log, draft_log = (logits.float().log_softmax(-1) for logits in (target_logits, draft_logits))
-    alpha = torch.minimum(target_log, draft_log).exp().sum(-1)
-    weight = torch.exp(-sharpness * alpha.detach())
-    divergence = (target_log.exp() * (target_log - draft_log)).sum(-1)
-    return weight * divergence + (1.0 - weight) * (1.0 - alpha)
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, logits: Tensor, sharpness: float) -> tuple[Tensor, Tensor]:
+        log_sum = logits.logsumexp(-1, keepdim=True)
+        draft_probs = (logits - log_sum).exp_()
+        overlap = torch.minimum(probs, draft_probs).sum(-1, keepdim=True)
+        weight = (-sharpness * overlap).exp()
+        mass = probs.sum(-1, keepdim=True)
+        log_ratio = torch.xlogy(probs, probs).sum(-1, keepdim=True) + mass * log_sum
+        divergence = log_ratio - torch.linalg.vecdot(probs, logits)[..., None]
+        # Only tokens with less probability than in the target raise the overlap.
+        raising = torch.where(draft_probs < probs, draft_probs, 0.0)
+        scale = weight * mass + (1 - weight) * raising.sum(-1, keepdim=True)
+        gradient = draft_probs.mul_(scale).sub_(raising.mul_(1 - weight)).sub_(probs * weight)
+        ctx.save_for_backward(gradient)
+        losses = (weight * divergence + (1 - weight) * (1 - overlap))[..., 0]
+        overlap = overlap[..., 0]
+        ctx.mark_non_differentiable(overlap)
+        return losses, overlap
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[None, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * slope[..., None], None
 
 
-def total_variation(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return ``1 - alpha`` per position (DistillSpec, arXiv 2310.08461).
+def hybrid_lk_loss(probs: Tensor, logits: Tensor, sharpness: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Return the hybrid LK loss and the overlap per position, the latter without gradient.
 
-    This is the rejection rate of sampled draft tokens.
+    Args:
+        probs: `[..., draft_vocab]`, the target's probabilities.
+        logits: `[..., draft_vocab]`, the drafter's logits.
+        sharpness: as in the formula of this module.
     """
-    return 1.0 - overlap(target_logits, draft_logits)
-
-
-def top_token_cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Return ``-log q(x)`` per position, in nats, for the target's most probable token x.
-
-    This is the token that greedy decoding accepts. Cross-entropy against the target's whole
-    distribution would have the gradient of ``forward_divergence``.
-    """
-    top = target_logits.argmax(-1, keepdim=True)
-    return -draft_logits.float().log_softmax(-1).gather(-1, top)[..., 0]
+    losses, overlap = _LossAndOverlap.apply(probs, logits.float(), sharpness)  # type: ignore[no-untyped-call]
+    return losses, overlap
 
 
 OBJECTIVES: dict[str, Objective] = {
     "lk": hybrid_lk_loss,
-    "kl": forward_divergence,
-    "tv": total_variation,
-    "ce": top_token_cross_entropy,
+    "kl": partial(hybrid_lk_loss, sharpness=0.0),
+    "tv": partial(hybrid_lk_loss, sharpness=1e9),
 }
-"""Loss functions by their name for ``--loss``.
-
-Each maps the logits of target and drafter ``[..., vocab]`` to a loss per position ``[...]``.
-"""
+"""Loss functions by their name for ``--loss``."""
 
 
 def objective(name: str) -> Objective:

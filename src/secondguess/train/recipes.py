@@ -51,7 +51,7 @@ class Recipe(ABC):
     """Base class of recipes.
 
     Args:
-        learning_rate, weight_decay, warmup_steps, clip, batch_size, places: as in `TrainSettings`,
+        learning_rate, warmup_steps, clip, batch_size, places: as in `TrainSettings`,
             which checks them.
 
     Attributes:
@@ -67,7 +67,6 @@ class Recipe(ABC):
     """
 
     learning_rate: float = 1e-3
-    weight_decay: float = 0.0
     warmup_steps: int = 50
     clip: float = 1.0
     batch_size: int = 8
@@ -188,7 +187,6 @@ class EagleRecipe(DecayingRecipe):
             training texts; 0 for all tokens.
     """
 
-    learning_rate: float = 5e-4
     num_steps: int = 7
     draft_vocab_size: int = 32_000
 
@@ -208,7 +206,6 @@ class MtpRecipe(DecayingRecipe):
         num_steps: number of draft steps in training.
     """
 
-    learning_rate: float = 5e-4
     num_steps: int = 4
 
     kind = "mtp"
@@ -229,7 +226,6 @@ class DSparkRecipe(Recipe):
         gamma: decay constant of the loss weights `exp(-k / gamma)` over the depth k.
     """
 
-    learning_rate: float = 5e-4
     block_size: int = 7
     num_layers: int = 2
     num_states: int = _within(1, 1000, 4)

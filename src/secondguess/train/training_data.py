@@ -100,7 +100,9 @@ class TextSplit:
 
     @classmethod
     def split(cls, texts: Sequence[TrainingText], most_held_out: int = 64) -> TextSplit:
-        """Hold out every tenth text, at least one, and at most `most_held_out`, evenly spaced.
+        """Hold out a tenth of the texts, at least one and at most `most_held_out`.
+
+        They are drawn at random: texts at equal distances could all have the same temperature.
 
         Raises:
             BadInputError: fewer than two texts.
@@ -109,9 +111,12 @@ class TextSplit:
             raise BadInputError(
                 f"expected at least 2 texts, one of them held out, got {len(texts)}; give more data"
             )
-        step = max(min(10, len(texts)), -(-len(texts) // most_held_out))
-        training = [text for index, text in enumerate(texts) if index % step != step - 1]
-        return cls(training, texts[step - 1 :: step])
+        size = min(max(1, len(texts) // 10), most_held_out)
+        held_out = set(numpy.random.default_rng(0).permutation(len(texts))[:size].tolist())
+        return cls(
+            [text for index, text in enumerate(texts) if index not in held_out],
+            [text for index, text in enumerate(texts) if index in held_out],
+        )
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Return `[vocab]` int64, the occurrences of each token that counts in training texts."""

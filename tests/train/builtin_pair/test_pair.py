@@ -15,10 +15,14 @@ from builtin_pair.__main__ import main
 from builtin_pair.distill import initial_drafter
 from builtin_pair.evaluate import PairFigures, acceptance
 from builtin_pair.model import Decoder, ModelShape
-from builtin_pair.pair import PairRecipe, export_checkpoint, install_pair, train_pair
+from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, install_pair, train_pair
 from builtin_pair.tokenizer import load_tokenizer
 from builtin_pair.tokens import TokenStore
+from secondguess.builtin import head_path
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.heads.base import TargetModel
+from secondguess.heads.eagle import EagleHead, load_eagle
 from secondguess.train.schedule import Budget
 
 
@@ -213,3 +217,18 @@ def test_the_manifest_lists_packages_and_held_out_documents(finished_run: tuple[
     manifest = json.loads((finished_run[0] / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["packages"][0]["licence"] == "MIT"
     assert manifest["held_out_documents"] > 0
+
+
+def test_an_installed_head_has_no_copies_of_the_targets_weights(tmp_path: Path) -> None:
+    installed = head_path("eagle")
+    assert installed is not None
+    target = Checkpoint.resolve("builtin", dtype="float32").load().runtime
+    head = EagleHead.fresh(TargetModel.of(target)).bfloat16()
+    head.save(tmp_path / "out", "builtin")
+    for name in ("README.md", "secondguess.json"):
+        (tmp_path / "out" / name).write_bytes((installed / name).read_bytes())
+    install_head(tmp_path / "out", tmp_path / "box")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "box")]
+    assert sizes[0] - sizes[1] == pytest.approx(2 * 6144 * 256 * 2, abs=1000)
+    again = load_eagle(tmp_path / "box", TargetModel.of(target)).bfloat16()
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
