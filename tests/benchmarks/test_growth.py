@@ -91,7 +91,9 @@ HEADS: dict[str, tuple[str, Callable[[TargetModel], Head]]] = {
     "eagle, normalised residual": (
         "eagle",
         lambda target: EagleHead(
-            EagleConfig(LAYER, (1, 0, 1), norm_before_residual=True), target, has_head=False
+            EagleConfig(replace(LAYER, num_kv_heads=2), (1, 0, 1), norm_before_residual=True),
+            target,
+            has_head=False,
         ),
     ),
     "mtp": ("mtp", lambda target: MtpHead(replace(LAYER, has_qk_norm=True), target)),
