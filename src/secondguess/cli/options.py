@@ -72,7 +72,7 @@ Config = Annotated[
         show_default="none",
     ),
 ]
-MODEL_NAMES = "Target: a directory, a cached model's name, or builtin."
+MODEL_NAMES = "Target: a directory, a GGUF file, a cached model's name, or builtin."
 Model = Annotated[str, model_option(MODEL_NAMES, callback=check_model)]
 DRAFTER_HELP = f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined."
 Drafter = Annotated[
