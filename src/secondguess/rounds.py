@@ -27,7 +27,7 @@ from torch import Tensor, inference_mode
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Commit, Draft, Row, Verdict
-from secondguess.drafters.base import Drafter
+from secondguess.drafters.base import Drafter, prepare_drafter
 from secondguess.drafters.combined import merge_drafts
 from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
@@ -84,7 +84,10 @@ def run_round(
     with recorder.round(rows):
         noise = components.noise(rows)
         budgets = _budgets(components, rows)
-        draft = _draft(components, rows, _prepared(components, rows, budgets, max_prefill_tokens), noise)
+        if budgets.longest:
+            with recorder.phase("prefill"):
+                budgets = prepare_drafter(components.drafter, rows, budgets, max_prefill_tokens)
+        draft = _draft(components, rows, budgets, noise)
         with recorder.phase("score"):
             scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
@@ -138,22 +141,6 @@ def _go_on(
     """Return whether to draft another level, per row; always True for a request's own length."""
     answers = controller.go_on(rows, DraftProbs(logits, *per_row), depth)
     return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
-
-
-def _prepared(
-    components: Components, rows: Sequence[Row], budgets: Budgets, max_tokens: int | None
-) -> Budgets:
-    """Prepare the drafter for the rows that it drafts for; rows that are not ready get no draft."""
-    parts, lengths = budgets.parts, list(budgets.lengths)
-    members = [index for index, part in enumerate(parts) if part >= 0 and lengths[index] > 0]
-    if not members:
-        return budgets
-    with components.recorder.phase("prefill"):
-        chosen = [rows[index] for index in members], [parts[index] for index in members]
-        is_ready = components.drafter.prepare(*chosen, max_tokens)
-    for index, ready in zip(members, is_ready, strict=True):
-        lengths[index] *= ready
-    return replace(budgets, lengths=lengths)
 
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

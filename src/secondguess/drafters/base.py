@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -217,6 +217,29 @@ class Drafter(ABC):
 
     def reset_prefix_cache(self) -> None:
         """Forget the cache entries of released rows, if any are kept."""
+
+
+def prepare_drafter(
+    drafter: Drafter, rows: Sequence[Row], budgets: Budgets, max_tokens: int | None
+) -> Budgets:
+    """Prepare a drafter for the rows that it drafts for; return budgets without rows that are not ready.
+
+    Args:
+        drafter: drafter of the round.
+        rows: rows of the round.
+        budgets: draft lengths and parts; rows with a source of their own have a negative part.
+        max_tokens: as in `Drafter.prepare`.
+    """
+    parts, lengths = budgets.parts, list(budgets.lengths)
+    members = [index for index, part in enumerate(parts) if part >= 0 and lengths[index] > 0]
+    if not members:
+        return budgets
+    is_ready = drafter.prepare(
+        [rows[index] for index in members], [parts[index] for index in members], max_tokens
+    )
+    for index, ready in zip(members, is_ready, strict=True):
+        lengths[index] *= ready
+    return replace(budgets, lengths=lengths)
 
 
 @lru_cache(maxsize=4096)
