@@ -262,17 +262,22 @@ def learnt_dists(target, head, text, pending):
     hidden = dict(enumerate(states)) | {-1: states[-1]}
     said = []
 
-    def remember(target_logits, draft_logits):
+    def remember(target_probs, draft_logits):
         said.append(draft_logits.detach())
-        return draft_logits.sum(-1)
+        nothing = draft_logits.sum(-1) * 0
+        return nothing, nothing.detach()
 
     head.learn(TrainingBatch(tokens, counts, hidden), target.embedding_and_head(), remember)
-    if isinstance(
-        head, MedusaHead
-    ):  # the places that count, one after the other: at each depth the next is meant
+    if isinstance(head, MedusaHead):  # the counted tokens, one after the other: each depth drafts the next
         return [logits[depth].softmax(-1) for depth, logits in enumerate(said)]
-    column = head._anchors(counts)[0][0].tolist().index(pending)  # DSpark learns at places that it draws
-    return [logits[0, column].softmax(-1) for logits in said]
+    anchors, chosen = head._anchors(counts)  # DSpark learns at positions that it draws, all depths at once
+    nodes = [
+        (anchor, depth)
+        for anchor in anchors[0][chosen[0]].tolist()
+        for depth in range(head.shape.num_drafted)
+        if anchor + depth + 1 < len(text) and counts[0, anchor + depth + 1]
+    ]
+    return [said[0][nodes.index((pending, depth))].softmax(-1) for depth in range(len(text) - 1 - pending)]
 
 
 def exact_model_dist(target, next_dist):
