@@ -19,11 +19,6 @@ Clock = Callable[[], float]
 """Seconds since a fixed moment; tests and replays pass clocks of their own."""
 
 
-def acceptance_rate_of(num_accepted: int, num_drafted: int) -> float | None:
-    """Return accepted over drafted nodes; None when nothing was drafted."""
-    return num_accepted / num_drafted if num_drafted else None
-
-
 @dataclass
 class Stats:
     """Counters of one row, or the sum over several rows.
@@ -64,7 +59,7 @@ class Stats:
 
         Low for trees, which draft several nodes per position.
         """
-        return acceptance_rate_of(self.num_accepted, self.num_drafted)
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def acceptance_length(self) -> float:

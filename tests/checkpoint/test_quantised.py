@@ -106,7 +106,7 @@ def pack_quantized(found: Rounded) -> dict[str, Tensor]:
 
 
 def by_its_library(found: Rounded) -> dict[str, Tensor]:
-    """What compressed-tensors makes of a weight that lies on its grid."""
+    """Return the tensors that compressed-tensors writes for a weight on its grid."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     arguments = quantization.QuantizationArgs(

@@ -18,9 +18,8 @@ constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
 constexpr long PREFETCH_BYTES = 4096;  // prefetch distance in bytes
 
 // Prefetch the tiles that one step reads.
-template <int TILES = 2>
 inline void prefetch(const char* tiles) {
-    for (int line = 0; line < TILES * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
+    for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
 }
 
 inline int four_bytes(const void* from) {
