@@ -659,29 +659,6 @@ def test_the_reason_for_not_using_the_kernels_is_given():
     assert "gpt2 is not among" in why_not_native(FAMILIES["gpt2"](), torch.bfloat16, place)
 
 
-@pytest.mark.parametrize("width", [5, 16, 17, 6144, 32_003])
-@pytest.mark.parametrize("special", ["none", "tie", "masked", "nan", "infinity", "all masked"])
-def test_the_most_probable_token_and_its_probability_equal_torch(width: int, special: str) -> None:
-    logits = torch.randn(3, width + 4, generator=torch.Generator().manual_seed(width))[:, 2:-2]
-    middle = width // 2
-    if special == "tie":
-        logits[0, middle] = logits[0, -1] = 50.0
-    elif special == "masked":
-        logits[1, :middle] = -math.inf
-    elif special == "nan":
-        logits[2, middle] = math.nan
-    elif special == "infinity":
-        logits[2, middle] = math.inf
-    elif special == "all masked":
-        logits[:] = -math.inf
-    tokens, confidences = library.with_confidences(logits)
-    assert tokens == logits.numpy().argmax(-1).tolist()
-    expected = logits.double().softmax(-1).amax(-1)
-    torch.testing.assert_close(
-        torch.tensor(confidences).double(), expected, rtol=1e-5, atol=0, equal_nan=True
-    )
-
-
 @pytest.mark.parametrize("hidden_layers", [(), (1, -1)])
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
 def test_rows_of_different_lengths_are_run_without_padding(

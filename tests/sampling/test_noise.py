@@ -15,9 +15,10 @@ from secondguess.core import Row
 from secondguess.proof.certificate import g_test
 from secondguess.proof.enumeration import joint_race_probability
 from secondguess.proof.fakes import random_probs
+from secondguess.runtime.native.sampling import draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.sampling import noise as noise_module
-from secondguess.sampling.noise import KeyedNoise, Purpose, draw_by_inversion
+from secondguess.sampling.noise import KeyedNoise, Purpose
 
 SAMPLED = SamplingParams(temperature=1.0)
 NUM_ROWS = 20_000
@@ -235,8 +236,7 @@ def test_mixed_batches_draw_each_row_by_its_own_rule():
 
 def test_inversion_is_exact_on_a_grid():
     dist = torch.tensor([0.25, 0.0, 0.5, 0.0, 0.25, 0.0])
-    uniforms = (torch.arange(16).double() + 0.5) / 16
-    drawn = draw_by_inversion(dist.expand(16, -1), uniforms[:, None])
+    drawn = draw_by_inversion(dist.expand(16, -1), (numpy.arange(16) + 0.5) / 16)
     assert drawn.tolist() == [0] * 4 + [2] * 8 + [4] * 4
 
 
@@ -245,7 +245,7 @@ def test_inversion_never_draws_tokens_of_probability_zero(uniform):
     dists = torch.tensor(
         [[0.0, 0.1, 0.0, 0.9, 0.0], [0.0, 0.0, 1e-30, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3, 0, 0]]
     )
-    drawn = draw_by_inversion(dists, torch.full((3, 1), uniform, dtype=torch.float64))
+    drawn = draw_by_inversion(dists, numpy.full(3, uniform))
     assert (dists.gather(1, drawn[:, None]) > 0).all()
 
 

@@ -18,7 +18,7 @@ from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.native.library import with_confidences
+from secondguess.runtime.native.sampling import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import most_likely

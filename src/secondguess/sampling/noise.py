@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row, token_tensor
+from secondguess.runtime.native.sampling import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
 
 
@@ -180,10 +181,7 @@ class KeyedNoise(Noise):
     def _sample(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
         """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
         uniforms = self._uniforms(places, purpose)
-        if uniforms.size == 1:
-            return draw_by_inversion(dists, uniforms.item())
-        columns = torch.from_numpy(uniforms).to(dists.device)
-        return draw_by_inversion(dists, columns if dists.ndim == 2 else columns[..., None])
+        return draw_by_inversion(dists, uniforms[:, 0] if dists.ndim == 2 else uniforms)
 
     def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
         """Return `[row, i]` uniforms, one per place (a depth or node index) of this round.
@@ -211,7 +209,10 @@ class KeyedNoise(Noise):
 
     def _race(self, dists: Tensor, depths: Tensor) -> Tensor:
         """Return the first token to arrive: v, with probability `dists[v]`, normalised."""
-        return self.arrival_times(dists, depths).argmin(-1)
+        kernels = kernels_for(dists)
+        if kernels is None:
+            return self.arrival_times(dists, depths).argmin(-1)
+        return first_arrivals(kernels, dists, self._race_hashes_on_host(depths))
 
     def arrival_times(self, dists: Tensor, depths: Tensor) -> Tensor:
         """Return the time at which each token of `dists` `[..., vocab]` arrives at `depths` `[...]`.
@@ -223,8 +224,10 @@ class KeyedNoise(Noise):
         return -uniforms.log() / dists
 
     def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
-        hashes = _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
-        return torch.from_numpy(_uniform_per_token(hashes, dists.shape[-1]))
+        return torch.from_numpy(_uniform_per_token(self._race_hashes_on_host(depths), dists.shape[-1]))
+
+    def _race_hashes_on_host(self, depths: Tensor) -> NDArray[numpy.int64]:
+        return _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
 
     def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
         device = dists.device
@@ -237,20 +240,6 @@ class KeyedNoise(Noise):
 def _bool_tensor(values: tuple[bool, ...]) -> Tensor:
     """Return a batch's flags as a tensor; cached, because they stay the same between rounds."""
     return torch.tensor(values, dtype=torch.bool)
-
-
-def draw_by_inversion(dists: Tensor, uniforms: Tensor | float) -> Tensor:
-    """Draw from each of `dists` `[..., vocab]` by inverting its cumulative sum.
-
-    For uniforms of at most 1 - 2^-53, the product with the total rounds to less than the total, so
-    the token found always has a positive probability.
-
-    Args:
-        dists: unnormalised probabilities with a positive sum.
-        uniforms: `[..., 1]`, or one number for all.
-    """
-    totals = dists.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(totals, uniforms * totals[..., -1:], right=True)[..., 0]
 
 
 IntArray = TypeVar("IntArray", Tensor, NDArray[numpy.int64])

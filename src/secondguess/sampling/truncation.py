@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
 from torch import Tensor
 
+from secondguess.runtime.native.sampling import softmax
 from secondguess.sampling.params import SamplingParams
 
 Rule = Callable[[Tensor], Tensor]
@@ -60,15 +62,15 @@ def greedy_dists(logits: Tensor) -> Tensor:
 
 def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
-    temperature = _temperatures(params, device)
-    log_min_p = _log_min_p(params, device) if any(each.min_p for each in params) else None
+    temperatures = [each.temperature for each in params]
+    if not any(each.min_p for each in params):
+        return partial(softmax, temperatures=temperatures)
+    divisor, log_min_p = _temperatures(params, device), _log_min_p(params, device)
 
     def rule(logits: Tensor) -> Tensor:
-        logits = _apply_temperature(logits, temperature)
-        if log_min_p is not None:
-            threshold = logits.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
-            logits = logits.masked_fill(logits < threshold, -math.inf)
-        return logits.softmax(-1)
+        scaled = _apply_temperature(logits, divisor)
+        threshold = scaled.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
+        return softmax(logits.masked_fill(scaled < threshold, -math.inf), temperatures)
 
     return rule
 

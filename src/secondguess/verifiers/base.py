@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
+from secondguess.runtime.native.sampling import residuals
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs
@@ -197,12 +198,11 @@ def residual(
         draft_probs: `[..., vocab]`, q; None if q is one-hot on `tokens`.
         tokens: `[...]`, the draft tokens.
     """
-    factors = torch.from_numpy(weights).to(target_probs)
-    weighted = factors[..., None] * target_probs
     if draft_probs is not None:
-        dists = weighted.sub_(draft_probs).clamp_min_(0.0)
-    else:  # q is one-hot: w p(x) <= 1 = q(x) at the draft token, and q is 0 elsewhere
-        dists = weighted.scatter_(-1, tokens[..., None], 0.0)
+        return Residual(*residuals(weights, target_probs, draft_probs))
+    # q is one-hot: w p(x) <= 1 = q(x) at the draft token, and q is 0 elsewhere
+    factors = torch.from_numpy(weights).to(target_probs)
+    dists = (factors[..., None] * target_probs).scatter_(-1, tokens[..., None], 0.0)
     return Residual(dists, to_host(dists.sum(-1)))
 
 

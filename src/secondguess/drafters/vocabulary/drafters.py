@@ -16,7 +16,7 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.native.library import with_confidences
+from secondguess.runtime.native.sampling import with_confidences
 from secondguess.sampling.noise import Noise
 
 

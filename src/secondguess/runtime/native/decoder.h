@@ -576,28 +576,6 @@ int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_
     return (int64_t)found;
 }
 
-// The largest of each row of `width` logits, the first among equals, and its softmax, which is below
-// 1 / width if a number is not finite. Rows are `stride` numbers apart.
-void secondguess_most_likely(const float* logits, int64_t num_rows, int64_t width, int64_t stride, int64_t* tokens,
-                             double* confidences) {
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float* from = logits + row * stride;
-        const int64_t whole = width / 16 * 16;
-        const Lanes rest = lanes(width - whole);
-        const Floats least = all(-INFINITY);
-        Floats most = least;
-        for (int64_t i = 0; i < whole; i += 16) most = largest(most, load(from + i));
-        if (whole < width) most = largest(most, keep(rest, load(from + whole, rest), least));
-        const float maximum = largest_of(most);
-        tokens[row] = std::find(from, from + width, maximum) - from;
-        const Floats shift = all(maximum);
-        Floats sum = zeros();
-        for (int64_t i = 0; i < whole; i += 16) sum = sum + exponential(load(from + i) - shift);
-        if (whole < width) sum = sum + keep(rest, exponential(load(from + whole, rest) - shift), zeros());
-        confidences[row] = 1 / sum_of(sum);
-    }
-}
-
 // Returns 0 on success, 1 if the workspace cannot be allocated, 2 if a token id is out of range.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;

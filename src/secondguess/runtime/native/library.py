@@ -1,4 +1,4 @@
-"""Compiled kernels of `decoder.h`, and the structures that are passed to them.
+"""Compiled kernels of `decoder.h` and `sampling.h`, and the structures that are passed to them.
 
 The kernels are built for each kind of processor when the package is installed, if there is a C++
 compiler for x86. `units` returns those that this processor can run. If there are none, the fused
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.native.sources import hash_sources
-
-LEAST_MASS = 0.99
-"""Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
 
 ENCODINGS = ("bfloat16", "int8", "int4")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
@@ -145,7 +141,7 @@ class Unit:
 
     Args:
         name: `amx`, `avx512` or `avx2`.
-        kernels: the functions of `decoder.h`.
+        kernels: the functions of `decoder.h` and `sampling.h`.
     """
 
     name: str
@@ -213,6 +209,14 @@ def _open(kind: str) -> ctypes.CDLL | None:
     ]
     kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     kernels.secondguess_most_likely.restype = None
+    kernels.secondguess_softmax.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p]
+    kernels.secondguess_softmax.restype = None
+    kernels.secondguess_draw.argtypes = [c_void_p, c_int64, c_double]
+    kernels.secondguess_draw.restype = c_int64
+    kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64]
+    kernels.secondguess_race.restype = c_int64
+    kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
+    kernels.secondguess_residual.restype = c_double
     kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     return kernels
 
@@ -231,30 +235,3 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
     except AttributeError:
         return False
     return expected in (None, found.decode()) and list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
-
-
-def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most likely token of each row, the lowest id among equals, and its softmax.
-
-    Args:
-        logits: `[row, vocab]`. NaN counts as the largest.
-    """
-    available = units()
-    stride, step = logits.stride()
-    if not available or step != 1 or not logits.is_cpu or logits.dtype is not torch.float32:
-        return _with_confidences_in_torch(logits)
-    num_rows, width = logits.shape
-    tokens, confidences = (c_int64 * num_rows)(), (c_double * num_rows)()
-    available[0].kernels.secondguess_most_likely(
-        logits.data_ptr(), num_rows, width, stride, tokens, confidences
-    )
-    found = confidences[:]
-    if min(found) * width < LEAST_MASS:  # NaN or infinity
-        return _with_confidences_in_torch(logits)
-    return tokens[:], found
-
-
-def _with_confidences_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
-    tokens = logits.max(-1).indices
-    confidences = logits.softmax(-1).gather(-1, tokens[:, None])
-    return tokens.tolist(), confidences[:, 0].tolist()

@@ -109,6 +109,13 @@ inline Floats keep(Lanes part, Floats numbers, Floats otherwise) {
             _mm256_blendv_ps(otherwise.high, numbers.high, _mm256_castsi256_ps(high))};
 }
 
+// `numbers`, and 0 in the lanes in which `x` is less than `limit`.
+inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
+    const auto eight = [&](__m256 some, __m256 compared) {
+        return _mm256_andnot_ps(_mm256_cmp_ps(compared, _mm256_set1_ps(limit), _CMP_LT_OQ), some);
+    };
+    return {eight(numbers.low, x.low), eight(numbers.high, x.high)};
+}
 inline float sum_of(Floats x) {
     const __m256 eight = _mm256_add_ps(x.low, x.high);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -37,6 +37,10 @@ inline Floats nearest_whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUN
 inline Floats times_power_of_two(Floats x, Floats whole) { return _mm512_scalef_ps(x, whole); }
 inline Floats keep(Lanes part, Floats numbers, Floats otherwise) { return _mm512_mask_blend_ps(part.mask, otherwise, numbers); }
 
+// `numbers`, and 0 in the lanes in which `x` is less than `limit`.
+inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
+    return _mm512_mask_mov_ps(numbers, _mm512_cmp_ps_mask(x, all(limit), _CMP_LT_OQ), all(0.0f));
+}
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 

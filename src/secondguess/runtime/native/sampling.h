@@ -1,0 +1,156 @@
+// Probabilities from logits, and tokens drawn from them. Each distribution is computed by one thread in
+// a fixed order, so its bits do not depend on the others of the batch.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+// Logits further below the largest one than this get probability 0, -INFINITY included.
+constexpr float LEAST_EXPONENT = -87.0f;
+constexpr int64_t NUM_SUMMED = 512;  // numbers that are summed in float32
+
+// Apply `function(start, lanes)` to vectors of 16 that cover the numbers from `start` to `end`, the last in part.
+template <class Function>
+inline void for_each_vector(int64_t start, int64_t end, Function function) {
+    for (; start + 16 <= end; start += 16) function(start, lanes(16));
+    if (start < end) function(start, lanes(end - start));
+}
+
+// The sum of `function(start, lanes)` over vectors of 16 that cover `width` numbers; of long rows in float64.
+template <class Function>
+inline double sum_over(int64_t width, Function function) {
+    double total = 0;
+    for (int64_t start = 0; start < width; start += NUM_SUMMED) {
+        Floats sum = zeros();
+        for_each_vector(start, std::min(start + NUM_SUMMED, width),
+                        [&](int64_t i, Lanes part) { sum = sum + keep(part, function(i, part), zeros()); });
+        total += sum_of(sum);
+    }
+    return total;
+}
+
+inline float largest_in(const float* from, int64_t width) {
+    Floats most = all(-INFINITY);
+    for_each_vector(0, width, [&](int64_t i, Lanes part) { most = largest(most, keep(part, load(from + i, part), most)); });
+    return largest_of(most);
+}
+
+// The sum of numbers in float64.
+inline double sum_of_block(const float* from, int64_t count) {
+    double sums[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        for (int lane = 0; lane < 8; lane++) sums[lane] += from[i + lane];
+    for (; i < count; i++) sums[0] += from[i];
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
+
+inline uint64_t mixed(uint64_t value) {  // the finaliser of SplitMix64, without its first addition
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ value >> 27) * 0x94D049BB133111EBu;
+    return value ^ value >> 31;
+}
+
+// 1 + bits / 2^52, for less than 2^52.
+inline double between_1_and_2(uint64_t bits) {
+    bits |= 0x3FF0000000000000u;
+    double number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+// The largest of each row of `width` logits, the first among equals, and its softmax, which is below
+// 1 / width if a number is not finite. Rows are `stride` numbers apart.
+void secondguess_most_likely(const float* logits, int64_t num_rows, int64_t width, int64_t stride, int64_t* tokens,
+                             double* confidences) {
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = logits + row * stride;
+        const float maximum = largest_in(from, width);
+        tokens[row] = std::find(from, from + width, maximum) - from;
+        const Floats shift = all(maximum);
+        confidences[row] = 1 / sum_over(width, [&](int64_t i, Lanes part) { return exponential(load(from + i, part) - shift); });
+    }
+}
+
+// softmax(logits / temperature) of each row of `width` logits, which are `stride` numbers apart; NaN in
+// every place if all are -INFINITY, or one is NaN or INFINITY.
+void secondguess_softmax(const float* logits, int64_t num_rows, int64_t width, int64_t stride, float temperature, float* probs) {
+    const Floats scale = all(1 / temperature);
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = logits + row * stride;
+        float* to = probs + row * width;
+        const Floats shift = all(largest_in(from, width));
+        const double total = sum_over(width, [&](int64_t i, Lanes part) {
+            const Floats below = (load(from + i, part) - shift) * scale;
+            const Floats power = zero_where_less(exponential(below), below, LEAST_EXPONENT);
+            store(to + i, power, part);
+            return power;
+        });
+        // What is not finite counts as e^88, and finite logits as 1 at most.
+        const Floats factor = all(total <= 2.0 * width ? 1 / total : NAN);
+        for_each_vector(0, width, [&](int64_t i, Lanes part) { store(to + i, load(to + i, part) * factor, part); });
+    }
+}
+
+// The first place whose running sum exceeds `uniform`, in [0, 1), times the sum of all `width` weights;
+// its weight is positive.
+int64_t secondguess_draw(const float* weights, int64_t width, double uniform) {
+    double total = 0;
+    for (int64_t start = 0; start < width; start += NUM_SUMMED) total += sum_of_block(weights + start, std::min(NUM_SUMMED, width - start));
+    const double wanted = uniform * total;
+    double before = 0;
+    int64_t found = 0;
+    for (int64_t start = 0; start < width; start += NUM_SUMMED) {
+        const int64_t end = std::min(start + NUM_SUMMED, width);
+        const double after = before + sum_of_block(weights + start, end - start);
+        if (after > wanted) {
+            // The running sum is rounded differently, so it may end before `wanted`.
+            for (int64_t i = start; i < end && before <= wanted; i++) {
+                if (weights[i] > 0) found = i;
+                before += weights[i];
+            }
+            return found;
+        }
+        before = after;
+    }
+    return found;
+}
+
+// The place v of the least -log(u_v) / weights[v], the first among equals, where u_v is the uniform of
+// token v: the one that arrives first if v waits an exponential time of rate weights[v].
+int64_t secondguess_race(const float* weights, int64_t width, uint64_t hash) {
+    double uniforms[NUM_SUMMED], least = INFINITY;
+    int64_t found = 0;
+    for (int64_t start = 0; start < width; start += NUM_SUMMED) {
+        const int64_t count = std::min(NUM_SUMMED, width - start);
+        for (int64_t i = 0; i < count; i++) {
+            const uint64_t bits = mixed(hash + (uint64_t)(start + i + 1) * 0x9E3779B97F4A7C15u) >> 12;
+            uniforms[i] = between_1_and_2(bits) - 1 + 0x1p-53;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const double weight = weights[start + i];
+            // -log(u) >= 1 - u: few logarithms are needed. The factor covers their rounding.
+            if (!(weight > 0) || 1 - uniforms[i] > least * weight * (1 + 1e-12)) continue;
+            const double time = -std::log(uniforms[i]) / weight;
+            if (time < least) least = time, found = start + i;
+        }
+    }
+    return found;
+}
+
+// The residual max(factor * p - q, 0), and its sum.
+double secondguess_residual(float factor, const float* p, const float* q, int64_t width, float* residual) {
+    return sum_over(width, [&](int64_t i, Lanes part) {
+        const Floats left = largest(all(factor) * load(p + i, part) - load(q + i, part), zeros());
+        store(residual + i, left, part);
+        return left;
+    });
+}
+}
+#pragma GCC visibility pop

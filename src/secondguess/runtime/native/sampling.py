@@ -1,0 +1,154 @@
+"""Probabilities and draws by the kernels of `sampling.h`; where they cannot be used, by torch.
+
+The kernels take float32 on the host: a vocabulary is read once or twice instead of once per operation,
+and no threads are woken for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_int64
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from secondguess.runtime.native.library import units
+
+LEAST_MASS = 0.99
+"""Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
+
+
+def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels if they can read these tensors `[..., vocab]`, else None."""
+    available = units()
+    if not available or not all(
+        each.is_cpu and each.dtype is torch.float32 and each.stride(-1) == 1 for each in values
+    ):
+        return None
+    return available[0].kernels
+
+
+def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return the most likely token of each row, the lowest id among equals, and its softmax.
+
+    Args:
+        logits: `[row, vocab]`. NaN counts as the largest.
+    """
+    kernels = kernels_for(logits)
+    if kernels is None:
+        return _with_confidences_in_torch(logits)
+    num_rows, width = logits.shape
+    tokens, confidences = (c_int64 * num_rows)(), (c_double * num_rows)()
+    kernels.secondguess_most_likely(logits.data_ptr(), num_rows, width, logits.stride(0), tokens, confidences)
+    found = confidences[:]
+    if min(found) * width < LEAST_MASS:  # NaN or infinity
+        return _with_confidences_in_torch(logits)
+    return tokens[:], found
+
+
+def _with_confidences_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
+    tokens = logits.max(-1).indices
+    confidences = logits.softmax(-1).gather(-1, tokens[:, None])
+    return tokens.tolist(), confidences[:, 0].tolist()
+
+
+def softmax(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return `softmax(logits / temperature)`, NaN in all places where no token is possible.
+
+    Args:
+        logits: `[row, query, vocab]`.
+        temperatures: `[row]`, positive.
+    """
+    kernels = kernels_for(logits)
+    if kernels is None:
+        return _divided(logits, temperatures).softmax(-1)
+    _, num_queries, width = logits.shape
+    row_stride, stride, _ = logits.stride()
+    probs = logits.new_empty(logits.shape)
+    for row, temperature in enumerate(temperatures):
+        kernels.secondguess_softmax(
+            *(logits.data_ptr() + 4 * row * row_stride, num_queries, width, stride, temperature),
+            probs.data_ptr() + 4 * row * num_queries * width,
+        )
+    return probs
+
+
+def _divided(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    if all(each == 1 for each in temperatures):
+        return logits
+    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None, None]
+
+
+def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor:
+    """Draw from each of `dists` `[..., vocab]` by inverting its cumulative sum.
+
+    For uniforms of at most 1 - 2^-53, the product with the total rounds to less than the total, so
+    the token found always has a positive probability.
+
+    Args:
+        dists: unnormalised probabilities with a positive sum.
+        uniforms: `[...]` on the host.
+    """
+    kernels = kernels_for(dists)
+    if kernels is not None:
+        width, numbers = dists.shape[-1], uniforms.ravel().tolist()
+        drawn = [
+            kernels.secondguess_draw(place, width, uniform)
+            for place, uniform in zip(_places(dists), numbers, strict=True)
+        ]
+        return torch.tensor(drawn).view(uniforms.shape)
+    totals = dists.cumsum(-1, dtype=torch.float64)
+    if uniforms.size == 1:
+        wanted = uniforms.item() * totals[..., -1:]
+    else:
+        wanted = torch.from_numpy(uniforms).to(dists.device)[..., None] * totals[..., -1:]
+    return torch.searchsorted(totals, wanted, right=True)[..., 0]
+
+
+def first_arrivals(kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.int64]) -> Tensor:
+    """Return the winners `[...]` of exponential races.
+
+    Args:
+        kernels: from `kernels_for(dists)`.
+        dists: `[..., vocab]`, the rates.
+        hashes: `[...]`, the hashes of the races.
+    """
+    numbers = hashes.view(numpy.uint64).ravel().tolist()
+    found = [
+        kernels.secondguess_race(place, dists.shape[-1], number)
+        for place, number in zip(_places(dists), numbers, strict=True)
+    ]
+    return torch.tensor(found).view(hashes.shape)
+
+
+def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Tensor, NDArray[numpy.float64]]:
+    """Return `max(factor * p - q, 0)` `[..., vocab]`, and its sums `[...]` on the host.
+
+    Args:
+        factors: `[...]` on the host.
+        p, q: `[..., vocab]`.
+    """
+    kernels = kernels_for(p, q)
+    if kernels is None:
+        weights = torch.from_numpy(factors).to(p)
+        dists = (weights[..., None] * p).sub_(q).clamp_min_(0.0)
+        return dists, dists.sum(-1).cpu().numpy().astype(numpy.float64)
+    dists = p.new_empty(p.shape)
+    places = zip(factors.ravel().tolist(), _places(p), _places(q), _places(dists), strict=True)
+    masses = [
+        kernels.secondguess_residual(factor, own, other, p.shape[-1], left)
+        for factor, own, other, left in places
+    ]
+    return dists, numpy.array(masses).reshape(factors.shape)
+
+
+def _places(dists: Tensor) -> list[int]:
+    """Return the addresses of distributions `[..., vocab]`, in order."""
+    offsets = [0]
+    for size, stride in zip(dists.shape[:-1], dists.stride()[:-1], strict=True):
+        offsets = [offset + number * stride for offset in offsets for number in range(size)]
+    start = dists.data_ptr()
+    return [start + dists.element_size() * offset for offset in offsets]
