@@ -38,13 +38,14 @@ LAYERS = [
     ("train",),
     ("cli",),
 ]
-# Inside the second layer: contracts use noise and sampling, built-in files are found by those that read them;
-# the rest do not import each other.
+# Inside the second layer: contracts use noise and sampling, these use the kernels of `runtime`, and built-in
+# files are found by those that read them; the rest do not import each other.
 SIDEWAYS = {
     "drafters": {"sampling", "runtime", "heads"},
     "heads": {"builtin", "runtime", "checkpoint", "sampling"},
     "checkpoint": {"builtin", "runtime"},
-    "verifiers": {"sampling"},
+    "sampling": {"runtime"},
+    "verifiers": {"sampling", "runtime"},
     "controllers": {"builtin", "runtime"},
 }
 FOLDERS_OF_VARIANTS = {

@@ -13,10 +13,11 @@ from secondguess.core import Row
 from secondguess.runtime.native import library, sampling
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.params import SamplingParams
+from secondguess.sampling.truncation import make_rule
 
 pytestmark = needs_kernels
 
-WIDTHS = [5, 16, 17, 6144, 32_003]
+WIDTHS = [5, 16, 17, 1100, 32_003]
 some_widths = pytest.mark.parametrize("width", WIDTHS)
 
 
@@ -68,25 +69,44 @@ def set_special(logits, special):
         logits[:] = -math.inf
 
 
+SETTINGS = {
+    "temperature": [{"temperature": 0.1}, {}, {"temperature": 3.0}],
+    "min-p": [{"min_p": 0.05}, {"min_p": 0.3, "temperature": 0.5}, {}],
+    "top-k": [{"top_k": 1}, {"top_k": 20, "temperature": 0.7}, {"top_k": 700}],
+    "top-p": [{"top_p": 0.9}, {"top_p": 0.05, "temperature": 0.6}, {"top_p": 0.97}],
+    "all": [
+        {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+        {"top_p": 0.95, "min_p": 0.02},
+        {"top_k": 300, "min_p": 0.1},
+    ],
+}
+
+
 @some_widths
-@pytest.mark.parametrize("special", ["none", "masked", "nan", "infinity", "all masked"])
-def test_softmax(unit, width, special):
+@pytest.mark.parametrize("special", ["none", "tie", "masked", "nan", "infinity", "all masked"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_probabilities_equal_those_of_torch_in_float64(unit, settings, special, width):
     wide = random_logits(3, 2, width + 4)
     set_special(wide.view(6, -1), special)
-    logits, temperatures = wide[:, :, 2:-2], [0.1, 1.0, 3.0]
-    found = sampling.softmax(logits, temperatures)
-    expected = (logits.double() / torch.tensor(temperatures).double()[:, None, None]).softmax(-1)
+    logits = wide[:, :, 2:-2]
+    params = [SamplingParams(**{"temperature": 1.0, **each}) for each in settings]
+    found = make_rule(params, logits.device)(logits)
+    expected = make_rule(params, logits.device)(logits.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-37, equal_nan=True)
-    assert not found[logits == -math.inf].nan_to_num().any()
-    alone = sampling.softmax(logits[1:2, 1:], temperatures[1:2])
+    assert not found[expected == 0].any()
+    assert found[expected > 1e-35].all()
+    alone = make_rule(params[1:2], logits.device)(logits[1:2, 1:])
     assert torch.equal(alone.nan_to_num(-1), found[1:2, 1:].nan_to_num(-1))
 
 
-def test_softmax_gives_tokens_that_are_impossible_no_probability(unit):
-    logits = torch.tensor([[[0.0, -86.0, -89.0, -1e30, -math.inf]]])
-    found = sampling.softmax(logits, [1.0])[0, 0].tolist()
-    assert found[1] > 0
-    assert found[2:] == [0, 0, 0]
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_top_k_keeps_what_equals_its_last_token(unit, top_k):
+    logits = torch.zeros(1, 1, 5000)
+    logits[0, 0, [7, 4001]] = 2.0
+    logits[0, 0, ::500] = 1.0
+    params = SamplingParams(temperature=1.0, top_k=top_k)
+    kept = make_rule([params], logits.device)(logits)[0, 0].nonzero()[:, 0].tolist()
+    assert kept == sorted({7, 4001} if top_k == 2 else {7, 4001, *range(0, 5000, 500)})
 
 
 @some_widths

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy
 import torch
 from torch import Tensor
 
-from secondguess.runtime.native.sampling import softmax
+from secondguess.runtime.native.sampling import kernels_for, softmax, truncated_softmax
 from secondguess.sampling.params import SamplingParams
 
 Rule = Callable[[Tensor], Tensor]
@@ -62,29 +61,43 @@ def greedy_dists(logits: Tensor) -> Tensor:
 
 def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
-    temperatures = [each.temperature for each in params]
-    if not any(each.min_p for each in params):
-        return partial(softmax, temperatures=temperatures)
-    divisor, log_min_p = _temperatures(params, device), _log_min_p(params, device)
+    settings = [(each.temperature, _log_min_p(each)) for each in params]
+    temperature = _temperatures(params, device)
+    log_min_p = _log_min_ps(params, device) if any(each.min_p for each in params) else None
 
     def rule(logits: Tensor) -> Tensor:
-        scaled = _apply_temperature(logits, divisor)
-        threshold = scaled.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
-        return softmax(logits.masked_fill(scaled < threshold, -math.inf), temperatures)
+        if kernels := kernels_for(logits):
+            return softmax(kernels, logits, settings)
+        logits = _apply_temperature(logits, temperature)
+        if log_min_p is not None:
+            threshold = logits.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
+            logits = logits.masked_fill(logits < threshold, -math.inf)
+        return logits.softmax(-1)
 
     return rule
 
 
 def _make_top_k_top_p(params: Sequence[SamplingParams], device: torch.device) -> Rule:
-    top_p = [each.top_p if each.top_p < 1 else math.inf for each in params]
-    return TopKTopP(
+    top_ps = [each.top_p if each.top_p < 1 else math.inf for each in params]
+    settings = [
+        (each.temperature, each.top_k, top_p, _log_min_p(each))
+        for each, top_p in zip(params, top_ps, strict=True)
+    ]
+    in_torch = TopKTopP(
         _temperatures(params, device),
         _per_row([each.top_k for each in params], torch.long, device),
-        _per_row(top_p, torch.float64, device),
-        _log_min_p(params, device),
+        _per_row(top_ps, torch.float64, device),
+        _log_min_ps(params, device),
         width=max(each.top_k + 16 if each.top_k else 128 for each in params),
         needs_full_softmax=any(each.top_k == 0 for each in params),
-    ).dists
+    )
+
+    def rule(logits: Tensor) -> Tensor:
+        if kernels := kernels_for(logits):
+            return truncated_softmax(kernels, logits, settings)
+        return in_torch.dists(logits)
+
+    return rule
 
 
 @dataclass(frozen=True)
@@ -209,9 +222,12 @@ def _temperatures(params: Sequence[SamplingParams], device: torch.device) -> Ten
     return None if all(value == 1 for value in values) else _per_row(values, torch.float64, device)
 
 
-def _log_min_p(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    values = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
-    return _per_row(values, torch.float64, device)
+def _log_min_ps(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    return _per_row([_log_min_p(each) for each in params], torch.float64, device)
+
+
+def _log_min_p(params: SamplingParams) -> float:
+    return math.log(params.min_p) if params.min_p else -math.inf
 
 
 def _apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:

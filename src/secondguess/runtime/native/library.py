@@ -207,10 +207,12 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_unembed.argtypes = [
         *(POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
     ]
-    kernels.secondguess_most_likely.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
+    rows = c_void_p, c_int64, c_int64, c_int64
+    kernels.secondguess_most_likely.argtypes = [*rows, c_void_p, c_void_p]
     kernels.secondguess_most_likely.restype = None
-    kernels.secondguess_softmax.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p]
+    kernels.secondguess_softmax.argtypes = [*rows, c_float, c_float, c_void_p]
     kernels.secondguess_softmax.restype = None
+    kernels.secondguess_truncated_softmax.argtypes = [*rows, c_double, c_int64, c_double, c_double, c_void_p]
     kernels.secondguess_draw.argtypes = [c_void_p, c_int64, c_double]
     kernels.secondguess_draw.restype = c_int64
     kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64]

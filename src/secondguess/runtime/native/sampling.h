@@ -3,9 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <vector>
 
 #include "vectors.h"
 
@@ -33,10 +36,16 @@ inline double sum_over(int64_t width, Function function) {
     return total;
 }
 
+// NaN if one of the numbers is.
 inline float largest_in(const float* from, int64_t width) {
     Floats most = all(-INFINITY);
-    for_each_vector(0, width, [&](int64_t i, Lanes part) { most = largest(most, keep(part, load(from + i, part), most)); });
-    return largest_of(most);
+    bool is_defined = true;
+    for_each_vector(0, width, [&](int64_t i, Lanes part) {
+        const Floats numbers = keep(part, load(from + i, part), most);
+        is_defined &= !has_nan(numbers);
+        most = largest(most, numbers);
+    });
+    return is_defined ? largest_of(most) : NAN;
 }
 
 // The sum of numbers in float64.
@@ -55,6 +64,43 @@ inline uint64_t mixed(uint64_t value) {  // the finaliser of SplitMix64, without
     return value ^ value >> 31;
 }
 
+struct Scored {
+    float logit;
+    int64_t token;
+};
+inline bool comes_first(const Scored& one, const Scored& other) {
+    return one.logit > other.logit || (one.logit == other.logit && one.token < other.token);
+}
+
+// Append the logits of at least `least` in the places from `start` to `end`.
+inline void collect_from(float least, const float* from, int64_t start, int64_t end, std::vector<Scored>& found) {
+    constexpr int64_t PIECE = 64;  // most pieces have none
+    for (; start < end; start += PIECE) {
+        const int64_t stop = std::min(start + PIECE, end);
+        if (!(largest_in(from + start, stop - start) >= least)) continue;
+        for (int64_t i = start; i < stop; i++)
+            if (from[i] >= least) found.push_back({from[i], i});
+    }
+}
+
+// The `count` largest finite logits, and those equal to the last of them, in any order.
+inline void collect_largest(const float* from, int64_t width, int64_t count, std::vector<Scored>& found) {
+    float least = -FLT_MAX;
+    size_t most = 2 * count + NUM_SUMMED;
+    const auto reduce = [&] {
+        if (found.size() <= (size_t)count) return;
+        std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), comes_first);
+        least = found[count - 1].logit;
+        found.erase(std::remove_if(found.begin(), found.end(), [&](const Scored& each) { return each.logit < least; }), found.end());
+        most = 2 * found.size() + NUM_SUMMED;
+    };
+    for (int64_t start = 0; start < width; start += NUM_SUMMED) {
+        collect_from(least, from, start, std::min(start + NUM_SUMMED, width), found);
+        if (found.size() > most) reduce();
+    }
+    reduce();
+}
+
 // 1 + bits / 2^52, for less than 2^52.
 inline double between_1_and_2(uint64_t bits) {
     bits |= 0x3FF0000000000000u;
@@ -65,37 +111,82 @@ inline double between_1_and_2(uint64_t bits) {
 
 #pragma GCC visibility push(default)
 extern "C" {
-// The largest of each row of `width` logits, the first among equals, and its softmax, which is below
-// 1 / width if a number is not finite. Rows are `stride` numbers apart.
+// The largest of each row of `width` logits, the first among equals, and its softmax, 0 if it is not
+// finite. Rows are `stride` numbers apart.
 void secondguess_most_likely(const float* logits, int64_t num_rows, int64_t width, int64_t stride, int64_t* tokens,
                              double* confidences) {
     for (int64_t row = 0; row < num_rows; row++) {
         const float* from = logits + row * stride;
         const float maximum = largest_in(from, width);
         tokens[row] = std::find(from, from + width, maximum) - from;
-        const Floats shift = all(maximum);
-        confidences[row] = 1 / sum_over(width, [&](int64_t i, Lanes part) { return exponential(load(from + i, part) - shift); });
+        const double total = sum_over(width, [&](int64_t i, Lanes part) { return exponential(load(from + i, part) - all(maximum)); });
+        confidences[row] = std::isfinite(maximum) ? 1 / total : 0;
     }
 }
 
-// softmax(logits / temperature) of each row of `width` logits, which are `stride` numbers apart; NaN in
-// every place if all are -INFINITY, or one is NaN or INFINITY.
-void secondguess_softmax(const float* logits, int64_t num_rows, int64_t width, int64_t stride, float temperature, float* probs) {
-    const Floats scale = all(1 / temperature);
+// softmax(logits / temperature) without what is further below the largest than `log_min_p`, for rows of
+// `width` logits that are `stride` numbers apart; NaN in all places if the largest is not finite.
+void secondguess_softmax(const float* logits, int64_t num_rows, int64_t width, int64_t stride, float temperature, float log_min_p,
+                         float* probs) {
+    const float least = std::max(log_min_p, LEAST_EXPONENT);
     for (int64_t row = 0; row < num_rows; row++) {
         const float* from = logits + row * stride;
         float* to = probs + row * width;
-        const Floats shift = all(largest_in(from, width));
+        const float maximum = largest_in(from, width);
         const double total = sum_over(width, [&](int64_t i, Lanes part) {
-            const Floats below = (load(from + i, part) - shift) * scale;
-            const Floats power = zero_where_less(exponential(below), below, LEAST_EXPONENT);
+            const Floats below = (load(from + i, part) - all(maximum)) * all(1 / temperature);
+            const Floats power = zero_where_less(exponential(below), below, least);
             store(to + i, power, part);
             return power;
         });
-        // What is not finite counts as e^88, and finite logits as 1 at most.
-        const Floats factor = all(total <= 2.0 * width ? 1 / total : NAN);
+        const Floats factor = all(std::isfinite(maximum) ? 1 / total : NAN);
         for_each_vector(0, width, [&](int64_t i, Lanes part) { store(to + i, load(to + i, part) * factor, part); });
     }
+}
+
+// As `secondguess_softmax`, restricted first to the `top_k` largest logits (0 for all) and those equal to
+// the last of them, then to the fewest largest that reach `top_p`. Returns 0 on success, 1 if memory
+// could not be allocated.
+int secondguess_truncated_softmax(const float* logits, int64_t num_rows, int64_t width, int64_t stride, double temperature,
+                                  int64_t top_k, double top_p, double log_min_p, float* probs) {
+    try {
+        std::vector<Scored> found;
+        for (int64_t row = 0; row < num_rows; row++) {
+            const float* from = logits + row * stride;
+            float* to = probs + row * width;
+            const float maximum = largest_in(from, width);
+            std::fill(to, to + width, std::isfinite(maximum) ? 0 : NAN);
+            if (!std::isfinite(maximum)) continue;
+            double mass = 0;
+            found.clear();
+            if (top_k) {
+                collect_largest(from, width, top_k, found);
+                for (const Scored& each : found) mass += std::exp((each.logit - (double)maximum) / temperature);
+            } else {
+                const Floats scale = all((float)(1 / temperature));
+                mass = sum_over(width, [&](int64_t i, Lanes part) {
+                    const Floats below = (load(from + i, part) - all(maximum)) * scale;
+                    return zero_where_less(exponential(below), below, LEAST_EXPONENT);
+                });
+                // All logits below this one together have less than 1 - top_p.
+                const double least = maximum + temperature * std::log(mass * (1 - top_p) / (2 * width));
+                collect_from((float)std::max(least, -1e38), from, 0, width, found);
+            }
+            std::sort(found.begin(), found.end(), comes_first);
+            double before = 0;
+            size_t kept = 0;
+            for (; kept < found.size(); kept++) {
+                const double below = (found[kept].logit - (double)maximum) / temperature;
+                if (before >= top_p * mass || below < log_min_p) break;
+                before += std::exp(below);
+            }
+            for (size_t i = 0; i < kept; i++)
+                to[found[i].token] = std::exp((found[i].logit - (double)maximum) / temperature) / before;
+        }
+    } catch (const std::exception&) {
+        return 1;
+    }
+    return 0;
 }
 
 // The first place whose running sum exceeds `uniform`, in [0, 1), times the sum of all `width` weights;

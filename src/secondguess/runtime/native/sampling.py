@@ -15,10 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.native.library import units
-
-LEAST_MASS = 0.99
-"""Lower bound on the largest probability of finite logits times their number, 1 less rounding."""
 
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
@@ -44,7 +42,7 @@ def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
     tokens, confidences = (c_int64 * num_rows)(), (c_double * num_rows)()
     kernels.secondguess_most_likely(logits.data_ptr(), num_rows, width, logits.stride(0), tokens, confidences)
     found = confidences[:]
-    if min(found) * width < LEAST_MASS:  # NaN or infinity
+    if not all(found):
         return _with_confidences_in_torch(logits)
     return tokens[:], found
 
@@ -55,31 +53,54 @@ def _with_confidences_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
     return tokens.tolist(), confidences[:, 0].tolist()
 
 
-def softmax(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return `softmax(logits / temperature)`, NaN in all places where no token is possible.
+def softmax(kernels: ctypes.CDLL, logits: Tensor, settings: Sequence[tuple[float, float]]) -> Tensor:
+    """Return `softmax(logits / temperature)` after min-p, NaN in all places where no token is possible.
 
     Args:
+        kernels: from `kernels_for(logits)`.
         logits: `[row, query, vocab]`.
-        temperatures: `[row]`, positive.
+        settings: per row, the temperature and the logarithm of min-p.
     """
-    kernels = kernels_for(logits)
-    if kernels is None:
-        return _divided(logits, temperatures).softmax(-1)
-    _, num_queries, width = logits.shape
-    row_stride, stride, _ = logits.stride()
     probs = logits.new_empty(logits.shape)
-    for row, temperature in enumerate(temperatures):
-        kernels.secondguess_softmax(
-            *(logits.data_ptr() + 4 * row * row_stride, num_queries, width, stride, temperature),
-            probs.data_ptr() + 4 * row * num_queries * width,
-        )
+    for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
+        kernels.secondguess_softmax(*row, *setting, row_probs)
     return probs
 
 
-def _divided(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    if all(each == 1 for each in temperatures):
-        return logits
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None, None]
+def truncated_softmax(
+    kernels: ctypes.CDLL, logits: Tensor, settings: Sequence[tuple[float, int, float, float]]
+) -> Tensor:
+    """Return the probabilities after top-k, top-p and min-p, in this order.
+
+    Args:
+        kernels, logits: as in `softmax`.
+        settings: per row, the temperature, top-k (0 for none), top-p, and the logarithm of min-p.
+
+    Raises:
+        OutOfMemoryError: there is no memory for the selected logits.
+    """
+    probs = logits.new_empty(logits.shape)
+    for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
+        if kernels.secondguess_truncated_softmax(*row, *setting, row_probs):
+            raise OutOfMemoryError("not enough memory to sort the logits; use a smaller batch or top_k")
+    return probs
+
+
+def _rows(logits: Tensor, probs: Tensor) -> list[tuple[int, int, int, int, int]]:
+    """Return per row the address, queries, width and stride of its logits, and the address of its probs."""
+    num_rows, num_queries, width = logits.shape
+    row_stride, stride, _ = logits.stride()
+    start, own_start, size = logits.data_ptr(), probs.data_ptr(), logits.element_size()
+    return [
+        (
+            start + size * row_stride * row,
+            num_queries,
+            width,
+            stride,
+            own_start + size * num_queries * width * row,
+        )
+        for row in range(num_rows)
+    ]
 
 
 def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor:

@@ -116,6 +116,10 @@ inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
     };
     return {eight(numbers.low, x.low), eight(numbers.high, x.high)};
 }
+inline bool has_nan(Floats x) {
+    const __m256 low = _mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q), high = _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q);
+    return _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0;
+}
 inline float sum_of(Floats x) {
     const __m256 eight = _mm256_add_ps(x.low, x.high);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

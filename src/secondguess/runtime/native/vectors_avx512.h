@@ -41,6 +41,7 @@ inline Floats keep(Lanes part, Floats numbers, Floats otherwise) { return _mm512
 inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
     return _mm512_mask_mov_ps(numbers, _mm512_cmp_ps_mask(x, all(limit), _CMP_LT_OQ), all(0.0f));
 }
+inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
