@@ -21,12 +21,11 @@ from secondguess.runtime.native.library import units
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
     """Return the kernels if they can read these tensors `[..., vocab]`, else None."""
+    for each in values:
+        if each.dtype is not torch.float32 or not each.is_cpu or each.stride(-1) != 1:
+            return None
     available = units()
-    if not available or not all(
-        each.is_cpu and each.dtype is torch.float32 and each.stride(-1) == 1 for each in values
-    ):
-        return None
-    return available[0].kernels
+    return available[0].kernels if available else None
 
 
 def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
@@ -61,7 +60,7 @@ def softmax(kernels: ctypes.CDLL, logits: Tensor, settings: Sequence[tuple[float
         logits: `[row, query, vocab]`.
         settings: per row, the temperature and the logarithm of min-p.
     """
-    probs = logits.new_empty(logits.shape)
+    probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
         kernels.secondguess_softmax(*row, *setting, row_probs)
     return probs
@@ -79,7 +78,7 @@ def truncated_softmax(
     Raises:
         OutOfMemoryError: there is no memory for the selected logits.
     """
-    probs = logits.new_empty(logits.shape)
+    probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
         if kernels.secondguess_truncated_softmax(*row, *setting, row_probs):
             raise OutOfMemoryError("not enough memory to sort the logits; use a smaller batch or top_k")
@@ -120,7 +119,7 @@ def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor
             kernels.secondguess_draw(place, width, uniform)
             for place, uniform in zip(_places(dists), numbers, strict=True)
         ]
-        return torch.tensor(drawn).view(uniforms.shape)
+        return _shaped(drawn, uniforms.shape)
     totals = dists.cumsum(-1, dtype=torch.float64)
     if uniforms.size == 1:
         wanted = uniforms.item() * totals[..., -1:]
@@ -142,7 +141,7 @@ def first_arrivals(kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.in
         kernels.secondguess_race(place, dists.shape[-1], number)
         for place, number in zip(_places(dists), numbers, strict=True)
     ]
-    return torch.tensor(found).view(hashes.shape)
+    return _shaped(found, hashes.shape)
 
 
 def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Tensor, NDArray[numpy.float64]]:
@@ -166,10 +165,17 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
     return dists, numpy.array(masses).reshape(factors.shape)
 
 
+def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:
+    found = torch.tensor(tokens)
+    return found if len(shape) == 1 else found.view(shape)
+
+
 def _places(dists: Tensor) -> list[int]:
     """Return the addresses of distributions `[..., vocab]`, in order."""
+    start = dists.data_ptr()
+    if dists.numel() == dists.shape[-1]:
+        return [start]
     offsets = [0]
     for size, stride in zip(dists.shape[:-1], dists.stride()[:-1], strict=True):
         offsets = [offset + number * stride for offset in offsets for number in range(size)]
-    start = dists.data_ptr()
     return [start + dists.element_size() * offset for offset in offsets]
