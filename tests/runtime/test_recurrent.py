@@ -16,6 +16,7 @@ from families import (
     RECURRENT,
     VOCAB_SIZE,
     assert_near,
+    needs_kernels,
     plain_logits,
     plain_model,
     random_tokens,
@@ -26,6 +27,7 @@ from families import (
 )
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
+from secondguess.runtime import scans
 from secondguess.runtime.recurrent import MAX_REPLAYED, RecurrentRuntime
 from secondguess.runtime.recurrent_cache import MAX_REWIND, RecurrentCache, Snapshot
 from secondguess.runtime.scans import RecordedScan, recording
@@ -203,7 +205,7 @@ def test_a_draft_model_is_rewound_without_starting_over(hybrid):
 def test_snapshots_stay_close_and_few():
     cache = RecurrentCache(torch.device("cpu"))
     for length in range(1, 200):
-        cache.add(0, length - 1, Snapshot(length, {}))
+        cache.add(0, length - 1, Snapshot(length, dict))
         lengths = [each.length for each in cache.snapshots[0]]
         assert lengths[-1] == length
         assert len(lengths) <= 6
@@ -243,9 +245,12 @@ def test_a_module_with_states_elsewhere_is_refused():
         wrap_module(model)
 
 
+@pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("family", ["qwen3-next", "mamba2"])
-def test_a_recorded_scan_agrees_with_the_chunked_one(family, monkeypatch):
+def test_a_recorded_scan_agrees_with_the_chunked_one(family, by_kernels, monkeypatch):
     """On the inputs that a layer gives it in a pass over four tokens."""
+    if not by_kernels:
+        monkeypatch.setattr(scans, "can_run", lambda _: False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(RECURRENT[family]()).eval()
@@ -261,7 +266,7 @@ def test_a_recorded_scan_agrees_with_the_chunked_one(family, monkeypatch):
     runtime.begin([row])
     runtime.score([row], Draft.chains([[7, 8, 9]]))
     scan, inputs, options = calls[-1]
-    monkeypatch.undo()
+    monkeypatch.setattr(RecordedScan, "__call__", repeat)
     states = []
     with torch.inference_mode():
         with recording(states.extend):

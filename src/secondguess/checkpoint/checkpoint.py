@@ -36,7 +36,7 @@ from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
-from secondguess.runtime.packing import can_pack, pack_linears
+from secondguess.runtime.packing import can_pack, can_pack_for_kernels, pack_linears
 from secondguess.runtime.support import (
     cached_layers,
     cached_values_per_token,
@@ -190,8 +190,9 @@ class Checkpoint:
 
     @property
     def is_packed(self) -> bool:
-        """True if linear layers outside of the kernels are packed for the processor."""
-        return self.quantize is None and can_pack(self.dtype, self.device)
+        """True if linear layers of modules are packed for the processor."""
+        packs = can_pack(self.dtype, self.device) or can_pack_for_kernels(self.dtype, self.device)
+        return self.quantize is None and packs
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -356,7 +357,7 @@ class Checkpoint:
                         return NativeRuntime(native)
                     model = reload_model()
             elif name == "fused":
-                fused = fuse(model.eval(), self.is_packed)
+                fused = fuse(model.eval(), self.is_packed and can_pack(self.dtype, self.device))
                 if fused is not None:
                     return FusedRuntime(fused)
                 model = reload_model()

@@ -2,8 +2,9 @@
 
 On a CPU a bfloat16 product over a few rows spends more time on reading a weight in plain layout
 than on arithmetic. oneDNN can store the weight in the blocks that its kernel reads. The results
-are bit-identical. A probe checks this before the original weights are released; on a mismatch the
-model stays unpacked.
+are bit-identical. On processors without bfloat16 instructions oneDNN cannot, and torch's products
+take several times as long; there the compiled kernels compute them, with results that are equal
+up to rounding. A probe checks this; on a mismatch the model stays unpacked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from secondguess.runtime.native.library import units
+from secondguess.runtime.native.linear import KernelLinear
+from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.stored import StoredLinear
 
 ROWS_HINT = 8
@@ -23,6 +27,9 @@ ROWS_HINT = 8
 
 MAX_ROWS_SAME_ORDER = 32
 """Largest number of rows for which oneDNN sums each row of a packed product in the same order."""
+
+KERNEL_TOLERANCE = 0.03
+"""Largest relative root-mean-square error of the logits in bfloat16 attributed to rounding by the kernels."""
 
 MAX_DRAFT_QUERIES = 96
 """Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
@@ -146,17 +153,13 @@ class PackedLinear(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         return multiply(values, self.weight, self.bias)
 
-    def unpacked(self) -> nn.Linear:
-        """Return the linear layer with its weight in plain layout."""
-        num_outputs, num_inputs = self.weight.shape
-        linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
-        linear.bias = self.bias
-        return linear
+    def plain_weight(self) -> Tensor:
+        """Return the weight in plain layout."""
+        return self.weight.to_dense()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether packing helps: bfloat16 on a CPU for which oneDNN supports it."""
+    """Return whether packing by oneDNN helps: bfloat16 on a CPU for which oneDNN supports it."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -165,8 +168,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+def can_pack_for_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernels should run linear layers: bfloat16 on a CPU without instructions for it."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and not can_pack(dtype, device) and bool(units())
+
+
 def pack_linears(model: Any) -> bool:
-    """Replace a model's linear layers by packed ones if its logits stay the same.
+    """Replace a model's linear layers in bfloat16 by packed ones if its logits stay the same.
 
     Layers are replaced one at a time, so that at most one weight is held twice.
 
@@ -174,26 +182,46 @@ def pack_linears(model: Any) -> bool:
         True if the layers were replaced. A model that reads a layer's weight in its own code, or
         whose logits would change, is left unchanged.
     """
+    arena = Arena() if can_pack_for_kernels(model.dtype, model.device) else None
     with torch.inference_mode():
         expected = _probe(model)
     for name in list(_linear_names(model)):
-        model.set_submodule(name, PackedLinear(model.get_submodule(name)))
+        linear = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(linear) if arena is None else KernelLinear(linear, arena))
     try:
         with torch.inference_mode():
-            same = torch.equal(_probe(model), expected)
+            found = _probe(model)
+        same = torch.equal(found, expected) if arena is None else _is_near(found, expected)
     except (RuntimeError, AttributeError):
         same = False
     if not same:
         for name, module in list(model.named_modules()):
-            if isinstance(module, PackedLinear):
-                model.set_submodule(name, module.unpacked())
+            if isinstance(module, (PackedLinear, KernelLinear)):
+                model.set_submodule(name, _unpacked(module))
         model.tie_weights()
     return same
 
 
+def _is_near(found: Tensor, expected: Tensor) -> bool:
+    error, size = (found.float() - expected.float()).norm(), expected.float().norm()
+    return bool(error <= KERNEL_TOLERANCE * size)
+
+
+def _unpacked(packed: PackedLinear | KernelLinear) -> nn.Linear:
+    num_outputs, num_inputs = packed.weight.shape
+    linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
+    linear.weight = nn.Parameter(packed.plain_weight(), requires_grad=False)
+    linear.bias = packed.bias
+    return linear
+
+
 def _linear_names(model: Any) -> Iterator[str]:
-    """Return the names of `nn.Linear` modules, without subclasses, which may compute otherwise."""
-    return (name for name, module in model.named_modules() if type(module) is nn.Linear)
+    """Return the names of `nn.Linear` modules in bfloat16, without subclasses, which may compute otherwise."""
+    return (
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16
+    )
 
 
 def _probe(model: Any) -> Tensor:

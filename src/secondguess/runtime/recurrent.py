@@ -15,9 +15,9 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import UNLIMITED, Output
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.recurrent_cache import RecurrentCache, Snapshot, States
+from secondguess.runtime.recurrent_cache import FindStates, RecurrentCache, Snapshot
 from secondguess.runtime.row_by_row import Probe, RowByRowRuntime
-from secondguess.runtime.scans import MAX_RECORDED, record_scans, recording
+from secondguess.runtime.scans import MAX_RECORDED, recording, replace_functions
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import unsupported
 
@@ -59,10 +59,10 @@ class RecurrentRuntime(RowByRowRuntime):
     def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
         self.single_steps = False
         self.records_states = True
-        self._ends: WeakKeyDictionary[CachedRow, dict[int, States]] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[CachedRow, dict[int, FindStates]] = WeakKeyDictionary()
         """States after the nodes of the draft scored last, -1 for pending, as far as they are known."""
         self.cache_class = _cache_class_of(model)
-        record_scans(model)
+        replace_functions(model)
         super().__init__(model, hidden_layers, prefill_chunk)
 
     @exclusive
@@ -108,8 +108,8 @@ class RecurrentRuntime(RowByRowRuntime):
         Its length must be that of the text up to this node.
         """
         start = self.cache.restore(state.slot, len(state.row.tokens))
-        if (states := self._ends.get(state, {}).get(last)) is not None:
-            self.cache.add(state.slot, start, Snapshot(state.length, states))
+        if (find_states := self._ends.get(state, {}).get(last)) is not None:
+            self.cache.add(state.slot, start, Snapshot(state.length, find_states))
         state.length = self.cache.restore(state.slot, state.length)
 
     def _restore(self, state: CachedRow) -> int:
@@ -152,9 +152,9 @@ class RecurrentRuntime(RowByRowRuntime):
         )
         pending = len(state.row.tokens) - state.length - 1
         ends = {
-            query - pending - 1: states
-            for query, states in zip(path, after, strict=True)
-            if states is not None and query >= pending
+            query - pending - 1: find_states
+            for query, find_states in zip(path, after, strict=True)
+            if find_states is not None and query >= pending
         }
         self._ends[state] = self._ends.get(state, {}) | ends
         return output
@@ -167,7 +167,7 @@ class RecurrentRuntime(RowByRowRuntime):
         tokens: Sequence[int],
         num_logits: int,
         is_prompt: bool = False,
-    ) -> tuple[Output, list[States | None]]:
+    ) -> tuple[Output, list[FindStates | None]]:
         """Run tokens of one path from the snapshot after `start` tokens on.
 
         Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that
@@ -177,20 +177,19 @@ class RecurrentRuntime(RowByRowRuntime):
             Logits and hidden states, of at least the requested last tokens, and the states after
             each token, as far as they are known.
         """
-        states: States | None = self.cache.states_at(slot, start)
+        states = self.cache.states_at(slot, start)
         width = 1 if self.single_steps else MAX_RECORDED
         if is_prompt and not (self.single_steps and start):
             width = len(tokens)
         outputs: list[Output] = []
-        known: list[States | None] = []
+        known: list[FindStates | None] = []
         for first in range(0, len(tokens), width):
-            assert states is not None
             piece = tokens[first : first + width]
             self.cache.begin(states, len(piece), self.records_states and not is_prompt)
             self.cache.place_path(slot, start, positions[: first + len(piece)], len(piece))
             outputs.append(self._run_path(piece, start + first, min(num_logits, len(piece))))
             known += self.cache.states_by_token()
-            states = known[-1]
+            states = _last(known)()
         hidden = {
             layer: torch.cat([output.hidden[layer] for output in outputs], dim=1)
             for layer in self.hidden_layers
@@ -198,24 +197,19 @@ class RecurrentRuntime(RowByRowRuntime):
         return Output(torch.cat([output.logits for output in outputs], dim=1), hidden), known
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
-        if not self.cache.records:
-            return super().run(tokens, step, num_logits, with_hidden)
-        with recording(self.cache.record):
+        with recording(self.cache.record if self.cache.records else None):
             return super().run(tokens, step, num_logits, with_hidden)
 
-    def _add(self, slot: int, start: int, length: int, known: Sequence[States | None]) -> States:
-        """Add the states after the last of the tokens from `start` to `length` as a snapshot; return them."""
-        states = known[-1]
-        assert states is not None
-        self.cache.add(slot, start, Snapshot(length, states))
-        return states
+    def _add(self, slot: int, start: int, length: int, known: Sequence[FindStates | None]) -> None:
+        """Add the states after the last of the tokens from `start` to `length` as a snapshot."""
+        self.cache.add(slot, start, Snapshot(length, _last(known)))
 
     def _probe(self, tokens: Sequence[int], start: int, is_prompt: bool = False) -> Probe:
         stop = start + len(tokens)
         is_prompt = is_prompt or not start
         output, known = self._run_from(0, start, range(start, stop), tokens, len(tokens), is_prompt)
-        states = self._add(0, start, stop, known)
-        return Probe(output.logits[0, -len(tokens) :].double(), states)
+        self._add(0, start, stop, known)
+        return Probe(output.logits[0, -len(tokens) :].double(), _last(known)())
 
     def _require_equal(self, error: float, error_of_single: float) -> None:
         if not self.cache.snapshots[0][-1].states:
@@ -226,6 +220,12 @@ class RecurrentRuntime(RowByRowRuntime):
                 error_of_single, "single tokens after a cache give other results than one pass"
             )
             self.prefill_chunk = UNLIMITED  # as a second piece of a prompt would run in single tokens
+
+
+def _last(known: Sequence[FindStates | None]) -> FindStates:
+    """Return the states after the last token, which are always known."""
+    assert known[-1] is not None
+    return known[-1]
 
 
 def _cache_class_of(model: Any) -> type[RecurrentCache]:

@@ -8,8 +8,9 @@ them as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -22,16 +23,28 @@ StateKey = tuple[str, int, int]
 """Key of a state: its kind (`conv` or `recurrent`), its layer, and its index in the layer."""
 States = dict[StateKey, Tensor]
 """Recurrent states of one row after some token."""
+FindStates = Callable[[], States]
+"""Function that returns states, which are computed only then if they were not needed in the pass."""
 MAX_REWIND = 31
 """Number of tokens for which a row can be rewound without starting over, if it was never pruned."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
-    """Recurrent states of a row after its first `length` tokens."""
+    """Recurrent states of a row after its first `length` tokens, found when they are first used.
+
+    Those after pending are replaced before that if drafts are accepted.
+    """
 
     length: int
-    states: States
+    find_states: FindStates
+
+    @cached_property
+    def states(self) -> States:
+        """The states."""
+        states = self.find_states()
+        self.find_states = lambda: states  # frees what they were found from
+        return states
 
 
 @dataclass(eq=False)
@@ -71,13 +84,16 @@ class RecurrentCache(KeyValueCache):
         """Take the recurrent states after each token but the last, before the layer writes the last."""
         self._recorded = states
 
-    def states_by_token(self) -> list[States | None]:
+    def states_by_token(self) -> list[FindStates | None]:
         """Return the states after each token of the last pass, None where a layer has not kept them."""
-        known = self._by_token.keys() >= self._after.keys()
-        steps = range(self._num_tokens - 1) if known else ()
-        between = [{key: self._by_token[key][step] for key in self._after} for step in steps]
-        unknown: list[States | None] = [None] * (self._num_tokens - 1)
-        return [*(between or unknown), self._after]
+        after, by_token = self._after, self._by_token
+        known = by_token.keys() >= after.keys()
+
+        def between(step: int) -> States:
+            return {key: by_token[key][step] for key in after}
+
+        steps = range(self._num_tokens - 1)
+        return [*(partial(between, step) if known else None for step in steps), lambda: after]
 
     def states_at(self, slot: int, length: int) -> States:
         """Return the states of a slot after so many tokens.
@@ -158,12 +174,12 @@ class RecurrentCache(KeyValueCache):
         key = ("conv", layer_idx, state_idx)
         size = conv_kernel_size or conv_states.shape[-1]
         before = self._before.get(key)
-        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        whole = pad(whole, (max(0, size - whole.shape[-1]), 0))
+        whole = conv_states if before is None else join_tokens(before, conv_states)
+        whole = _padded(whole, size)
         self._after[key] = whole[..., -size:].clone()
         if conv_kernel_size is not None and self.records:
             # Without a size, a layer passes its state instead of its inputs.
-            inputs = pad(whole, (max(0, size + self._num_tokens - whole.shape[-1]), 0))
+            inputs = _padded(whole, size + self._num_tokens)
             ends = range(inputs.shape[-1] - self._num_tokens + 1, inputs.shape[-1])
             self._by_token[key] = [inputs[..., end - size : end] for end in ends]
         return whole
@@ -174,9 +190,13 @@ class RecurrentCache(KeyValueCache):
         """Write a layer's state after the last token, which keeps the dtype that it had at first."""
         key = ("recurrent", layer_idx, state_idx)
         first = self._before.get(key, recurrent_states)
-        # A copy, as the tensor may be a view of the states after every chunk.
-        self._after[key] = recurrent_states.to(first.dtype, copy=True)
-        if self._recorded is not None:
+        if self._recorded is None:
+            # A copy, as the tensor may be a view of the states after every chunk.
+            self._after[key] = recurrent_states.to(
+                first.dtype, copy=True, memory_format=torch.contiguous_format
+            )
+        else:
+            self._after[key] = recurrent_states.to(first.dtype)
             self._by_token[key], self._recorded = self._recorded, None
         return self._after[key]
 
@@ -193,3 +213,14 @@ class RecurrentCache(KeyValueCache):
             return state
         self._after[key] = state.clone()
         return self._after[key]
+
+
+def join_tokens(before: Tensor, values: Tensor) -> Tensor:
+    """Return `[row, channel, token]` with the tokens of both, and the channels of a token adjacent."""
+    return torch.cat((before.transpose(-1, -2), values.transpose(-1, -2)), dim=-2).transpose(-1, -2)
+
+
+def _padded(values: Tensor, num_tokens: int) -> Tensor:
+    """Return values with zeros before the first token, if there are fewer than so many tokens."""
+    missing = num_tokens - values.shape[-1]
+    return pad(values, (missing, 0)) if missing > 0 else values

@@ -13,8 +13,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "product.h"
-#include "team.h"
+#include "modules.h"
 
 enum Activation { SILU, GELU, GELU_TANH };
 
@@ -551,7 +550,7 @@ const char* secondguess_sources() { return SECONDGUESS_SOURCES; }
 // Sizes of the structures, for the caller to check that it uses the same definitions.
 void secondguess_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weight), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Layer), sizes[3] = sizeof(Decoder);
-    sizes[4] = sizeof(Forward);
+    sizes[4] = sizeof(Forward), sizes[5] = sizeof(DeltaRule), sizes[6] = sizeof(StateSpace);
 }
 
 void* secondguess_workspace() { return new (std::nothrow) Workspace; }

@@ -1,4 +1,4 @@
-"""Compiled kernels of `decoder.h` and `sampling.h`, and the structures that are passed to them.
+"""Compiled kernels (`decoder.h`, `modules.h`, `sampling.h`), and the structures that are passed to them.
 
 The kernels are built for each kind of processor when the package is installed, if there is a C++
 compiler for x86. `units` returns those that this processor can run. If there are none, the fused
@@ -124,6 +124,45 @@ class Forward(Structure):
     ]
 
 
+class DeltaRule(Structure):
+    _fields_ = [
+        ("num_tokens", c_int64),
+        ("num_heads", c_int64),
+        ("num_key_heads", c_int64),
+        ("key_size", c_int64),
+        ("value_size", c_int64),
+        ("num_decays", c_int64),
+        ("normalises", c_int64),
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("decays", c_void_p),
+        ("rates", c_void_p),
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("outputs", c_void_p),
+    ]
+
+
+class StateSpace(Structure):
+    _fields_ = [
+        ("num_tokens", c_int64),
+        ("num_heads", c_int64),
+        ("num_groups", c_int64),
+        ("head_size", c_int64),
+        ("state_size", c_int64),
+        ("inputs", c_void_p),
+        ("steps", c_void_p),
+        ("writes", c_void_p),
+        ("reads", c_void_p),
+        ("rates", c_void_p),
+        ("skips", c_void_p),
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("outputs", c_void_p),
+    ]
+
+
 INSTRUCTIONS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
     "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
@@ -141,7 +180,7 @@ class Unit:
 
     Args:
         name: `amx`, `avx512` or `avx2`.
-        kernels: the functions of `decoder.h` and `sampling.h`.
+        kernels: the functions of `decoder.h`, `modules.h` and `sampling.h`.
     """
 
     name: str
@@ -219,6 +258,11 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_race.restype = c_int64
     kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
     kernels.secondguess_residual.restype = c_double
+    kernels.secondguess_linear.argtypes = [
+        *(POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),
+    ]
+    kernels.secondguess_delta_rule.argtypes = [POINTER(DeltaRule), c_int64]
+    kernels.secondguess_state_space.argtypes = [POINTER(StateSpace), c_int64]
     kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
     return kernels
 
@@ -228,7 +272,7 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
 
     The structures of this file must have the same sizes as theirs.
     """
-    kinds = (Weight, Norm, Layer, Decoder, Forward)
+    kinds = (Weight, Norm, Layer, Decoder, Forward, DeltaRule, StateSpace)
     sizes = (c_int64 * len(kinds))()
     try:
         kernels.secondguess_sources.restype = c_char_p

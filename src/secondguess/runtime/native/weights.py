@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -106,13 +106,22 @@ def pack_blocks(
 
 def requantise(packed: Blocks, arena: Arena, weight_format: WeightFormat) -> Blocks:
     """Return a weight in bfloat16 in another encoding; both share the bias."""
-    *others, data = packed.tensors
-    blocks = Blocks(library.Weight.from_buffer_copy(packed.weight), others)
-    num_inputs = blocks.weight.num_inputs
-    slices = torch.split(_as_tiles(data.view(torch.bfloat16), num_inputs), _blocks_at_once(num_inputs))
-    rows = (tiles.permute(0, 2, 4, 1, 3, 5).reshape(len(tiles) * BLOCK, -1) for tiles in slices)
-    _store(blocks, rows, arena, weight_format)
+    blocks = Blocks(library.Weight.from_buffer_copy(packed.weight), packed.tensors[:-1])
+    _store(blocks, _unpack(packed), arena, weight_format)
     return blocks
+
+
+def unpack_blocks(packed: Blocks) -> Tensor:
+    """Return a weight in bfloat16 in plain layout, `[output, input]` with the padding."""
+    return torch.cat(list(_unpack(packed)))
+
+
+def _unpack(packed: Blocks) -> Iterator[Tensor]:
+    """Yield the rows of a weight in bfloat16, some blocks at once."""
+    num_inputs = packed.weight.num_inputs
+    all_tiles = _as_tiles(packed.tensors[-1].view(torch.bfloat16), num_inputs)
+    for tiles in torch.split(all_tiles, _blocks_at_once(num_inputs)):
+        yield tiles.permute(0, 2, 4, 1, 3, 5).reshape(len(tiles) * BLOCK, -1)
 
 
 def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format: WeightFormat) -> None:

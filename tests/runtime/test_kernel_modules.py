@@ -1,0 +1,247 @@
+"""Parts of Transformers' modules that the kernels run: linear layers, recurrences, convolutions."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from checkpoints import random_llama
+from families import LLAMA_LIKE, RECURRENT, assert_near, needs_kernels, random_tokens, row_of
+from secondguess.core import Draft
+from secondguess.runtime import packing, scans
+from secondguess.runtime.native.linear import KernelLinear
+from secondguess.runtime.native.recurrence import StatesByToken, delta_rule, state_space
+from secondguess.runtime.native.weights import Arena
+from secondguess.runtime.packing import pack_linears
+from secondguess.runtime.scans import Convolution, recording
+from secondguess.runtime.wrap import wrap_module
+
+pytestmark = needs_kernels
+NUM_TOKENS = 5
+
+
+@pytest.fixture(autouse=True)
+def without_bfloat16_instructions(monkeypatch):
+    """As if oneDNN could not pack for this processor."""
+    for module in (packing, scans):
+        monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
+
+
+def random_values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 7), (200, 100)])
+def test_a_row_of_a_linear_layer_does_not_depend_on_others(num_inputs, num_outputs):
+    linear = nn.Linear(num_inputs, num_outputs).to(torch.bfloat16)
+    layer = KernelLinear(linear, Arena())
+    values = random_values(2, 20, num_inputs).to(torch.bfloat16)
+    with torch.inference_mode():
+        found = layer(values)
+        alone = torch.cat([layer(row[None]) for row in values.flatten(0, 1)])
+        expected = functional.linear(values.float(), linear.weight.float(), linear.bias.float())
+    assert torch.equal(found.flatten(0, 1), alone)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-5)
+    assert torch.equal(layer.plain_weight(), linear.weight)
+
+
+def tiny_llama():
+    model = random_llama(vocab_size=96, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True)
+    model = model.to(torch.bfloat16)
+    model.model.layers[0].mlp.register_module("unused", nn.Linear(2, 2))  # in float32
+    return model
+
+
+def logits(model):
+    with torch.inference_mode():
+        return model(input_ids=torch.arange(7)[None] + 5, use_cache=False).logits
+
+
+def test_the_kernels_run_the_linear_layers_of_a_module():
+    model = tiny_llama()
+    expected = logits(model)
+    assert pack_linears(model)
+    torch.testing.assert_close(logits(model), expected, rtol=0.05, atol=0.05)
+    kinds = {type(module) for name, module in model.named_modules() if "proj" in name or "head" in name}
+    assert kinds == {KernelLinear}
+    assert type(model.model.layers[0].mlp.unused) is nn.Linear
+
+
+def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
+    model = tiny_llama()
+    expected = logits(model)
+    forward = KernelLinear.forward
+    monkeypatch.setattr(KernelLinear, "forward", lambda self, values: 1.1 * forward(self, values))
+    assert not pack_linears(model)
+    assert torch.equal(logits(model), expected)
+    assert not any(isinstance(module, KernelLinear) for module in model.modules())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def reference_delta_rule(query, key, value, g, beta, normalises, state):
+    """The recurrence in float64, head by head."""
+    query, key, value, g, beta, state = (each.double() for each in (query, key, value, g, beta, state))
+    if normalises:
+        query, key = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (query, key))
+    num_heads, group = value.shape[2], value.shape[2] // key.shape[2]
+    outputs = torch.zeros_like(value)
+    for head in range(num_heads):
+        now = state[0, head]
+        for token in range(value.shape[1]):
+            k, q = key[0, token, head // group], query[0, token, head // group] / key.shape[-1] ** 0.5
+            now = now * g[0, token, head].exp().reshape(-1, 1)
+            now = now + torch.outer(k, beta[0, token, head] * (value[0, token, head] - k @ now))
+            outputs[0, token, head] = q @ now
+        state[0, head] = now
+    return outputs, state
+
+
+def reference_state_space(values, dt, a, b, c, d, dt_bias, state):
+    values, dt, a, b, c, d, dt_bias, state = (
+        each.double() for each in (values, dt, a, b, c, d, dt_bias, state)
+    )
+    group = values.shape[2] // b.shape[2]
+    outputs = torch.zeros_like(values)
+    for token in range(values.shape[1]):
+        for head in range(values.shape[2]):
+            step, x = functional.softplus(dt[0, token, head] + dt_bias[head]), values[0, token, head]
+            added = torch.outer(step * x, b[0, token, head // group])
+            state[0, head] = (step * a[head]).exp() * state[0, head] + added
+            outputs[0, token, head] = state[0, head] @ c[0, token, head // group] + d[head] * x
+    return outputs, state
+
+
+def delta_rule_inputs(num_key_heads=2, num_heads=4, key_size=24, value_size=40, decays_each=False):
+    shape = (1, NUM_TOKENS, num_heads)
+    decays = -random_values(*shape, *([key_size] if decays_each else []), seed=4).abs()
+    inputs = {
+        "query": random_values(1, NUM_TOKENS, num_key_heads, key_size, seed=1),
+        "key": random_values(1, NUM_TOKENS, num_key_heads, key_size, seed=2),
+        "value": random_values(*shape, value_size, seed=3),
+        "g": decays,
+        "beta": random_values(*shape, seed=5).sigmoid(),
+        "normalises": True,
+    }
+    return inputs, random_values(1, num_heads, key_size, value_size, seed=6)
+
+
+def state_space_inputs(num_groups=2, num_heads=4, size=6, state_size=24):
+    inputs = {
+        "values": random_values(1, NUM_TOKENS, num_heads, size, seed=1),
+        "dt": random_values(1, NUM_TOKENS, num_heads, seed=2),
+        "a": -random_values(num_heads, seed=3).abs(),
+        "b": random_values(1, NUM_TOKENS, num_groups, state_size, seed=4),
+        "c": random_values(1, NUM_TOKENS, num_groups, state_size, seed=5),
+        "d": random_values(num_heads, seed=6),
+        "dt_bias": random_values(num_heads, seed=7),
+    }
+    return inputs, random_values(1, num_heads, size, state_size, seed=8)
+
+
+RECURRENCES = {
+    "delta rule": (delta_rule, reference_delta_rule, *delta_rule_inputs()),
+    "delta rule, whole columns": (
+        delta_rule, reference_delta_rule, *delta_rule_inputs(4, 4, 32, 64) ),
+    "delta rule, a decay for each number": (
+        delta_rule, reference_delta_rule, *delta_rule_inputs(4, 4, decays_each=True) ),
+    "state space": (state_space, reference_state_space, *state_space_inputs()),
+    "state space, one group": (state_space, reference_state_space, *state_space_inputs(1, 3, 4, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_equals_its_definition_and_its_single_steps(name):
+    make, reference, inputs, before = RECURRENCES[name]
+    recurrence, after = make(**inputs), torch.empty_like(before)
+    outputs = recurrence.advance(before, after, NUM_TOKENS)
+    expected, expected_after = reference(**inputs, state=before)
+    assert_near(outputs.double(), expected, 1e-4)
+    assert_near(after.double(), expected_after, 1e-4)
+    states = StatesByToken(recurrence, before)
+    assert len(states) == NUM_TOKENS - 1
+    now = before
+    for token in range(NUM_TOKENS):
+        single = {
+            key: each[:, token : token + 1] if isinstance(each, torch.Tensor) and each.dim() > 1 else each
+            for key, each in inputs.items()
+        }
+        now = now.clone()
+        output = make(**single).advance(now, now, 1)
+        assert torch.equal(output[:, 0], outputs[:, token])
+        assert torch.equal(now, states[token] if token < len(states) else after)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_convolution_in_our_passes_equals_that_of_torch(has_bias):
+    weight, bias = random_values(6, 4), random_values(6, seed=1) if has_bias else None
+    values, state = random_values(1, 6, 3, seed=2).bfloat16(), random_values(1, 6, 4, seed=3).bfloat16()
+    weight, bias = weight.bfloat16(), None if bias is None else bias.bfloat16()
+    whole = torch.cat((state, values), -1)
+    expected = functional.conv1d(
+        functional.pad(whole.float(), (3, 0)),
+        weight.float()[:, None],
+        None if bias is None else bias.float(),
+        groups=6,
+    )
+    expected = functional.silu(expected.bfloat16())
+    with recording(None):
+        found = Convolution(None, updates=False)(whole, weight, bias, activation="silu")
+        updated, steps = state.clone(), []
+        for token in values.unbind(-1):
+            step = Convolution(None, updates=True)
+            steps.append(step(token[..., None], updated, weight, bias, "silu"))
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(torch.cat(steps, -1), found[..., -3:])
+    assert torch.equal(updated, whole[..., -4:])
+
+
+def test_the_functions_of_a_module_are_unchanged_outside_of_our_passes():
+    original = Convolution(lambda *_: "original", updates=False)
+    with recording(None):
+        assert original(random_values(1, 2, 3)) == "original"  # in float32
+    assert original(random_values(1, 2, 3).bfloat16()) == "original"
+
+
+def bfloat16_runtime(family):
+    """A model without attention layers, whose numbers of heads suit the vectors of torch's own functions."""
+    config = {
+        "qwen3-next": lambda: transformers.Qwen3NextConfig(
+            **LLAMA_LIKE, head_dim=8, layer_types=["linear_attention"] * 2, linear_num_key_heads=8,
+            linear_num_value_heads=16, linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0, 1],
+        ),
+        "mamba2": RECURRENT["mamba2"],
+        "lfm2": lambda: transformers.Lfm2Config(
+            **LLAMA_LIKE, layer_types=["conv", "conv"], block_auto_adjust_ff_dim=False
+        ),
+    }[family]()  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    assert pack_linears(model)
+    return wrap_module(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "mamba2", "lfm2"])
+def test_states_in_bfloat16_equal_those_after_single_tokens_to_the_last_bit(family):
+    runtime, text = bfloat16_runtime(family), random_tokens(20, seed=1)
+    single, drafted = row_of(text[:5]), row_of(text[:5])
+    runtime.begin([single, drafted])
+    logits = []
+    while len(single.tokens) < 15:
+        logits.append(runtime.score([single], Draft.empty(1)).logits[0, 0])
+        runtime.keep([single], [[]])
+        single.tokens.append(text[len(single.tokens)])
+    for num_right, num_wrong in [(2, 2), (0, 3), (3, 0), (1, 4)]:
+        start = len(drafted.tokens)
+        right = text[start : start + num_right]
+        found = runtime.score([drafted], Draft.chains([[*right, *[7] * num_wrong]])).logits[0]
+        assert torch.equal(found[: num_right + 1], torch.stack(logits[start - 5 : start - 4 + num_right]))
+        runtime.keep([drafted], [list(range(num_right))])
+        drafted.tokens += text[start : start + num_right + 1]
+    found, expected = (
+        runtime.cache.states_at(state.slot, 14) for state in (runtime.slots[drafted], runtime.slots[single])
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(state, expected[key]) for key, state in found.items())
