@@ -271,7 +271,7 @@ def encode_with_images(target: LoadedModel, prompt: Prompt) -> tuple[list[int], 
         ids = checked
     if not ids:
         raise BadInputError("expected a prompt with at least one token, got an empty one")
-    vocab_size = target.runtime.vocab_size
-    if any(not 0 <= token < vocab_size for token in ids):
-        raise BadInputError(f"expected token ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+    last = target.runtime.num_input_tokens - 1
+    if any(not 0 <= token <= last for token in ids):
+        raise BadInputError(f"expected token ids from 0 to {last}, got {min(ids)} to {max(ids)}")
     return ids, images

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.gguf import count_kept
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import MemoryEstimate, check_memory
@@ -19,6 +20,7 @@ from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
     check_loadable,
     find_end_tokens,
+    has_text,
     pick_device,
     quantize_to_int8,
     read_config,
@@ -196,11 +198,13 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the checkpoint.
+        """Tokenizer of the checkpoint; `TokenCodes` for a model of pixels, which has none.
 
         Raises:
             CheckpointError: if there is none, or it cannot be read.
         """
+        if not has_text(self.config):
+            return TokenCodes(self.name, self.config.vocab_size)
         return read_tokenizer(self.path)
 
     @cached_property

@@ -23,14 +23,13 @@ from secondguess.runtime.support import check_class, check_config, takes_masks
 with quiet():
     from transformers import (
         AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
         AutoProcessor,
         AutoTokenizer,
         GenerationConfig,
         ProcessorMixin,
     )
     from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
@@ -98,7 +97,7 @@ def check_loadable(config: Any, path: str) -> None:
     name = f"{path} ({config.model_type})"
     check_config(config, name)
     _check_quantisation(config)
-    model_class = _class_of(config)
+    model_class = class_of(config)
     if model_class is None:
         raise CheckpointError(
             f"expected a causal language model, got {name}, which Transformers cannot load as one"
@@ -130,14 +129,20 @@ def _check_quantisation(config: Any) -> None:
         raise encoding_error(found, str(error).splitlines()[0]) from error
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """Return the class of a causal or a vision-language model; None if there is none that we decode."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         return found if takes_masks(found, config) else None
     return None
+
+
+def has_text(config: Any) -> bool:
+    """Return False for models whose tokens are codes of pixels, which need no tokenizer."""
+    return type(config) not in MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING
 
 
 def read_processor(path: str) -> Any:
@@ -182,9 +187,9 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         encoding = read_encoding(Path(path))
         if encoding is not None or (layer_by_layer and tensor_files(Path(path))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
-        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
-        model, found = auto_class.from_pretrained(**_place(path), dtype=dtype, output_loading_info=True)
+        model, found = class_of(config).from_pretrained(
+            **_place(path), config=config, dtype=dtype, output_loading_info=True
+        )
         _check_complete(found)
         if layer_by_layer and is_gguf(path):
             keep_codes(model, Path(path))
@@ -195,7 +200,7 @@ def _read_stored(
     path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
 ) -> Any:
     """Return a module from weights that are read one by one."""
-    weights, model_class = StoredWeights(path, encoding), _class_of(config)
+    weights, model_class = StoredWeights(path, encoding), class_of(config)
     with torch.device("meta"):
         outline = model_class(config)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}

@@ -166,7 +166,7 @@ class TokenDrafter(MirroringDrafter):
         mirror.num_committed = agreed
 
     def _known_token(self, token: int) -> int:
-        return token if token < self.runtime.vocab_size else UNKNOWN_TOKEN
+        return token if token < self.runtime.num_input_tokens else UNKNOWN_TOKEN
 
 
 class FeatureDrafter(HeadDrafter, MirroringDrafter):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
+from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.drafters import select_parts
@@ -235,6 +236,11 @@ def check_request(
             f"place must stay free), got {len(ids)}; shorten it"
         )
     params.check_vocab(target.runtime.vocab_size)
+    if params.stop and isinstance(target.tokenizer, TokenCodes):
+        raise BadInputError(
+            f"expected no stop strings for {target.name}, whose tokens have no text, got {params.stop[0]!r:.40}; "
+            "give stop_token_ids or max_tokens"
+        )
     verifier.check(params)
     match_grammar(target, params)
 

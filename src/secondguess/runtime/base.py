@@ -104,6 +104,11 @@ class Runtime(ABC):
     supports_partial_forward: bool = False
     num_prefilled: int = 0
 
+    @property
+    def num_input_tokens(self) -> int:
+        """Number of token ids that a text may have; more than logits if some are never generated."""
+        return self.vocab_size
+
     def request_hidden_states(self, layers: Sequence[int]) -> None:
         """Set the layers whose hidden states `begin` and `score` return from now on.
 

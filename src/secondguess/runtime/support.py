@@ -31,6 +31,8 @@ CACHE_PARAMETERS = ("past_key_values", "cache_params")
 """Names that modules have for their cache."""
 MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
+INPUT_POSITIONS = frozenset({"imagegpt"})
+"""Model types with a position for each input only: the last pixel of a picture needs none."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -133,6 +135,8 @@ def context_length_of(config: Any) -> int | None:
     """
     limits = (getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None))
     limit: int | None = min((each for each in limits if each is not None), default=None)
+    if limit is not None and getattr(config, "model_type", None) in INPUT_POSITIONS:
+        return limit + 1
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         original: int | None = rope.get("original_max_position_embeddings")

@@ -59,6 +59,10 @@ class TransformersRuntime(CachedRuntime):
         self._set_up_attention()
         model.eval()
 
+    @property
+    def num_input_tokens(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
     def _set_up_attention(self) -> None:
         """Make the module use our masks."""
         if not takes_masks(type(self.model), self.model.config):
