@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,15 +19,23 @@ from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.round_times import RoundTimes
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Candidate, Draft, RoundTime, Row, Verdict
-from secondguess.decode import Components
+from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
+from secondguess.drafters.jacobi import JacobiDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
 from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
 from secondguess.drafters.vocabulary.pair import Method
-from secondguess.proof.enumeration import Branch, enumerate_rounds, exact_dist, largest_difference, text_dist
+from secondguess.proof.enumeration import (
+    Branch,
+    TextProbs,
+    enumerate_rounds,
+    exact_dist,
+    largest_difference,
+    text_dist,
+)
 from secondguess.proof.fakes import NextTokenDist, ScriptedDrafter, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
@@ -135,13 +145,15 @@ class SometimesScripted(ScriptedDrafter):
 def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     """Return a drafter.
 
-    `sampled`, `deterministic` (without probabilities), `shared` (for rows with a history), a `tree` or `small-tree` of
-    tokens, `intersection` or `string` (of another vocabulary, for targets of three tokens), or `either` in turn.
+    `sampled`, `deterministic` (without probabilities), `jacobi`, `shared` (for rows with a history), a `tree` or
+    `small-tree` of tokens, `intersection` or `string` (of another vocabulary, for targets of three tokens), or `either` in turn.
     """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
     if kind == "deterministic":
         return ScriptedDrafter(script)
+    if kind == "jacobi":
+        return JacobiDrafter()
     if kind == "shared":
         return make_shared_drafter()
     if kind == "intersection":
@@ -209,6 +221,69 @@ def play(
 
     (branches,) = enumerate_rounds(components, make_rows, num_rounds)
     return branches
+
+
+class SharedRaces(Noise):
+    """Races between two tokens in which all rounds share the noise of a position, as in `KeyedNoise`.
+
+    With e_0, e_1 ~ Exp(1) and u = e_0 / (e_0 + e_1), which is uniform, e_0 / p < e_1 / (1 - p) if and only if u < p.
+
+    Args:
+        uniforms: `[row, position]`, u of every position of the output.
+        starts: `[row]`, length of the output at the beginning of the round.
+    """
+
+    def __init__(self, uniforms: Tensor, starts: Tensor) -> None:
+        self.uniforms, self.starts = uniforms, starts
+        self.coupled = torch.ones(len(starts), dtype=torch.bool)
+        self.greedy = ~self.coupled
+
+    def race(self, dists: Tensor, depths: Tensor) -> Tensor:
+        places = (self.starts[:, None] + depths).clamp(max=self.uniforms.shape[1] - 1)
+        return (self.uniforms.gather(1, places) >= dists[..., 0]).long()
+
+    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+        return self.race(dists[:, None], torch.full((len(dists), 1), depth))[:, 0]
+
+    def select(self, rows: Tensor) -> SharedRaces:
+        return SharedRaces(self.uniforms[rows], self.starts[rows])
+
+    def accept(self, chances: object) -> NoReturn:
+        raise AssertionError("a coupled row accepts nothing by chance")
+
+    draw = accept  # type: ignore[assignment]
+
+
+def coupled_text_dist(
+    pair: Pair, drafter: Drafter, length: int, num_tokens: int = 4, verifier: str = "coupled"
+) -> TextProbs:
+    """Return the exact distribution of coupled texts over two tokens, decoded to their ends.
+
+    The uniform of a position matters only by its place among the probabilities of token 0 after all texts up to there.
+    One row decodes for each combination of such places, with its probability.
+    """
+    cells: list[list[tuple[float, float]]] = []
+    for place in range(num_tokens):
+        texts = product(range(2), repeat=place)
+        limits = sorted({0.0, 1.0, *(float(pair.target((*PROMPT, *text))[0]) for text in texts)})
+        cells.append([((low + high) / 2, high - low) for low, high in pairwise(limits)])
+    outcomes = list(product(*cells))
+    params = SamplingParams(temperature=1.0, max_tokens=num_tokens)
+    rows = {Row(list(PROMPT), params, coupled=True): [u for u, _ in outcome] for outcome in outcomes}
+
+    def make_noise(members: Sequence[Row]) -> SharedRaces:
+        uniforms = torch.tensor([rows[row] for row in members], dtype=torch.float64)
+        return SharedRaces(uniforms, torch.tensor([row.num_output for row in members]))
+
+    target, controller = TableModel(2, pair.target), make_controller(f"fixed:{length}")
+    components = Components(target, drafter, make_verifier(verifier), controller, make_noise=make_noise)
+    for _ in decode(components, list(rows)):
+        pass
+    found: TextProbs = {}
+    for row, outcome in zip(rows, outcomes, strict=True):
+        text = tuple(row.output)
+        found[text] = found.get(text, 0.0) + math.prod(chance for _, chance in outcome)
+    return found
 
 
 class EvenTimes(RoundTimes):

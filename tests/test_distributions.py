@@ -18,6 +18,7 @@ from distribution_cases import (
     Pair,
     after_prompt,
     chain_branches,
+    coupled_text_dist,
     dist_error,
     expected_accepted,
     make_other_drafter,
@@ -39,7 +40,12 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.drafters.vocabulary.drafters import StringDrafter
 from secondguess.errors import BadInputError
-from secondguess.proof.enumeration import enumerate_rounds, joint_race_probability
+from secondguess.proof.enumeration import (
+    enumerate_rounds,
+    exact_dist,
+    joint_race_probability,
+    largest_difference,
+)
 from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -171,7 +177,7 @@ def test_deterministic_trees_keep_the_distribution_and_accept_their_probability(
     assert mean_accepted(branches) == pytest.approx(float(accepted), abs=ROUNDING)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "grid,width=3"])
 @pytest.mark.parametrize("verifier", ["rejection", "block", "coupled", "auto"])
 def test_lookup_drafters_keep_the_distribution(verifier, drafter):
     pair = PAIRS["ternary"]
@@ -185,6 +191,30 @@ def test_lookup_drafters_keep_the_distribution(verifier, drafter):
     (branches,) = enumerate_rounds(components, lambda: [Row(list(prompt), SAMPLED)])
     assert max(branch.num_accepted for branch in branches) > 0
     assert dist_error(branches, lambda output: pair.target((*prompt, *output)), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("pair", [name for name, each in PAIRS.items() if each.vocab_size < 4])
+def test_jacobi_drafts_of_independent_rounds_keep_the_distribution(pair):
+    """Rows without a seed under `auto`: the second round drafts what the first one sampled."""
+    pair = PAIRS[pair]
+    branches = play(pair, make_pair_drafter("jacobi", pair), "auto", "fixed:2", num_rounds=2)
+    assert mean_accepted(branches) > 0
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["jacobi", "sampled"])
+@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+@pytest.mark.parametrize("target", ["even", "sharp", "zeros"])
+def test_jacobi_drafts_of_coupled_noise_keep_the_distribution(target, verifier, drafter):
+    """All rounds to the end of the text; rounds share the noise of a position, which the draft depends on."""
+    dist = {
+        "even": random_probs(2, 1),
+        "sharp": random_probs(2, 5, 6.0),
+        "zeros": random_probs(2, 6, zeros=0.4),
+    }
+    pair = Pair(2, dist[target], random_probs(2, 2))
+    found = coupled_text_dist(pair, make_pair_drafter(drafter, pair), length=3, verifier=verifier)
+    assert largest_difference(found, exact_dist(after_prompt(pair.target), 4)) < ROUNDING
 
 
 OTHER_VOCABULARIES = [

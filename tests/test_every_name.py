@@ -28,6 +28,8 @@ NAMES = {
         "model": "drafters/test_model_drafter.py::test_drafts_of_the_target_itself_are_always_accepted",
         "ngram": EVERY_DRAFTER,
         "suffix": EVERY_DRAFTER,
+        "grid": EVERY_DRAFTER,
+        "jacobi": "test_distributions.py::test_jacobi_drafts_of_coupled_noise_keep_the_distribution",
         "early-exit": EVERY_HEAD,
         "layer-skip": EVERY_HEAD,
         "self": EVERY_HEAD,

@@ -66,7 +66,7 @@ def pictures(llm: LLM, seeds: Sequence[int]) -> list[list[int]]:
     return [output.token_ids for output in llm.generate([[START]] * len(seeds), params)]
 
 
-DRAFTERS = ["model:FOLDER/drafter", "model:FOLDER/target", "suffix,min=1"]
+DRAFTERS = ["model:FOLDER/drafter", "model:FOLDER/target", "grid,width=4", "jacobi,width=4", "suffix,min=1"]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -34,6 +34,8 @@ from secondguess.verifiers import make_verifier
 
 VOCAB_SIZE = 31
 DRAFTERS = ("none", "model:draft", "model:itself", "ngram", "suffix", "suffix,min=3+model:draft")
+PICTURE_DRAFTERS = ("grid,width=2", "jacobi,width=2")
+"""Drafters of pictures, with one draft length: to a runtime and a controller they are look-ups."""
 SHARED = "shared "
 """Prefix of drafters whose rows draft from the outputs of the same requests, which are decoded before them."""
 SHARED_DRAFTERS = (f"{SHARED}suffix,min=1", f"{SHARED}suffix,min=1+model:draft")
@@ -73,7 +75,8 @@ def controllers_for(drafter: str) -> tuple[str, ...]:
     if drafter in TREE_DRAFTERS:
         return TREE_CONTROLLERS
     lookups = ("ngram", "suffix", SHARED_DRAFTERS[0])
-    return {"none": CONTROLLERS[:1], **dict.fromkeys(lookups, LOOKUP_CONTROLLERS)}.get(drafter, CONTROLLERS)
+    few = dict.fromkeys(lookups, LOOKUP_CONTROLLERS) | dict.fromkeys(PICTURE_DRAFTERS, ("fixed:4",))
+    return {"none": CONTROLLERS[:1], **few}.get(drafter, CONTROLLERS)
 
 
 def chain_and_ragged(drafter: str) -> list[str]:
@@ -207,7 +210,7 @@ one_batch_and_alone = pytest.mark.parametrize("together", [True, False], ids=["o
 
 
 @one_batch_and_alone
-@pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *PICTURE_DRAFTERS, *TREE_DRAFTERS])
 def test_greedy_output_equals_plain_decoding(models, kind, greedy_oracle, drafter, together):
     """Under all controllers over the module and the kernels."""
     controllers = controllers_for(drafter) if kind in PROVEN_IN_FULL else chain_and_ragged(drafter)
@@ -288,7 +291,7 @@ def plain_text(models):
     return text_under
 
 
-@pytest.mark.parametrize("drafter", [*DRAFTERS, *TREE_DRAFTERS])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *PICTURE_DRAFTERS, *TREE_DRAFTERS])
 def test_seeded_output_equals_plain_decoding(models, kind, plain_text, drafter):
     controllers = TREE_CONTROLLERS[:1] if drafter in TREE_DRAFTERS else controllers_for(drafter)
     if kind not in PROVEN_IN_FULL:

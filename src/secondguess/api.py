@@ -199,7 +199,7 @@ def load(
 
     Args:
         model: a directory or the name of a cached model; `builtin` is the built-in target.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `self:int4`, `early-exit[:PATH]`,
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `grid`, `jacobi`, `self:int4`, `early-exit[:PATH]`,
             `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped
@@ -297,8 +297,14 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
     """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
 
     Raises:
-        BadInputError: a verifier for chains, with a drafter that proposes trees.
+        BadInputError: a verifier for chains, with a drafter that proposes trees; a verifier without
+            samples, with a drafter that needs them.
     """
+    if drafter.needs_samples and not verifier.reports_samples:
+        raise BadInputError(
+            f"expected a verifier that samples at every node for the drafter {drafter.name}, got {verifier.name!r}, whose "
+            "decisions must not depend on how a draft was drawn; use verifier 'auto' or 'coupled'"
+        )
     if drafter.can_draft_trees and not verifier.supports_trees:
         raise BadInputError(
             f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "

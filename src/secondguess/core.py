@@ -400,10 +400,13 @@ class Verdict:
     Args:
         paths: per row, indices of the accepted nodes from a child of `pending` downwards.
         next_tokens: per row, the correction or bonus token.
+        samples: per row, the token sampled at each query, from verifiers that sample at all of them
+            (`Verifier.reports_samples`). Those after a mismatch are not part of the text.
     """
 
     paths: Sequence[Sequence[int]]
     next_tokens: Sequence[int]
+    samples: Sequence[Sequence[int]] = ()
 
     @classmethod
     def from_chain(cls, lengths: Sequence[int], next_tokens: Sequence[int]) -> Verdict:
@@ -414,11 +417,12 @@ class Verdict:
     def merged(cls, parts: Sequence[tuple[Sequence[int], Verdict]], num_rows: int) -> Verdict:
         """Combine the verdicts of disjoint groups of rows, each with the indices of its rows."""
         paths: list[Sequence[int]] = [()] * num_rows
-        next_tokens = [0] * num_rows
+        next_tokens, samples = [0] * num_rows, list(paths)
         for rows, verdict in parts:
-            for row, path, token in zip(rows, verdict.paths, verdict.next_tokens, strict=True):
-                paths[row], next_tokens[row] = path, token
-        return cls(paths, next_tokens)
+            of_rows = verdict.samples or [()] * len(rows)
+            for row, path, token, own in zip(rows, verdict.paths, verdict.next_tokens, of_rows, strict=True):
+                paths[row], next_tokens[row], samples[row] = path, token, own
+        return cls(paths, next_tokens, samples)
 
     @property
     def lengths(self) -> list[int]:

@@ -13,6 +13,8 @@ from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
+from secondguess.drafters.grid import GridDrafter, GridOptions
+from secondguess.drafters.jacobi import JacobiDrafter, JacobiOptions
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter
@@ -74,6 +76,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": NoDrafter,
     "ngram": lambda: NgramDrafter(NgramOptions(max=3, min=1)),
     "suffix": lambda: SuffixDrafter(SuffixOptions(min=1, factor=2.0, offset=1)),
+    "grid": lambda: GridDrafter(GridOptions(width=2)),
+    "jacobi": lambda: JacobiDrafter(JacobiOptions(width=2)),
     "model alike": lambda: model_drafter(noisy_dist(TARGET_DIST, seed=5)),
     "model itself": lambda: model_drafter(TARGET_DIST),
     "model worst": lambda: model_drafter(worst_dist(TARGET_DIST)),
@@ -81,6 +85,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model of text": lambda: other_drafter("string"),
     "suffix or model": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_DIST, seed=5))], VOCAB_SIZE
+    ),
+    "jacobi or model": lambda: CombinedDrafter(
+        [JacobiDrafter(), model_drafter(noisy_dist(TARGET_DIST, seed=5))], VOCAB_SIZE
     ),
     "look-ups in turn": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=2)), NgramDrafter(NgramOptions(max=3, min=1))], VOCAB_SIZE

@@ -98,7 +98,7 @@ def test_finished_rows_are_released(drafter: str) -> None:
     assert runtime is None or runtime.num_live_rows == 0
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "grid"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_of_a_lookup_equals_that_of_a_new_drafter(drafter: str, seed: int) -> None:
     """Tokens are added round by round; the new drafter reads them at once."""

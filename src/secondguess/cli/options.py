@@ -19,7 +19,7 @@ SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
 DRAFTER_NAMES = (
-    "none, model:PATH, ngram, suffix, self:int4, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], "
+    "none, model:PATH, ngram, suffix, grid, jacobi, self:int4, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], "
     "eagle[:PATH] or dspark[:PATH]"
 )
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""

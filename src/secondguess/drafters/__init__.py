@@ -28,6 +28,8 @@ DRAFTERS = {
     "layer-skip": "secondguess.drafters.layer_skip:LayerSkipDrafter",
     "ngram": "secondguess.drafters.ngram:NgramDrafter",
     "suffix": "secondguess.drafters.suffix:SuffixDrafter",
+    "grid": "secondguess.drafters.grid:GridDrafter",
+    "jacobi": "secondguess.drafters.jacobi:JacobiDrafter",
     "eagle": "secondguess.drafters.eagle:EagleDrafter",
     "medusa": "secondguess.drafters.medusa:MedusaDrafter",
     "mtp": "secondguess.drafters.mtp:MtpDrafter",

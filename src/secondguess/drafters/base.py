@@ -90,6 +90,7 @@ class Drafter(ABC):
         default_controller: name of the controller used if the user names none.
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
         uses_target_layers: True if drafting runs layers of the target.
+        needs_samples: True if it drafts from the samples of earlier rounds (`Verdict.samples`).
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
         argument: its argument in lists of names.
     """
@@ -100,6 +101,7 @@ class Drafter(ABC):
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()
     uses_target_layers: bool = False
+    needs_samples: bool = False
     shares_history: bool = False
     argument: str = "PATH"
 

@@ -50,6 +50,7 @@ class CombinedDrafter(Drafter):
         self.name = "+".join(part.name for part in self.parts)
         self.deterministic = all(part.deterministic for part in self.parts)
         self.uses_target_layers = any(part.uses_target_layers for part in self.parts)
+        self.needs_samples = any(part.needs_samples for part in self.parts)
         self.shares_history = any(part.shares_history for part in self.parts)
         self.can_draft_trees = any(part.can_draft_trees for part in self.parts)
         self.hidden_layers = tuple(

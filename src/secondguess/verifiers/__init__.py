@@ -22,12 +22,21 @@ VERIFIERS = {
 """Name on the command line -> module and class, imported on first use."""
 
 
+RELAXATIONS = {"lantern": "arXiv 2410.03355", "gsd": "arXiv 2508.07747"}
+"""Rules for image tokens that accept tokens near the target's, which changes the distribution."""
+
+
 def check_verifier_name(name: str) -> None:
     """Check that a verifier exists, without importing torch.
 
     Raises:
         BadInputError: unknown name; the message lists the verifiers.
     """
+    if name in RELAXATIONS:
+        raise BadInputError(
+            f"expected a lossless verifier, got '{name}' ({RELAXATIONS[name]}), which changes the distribution of the "
+            "output; use 'auto' or 'coupled'"
+        )
     if name not in VERIFIERS:
         raise BadInputError(f"expected a verifier among {', '.join(VERIFIERS)}; got '{name}'")
 

@@ -20,6 +20,7 @@ class AutoVerifier(Verifier):
 
     name = "auto"
     exactness = Exactness.LOSSLESS
+    reports_samples = True
 
     def __init__(self) -> None:
         self._greedy = make_verifier("greedy")

@@ -49,6 +49,8 @@ class Verifier(ABC):
     exactness: Exactness
     supports_trees: bool = True
     """True if drafts that branch are supported; otherwise drafters that may branch are refused."""
+    reports_samples: bool = False
+    """True if verdicts have the token sampled at every query (`Verdict.samples`)."""
 
     def uses_coupling(self, seeded: bool) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
@@ -264,7 +266,8 @@ def accept_matching(draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
         for tokens, parents, own in zip(draft.token_lists, draft.shapes, chosen, strict=True)
     ]
     ends = [path[-1] + 1 if path else 0 for path in paths]
-    return Verdict(paths, [own[end] for own, end in zip(chosen, ends, strict=True)])
+    samples = [own[: len(parents) + 1] for own, parents in zip(chosen, draft.shapes, strict=True)]
+    return Verdict(paths, [own[end] for own, end in zip(chosen, ends, strict=True)], samples)
 
 
 def _matching_path(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:

@@ -22,6 +22,7 @@ class CoupledVerifier(Verifier):
 
     name = "coupled"
     exactness = Exactness.DRAFTER_INVARIANT
+    reports_samples = True
 
     def uses_coupling(self, seeded: bool) -> bool:
         return True

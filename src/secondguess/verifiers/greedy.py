@@ -17,6 +17,7 @@ class GreedyVerifier(Verifier):
 
     name = "greedy"
     exactness = Exactness.LOSSLESS
+    reports_samples = True
 
     def check(self, params: SamplingParams) -> None:
         if params.temperature != 0:
