@@ -754,10 +754,10 @@ def siblings_see_each_other(patch: Patch) -> None:
 
 def purposes_share_numbers(one: Purpose, other: Purpose) -> Callable[[Patch], None]:
     def mutate(patch: Patch) -> None:
-        original = KeyedNoise._uniforms
+        original = KeyedNoise.uniforms
         patch.setattr(
             KeyedNoise,
-            "_uniforms",
+            "uniforms",
             lambda self, places, purpose: original(self, places, one if purpose == other else purpose),
         )
 
@@ -765,10 +765,10 @@ def purposes_share_numbers(one: Purpose, other: Purpose) -> Callable[[Patch], No
 
 
 def places_share_accept_numbers(patch: Patch) -> None:
-    original = KeyedNoise._uniforms
+    original = KeyedNoise.uniforms
     patch.setattr(
         KeyedNoise,
-        "_uniforms",
+        "uniforms",
         lambda self, places, purpose: original(
             self, [[0] * len(row) for row in places] if purpose == Purpose.ACCEPT else places, purpose
         ),
@@ -777,14 +777,14 @@ def places_share_accept_numbers(patch: Patch) -> None:
 
 def rounds_share_numbers(patch: Patch) -> None:
     """Numbers keyed by absolute position alone: a later round meets those a verdict has spoken about."""
-    original = KeyedNoise._uniforms
+    original = KeyedNoise.uniforms
 
     def uniforms(self, places, purpose):
         fresh = KeyedNoise(self.keys, [0] * len(self.positions), self.coupled, self.greedy)
         moved = [[place + start for place in row] for start, row in zip(self.positions, places, strict=True)]
         return original(fresh, moved, purpose)
 
-    patch.setattr(KeyedNoise, "_uniforms", uniforms)
+    patch.setattr(KeyedNoise, "uniforms", uniforms)
 
 
 def race_forgets_the_position(patch: Patch) -> None:

@@ -216,7 +216,7 @@ def test_numbers_hashed_together_equal_those_hashed_one_by_one(seed, monkeypatch
     for few in (0, 10**6):
         monkeypatch.setattr(noise_module, "_MAX_SCALAR_HASHES", few)
         noise = KeyedNoise.from_rows(rows)
-        found.append([noise._uniforms(places, purpose) for purpose in Purpose])
+        found.append([noise.uniforms(places, purpose) for purpose in Purpose])
     for one, other in zip(*found, strict=True):
         numpy.testing.assert_array_equal(one, other)
         assert ((one > 0) & (one < 1)).all()

@@ -152,7 +152,7 @@ class KeyedNoise(Noise):
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape
         accepted: NDArray[numpy.bool_] = (
-            self._uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < chances
+            self.uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < chances
         )
         return accepted
 
@@ -180,10 +180,10 @@ class KeyedNoise(Noise):
 
     def _sample(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
         """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
-        uniforms = self._uniforms(places, purpose)
+        uniforms = self.uniforms(places, purpose)
         return draw_by_inversion(dists, uniforms[:, 0] if dists.ndim == 2 else uniforms)
 
-    def _uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
+    def uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
         """Return `[row, i]` uniforms, one per place (a depth or node index) of this round.
 
         They are the top 52 bits of a hash plus one half, strictly between 0 and 1; with 53 bits,
