@@ -31,7 +31,7 @@ LAYERS = [
     ("rounds", "configuration", "pairing", "prompts", "workloads"),
     ("prefilling",),
     ("decode",),
-    ("engine",),
+    ("engine", "continuous"),
     ("api", "proof"),
     ("drop_in", "export", "server"),
     ("bench",),

@@ -19,6 +19,7 @@ else:
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, load
+    from secondguess.continuous.forecast import Forecast, forecast
     from secondguess.drop_in import custom_generate
     from secondguess.engine.generation import Output
     from secondguess.errors import (
@@ -38,6 +39,7 @@ __all__ = [
     "LLM",
     "BadInputError",
     "CheckpointError",
+    "Forecast",
     "Grammar",
     "OutOfMemoryError",
     "Output",
@@ -47,12 +49,15 @@ __all__ = [
     "Stats",
     "UnsupportedModelError",
     "custom_generate",
+    "forecast",
     "load",
 ]
 
 _MODULES = {
+    "Forecast": "continuous.forecast",
     "LLM": "api",
     "Output": "engine.generation",
+    "forecast": "continuous.forecast",
     "load": "api",
     "custom_generate": "drop_in",
     "Grammar": "sampling",

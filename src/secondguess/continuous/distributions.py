@@ -1,0 +1,123 @@
+"""Distributions of continuous values, in batches.
+
+They add two things to `torch.distributions`: samples are functions of given uniforms, so that the
+keyed noise determines them, and a batch can be indexed. All tensors are float64, since acceptance
+depends on ratios of densities.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Self
+
+import torch
+from torch import Tensor, distributions
+
+Index = Tensor | slice | EllipsisType | None | tuple[Tensor | slice | EllipsisType | None, ...]
+
+
+class Distribution(ABC):
+    """Batch `[...]` of independent distributions over vectors of `dim` values."""
+
+    @property
+    @abstractmethod
+    def num_uniforms(self) -> int:
+        """Number of uniforms that a draw takes."""
+
+    @abstractmethod
+    def log_density(self, values: Tensor) -> Tensor:
+        """Return the log densities `[...]` of values `[..., dim]`."""
+
+    @abstractmethod
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Return draws `[..., dim]`, a function of `[..., num_uniforms]` uniforms in (0, 1)."""
+
+    @abstractmethod
+    def at(self, index: Index) -> Self:
+        """Return a part of the batch, indexed like a tensor `[...]`."""
+
+
+@dataclass(frozen=True)
+class Gaussian(Distribution):
+    """Gaussians with diagonal covariance: `loc` and `scale` `[..., dim]`."""
+
+    loc: Tensor
+    scale: Tensor
+
+    @property
+    def num_uniforms(self) -> int:
+        return self.loc.shape[-1]
+
+    def log_density(self, values: Tensor) -> Tensor:
+        return _log_density(distributions.Normal(self.loc, self.scale, validate_args=False), values)
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        standard: Tensor = torch.special.ndtri(uniforms)
+        return self.loc + self.scale * standard
+
+    def at(self, index: Index) -> Self:
+        return type(self)(self.loc[index], self.scale[index])
+
+
+@dataclass(frozen=True)
+class StudentT(Distribution):
+    """Vectors of independent Student-t variables: `df`, `loc` and `scale` `[..., dim]`."""
+
+    df: Tensor
+    loc: Tensor
+    scale: Tensor
+
+    @property
+    def num_uniforms(self) -> int:
+        return 2 * self.loc.shape[-1]
+
+    def log_density(self, values: Tensor) -> Tensor:
+        return _log_density(
+            distributions.StudentT(self.df, self.loc, self.scale, validate_args=False), values
+        )
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Return draws by the polar form of Bailey (1994): Box and Muller's, with another radius."""
+        radius, angle = uniforms.chunk(2, -1)
+        squared = self.df * torch.expm1(-2 / self.df * radius.log())
+        return self.loc + self.scale * squared.sqrt() * (2 * torch.pi * angle).cos()
+
+    def at(self, index: Index) -> Self:
+        return type(self)(self.df[index], self.loc[index], self.scale[index])
+
+
+@dataclass(frozen=True)
+class Mixture(Distribution):
+    """Finite mixtures.
+
+    Args:
+        log_weights: `[..., component]`, log probabilities of the components.
+        components: batch `[..., component]`.
+    """
+
+    log_weights: Tensor
+    components: Distribution
+
+    @property
+    def num_uniforms(self) -> int:
+        return 1 + self.components.num_uniforms
+
+    def log_density(self, values: Tensor) -> Tensor:
+        return (self.log_weights + self.components.log_density(values[..., None, :])).logsumexp(-1)
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Return draws: the first uniform selects the component, the others draw from it."""
+        totals = self.log_weights.exp().cumsum(-1)
+        chosen = (uniforms[..., :1] * totals[..., -1:] >= totals).sum(-1, keepdim=True)
+        draws = self.components.sample(uniforms[..., None, 1:])
+        return draws.take_along_dim(chosen[..., None], -2).squeeze(-2)
+
+    def at(self, index: Index) -> Self:
+        return type(self)(self.log_weights[index], self.components.at(index))
+
+
+def _log_density(dist: distributions.Distribution, values: Tensor) -> Tensor:
+    logs: Tensor = dist.log_prob(values)
+    return logs.sum(-1)

@@ -1,0 +1,132 @@
+"""Forecasts of Transformers' models: their own distribution, in fewer passes."""
+
+import numpy
+import pytest
+import torch
+
+import secondguess
+from continuous_cases import HORIZON, CrudeDrafter, forecast_holds, series, tiny_forecaster
+from secondguess.continuous.drafters import KalmanDrafter
+from secondguess.errors import BadInputError, UnsupportedModelError
+
+DRAFTERS = [None, "autoregression", "trend", "level", "crude", "model"]
+
+
+def make(drafter):
+    made = {"crude": CrudeDrafter, "model": lambda: tiny_forecaster(seed=1)}
+    return made[drafter]() if drafter in made else drafter
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_transforms_of_the_samples_are_uniform(drafter):
+    assert forecast_holds(make(drafter))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distribution_output": "student_t"},
+        {"kind": "informer"},
+        {"kind": "informer", "attention_type": "full"},
+        {"scaling": "mean"},
+    ],
+    ids=str,
+)
+def test_transforms_of_other_models_are_uniform(settings):
+    assert forecast_holds(**settings)
+
+
+def energy_distance(distances, first):
+    """Energy distance of two halves, given all distances and the members of the first half."""
+    one, other = distances[:, first], distances[:, ~first]
+    return 2 * other[first].mean() - one[first].mean() - other[~first].mean()
+
+
+def test_forecasts_and_those_of_generate_are_exchangeable():
+    model, inputs = tiny_forecaster(), series()
+    torch.manual_seed(1)
+    theirs = model.generate(**inputs).sequences[0]
+    out = secondguess.forecast(model, **inputs, drafter=CrudeDrafter(), seed=2)
+    both = torch.cat((theirs, out.sequences[0])).double().numpy()
+    distances = numpy.linalg.norm(both[:, None] - both, axis=-1)
+    first, generator = numpy.arange(600) < 300, numpy.random.default_rng(0)
+    observed = energy_distance(distances, first)
+    permuted = [energy_distance(distances, generator.permutation(first)) for _ in range(99)]
+    assert numpy.mean(numpy.array(permuted) >= observed) > 0.01
+    assert out.stats.acceptance_rate < 0.9
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_shapes_passes_and_statistics(dim):
+    model, inputs = tiny_forecaster(input_size=dim), series(2, dim)
+    out = secondguess.forecast(model, **inputs, num_samples=5, seed=3)
+    assert out.sequences.shape == (2, 5, HORIZON, *([dim] if dim > 1 else []))
+    assert out.sequences.dtype == torch.float32
+    assert out.stats.num_tokens == 2 * 5 * HORIZON
+    assert out.stats.acceptance_length > 1
+    again = secondguess.forecast(model, **inputs, num_samples=5, seed=3)
+    assert torch.equal(out.sequences, again.sequences)
+    plain = secondguess.forecast(model, **inputs, num_samples=5, seed=3, drafter=None)
+    assert plain.num_passes == HORIZON
+    assert plain.stats.acceptance_rate is None
+
+
+def test_the_target_as_its_own_drafter_is_always_accepted():
+    model = tiny_forecaster()
+    out = secondguess.forecast(model, **series(), num_samples=20, seed=3, drafter=model)
+    assert out.num_passes == 1
+    assert out.stats.acceptance_rate == 1.0
+
+
+def test_missing_values_are_skipped_by_every_drafter():
+    model, inputs = tiny_forecaster(), series()
+    inputs["past_observed_mask"][:, 5:8] = 0
+    inputs["past_values"][:, 5:8] = 0
+    for drafter in ("autoregression", KalmanDrafter()):
+        assert secondguess.forecast(model, **inputs, drafter=drafter, seed=3).sequences.isfinite().all()
+
+
+def gap(inputs):
+    inputs["past_values"][:, 3] = float("nan")
+
+
+REFUSED = {
+    "no distribution head": (lambda: torch.nn.Linear(1, 1), {}, None, UnsupportedModelError, "Linear"),
+    "counts": (
+        lambda: tiny_forecaster(distribution_output="negative_binomial"), {}, None,
+        UnsupportedModelError, "negative_binomial",
+    ),
+    "sparse attention": (
+        lambda: tiny_forecaster("informer", sampling_factor=1), {}, None, UnsupportedModelError, "'prob'",
+    ),
+    "gap": (tiny_forecaster, {}, gap, BadInputError, "past_observed_mask"),
+    "no samples": (tiny_forecaster, {"num_samples": 0}, None, BadInputError, "num_samples"),
+    "too many samples": (tiny_forecaster, {"num_samples": 10**9}, None, BadInputError, "num_samples"),
+    "unknown drafter": (tiny_forecaster, {"drafter": "oracle"}, None, BadInputError, "oracle"),
+    "short past": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(past_values=inputs["past_values"][:, :5]),
+        BadInputError, "14 steps",
+    ),
+    "short future": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(future_time_features=torch.zeros(1, 2, 1)),
+        BadInputError, "future_time_features",
+    ),
+}  # fmt: skip
+"""Name -> model, arguments, change of the inputs, error, and part of the message."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_gives_one_clear_error(name):
+    model, arguments, change, error, part = REFUSED[name]
+    inputs = {key: values.clone() for key, values in series().items()}
+    if change is not None:
+        change(inputs)
+    with pytest.raises(error, match="expected") as caught:
+        secondguess.forecast(model(), **inputs, **arguments)
+    assert part in str(caught.value)
+
+
+def test_a_model_in_training_mode_is_refused():
+    model = tiny_forecaster(seed=2).train()
+    with pytest.raises(BadInputError, match=r"call model\.eval"):
+        secondguess.forecast(model, **series())
