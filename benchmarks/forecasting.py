@@ -1,0 +1,198 @@
+"""Compare sampled forecasts with those of a model's own `generate`: passes, time, accuracy.
+
+A TimeSeriesTransformerForPrediction is trained for each series bundled with statsmodels: yearly
+sunspots, and monthly CO2 at Mauna Loa. Forecasts of 24 steps begin at several months or years of the
+part that was not trained on, 100 samples each. All systems forecast in turn, with the same model.
+
+    python benchmarks/forecasting.py --output benchmarks/results/DATE-forecasting-avx2.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerForPrediction
+
+import secondguess
+from secondguess.workloads.provenance import collect_provenance
+
+HORIZON, CONTEXT, NUM_SAMPLES = 24, 48, 100
+LAGS = {"sunspots": [1, 2, 3, 4, 5, 9, 10, 11, 12, 22], "co2": [1, 2, 3, 6, 11, 12, 13, 24]}
+PERIOD = {"sunspots": 11.0, "co2": 12.0}
+LARGE = {"d_model": 32, "layers": 3}
+SMALL = {"d_model": 8, "layers": 1}
+DRAFTERS = ("autoregression", "trend", "level")
+
+
+def load_series(name: str) -> Tensor:
+    from statsmodels import datasets
+
+    data = datasets.sunspots.load_pandas().data if name == "sunspots" else datasets.co2.load_pandas().data
+    values = data["SUNACTIVITY"] if name == "sunspots" else data["co2"].resample("MS").mean().interpolate()
+    return torch.tensor(values.to_numpy(), dtype=torch.float32)
+
+
+class Windows:
+    """Windows of one series, with its time features: age and phase."""
+
+    def __init__(self, name: str) -> None:
+        self.values = load_series(name)
+        times = torch.arange(len(self.values))
+        phases = 2 * torch.pi * times / PERIOD[name]
+        self.features = torch.stack((times / len(times), phases.sin(), phases.cos()), -1)
+        self.past = CONTEXT + max(LAGS[name])
+        self.last_trained = len(self.values) * 3 // 4
+
+    def at(self, origins: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of `generate` for forecasts from `origins` on, and the true `future_values`."""
+        past, future = (
+            origins[:, None] + torch.arange(-self.past, 0),
+            origins[:, None] + torch.arange(HORIZON),
+        )
+        values = self.values[past]
+        return {
+            "past_values": values,
+            "past_time_features": self.features[past],
+            "past_observed_mask": torch.ones_like(values),
+            "future_time_features": self.features[future],
+            "future_values": self.values[future],
+        }
+
+    def origins(self, count: int) -> Tensor:
+        """Return the origins of the forecasts, in equal distances after the part that was trained on."""
+        return torch.linspace(self.last_trained, len(self.values) - HORIZON, count).long()
+
+
+def train(
+    name: str, windows: Windows, size: dict[str, int], steps: int
+) -> TimeSeriesTransformerForPrediction:
+    torch.manual_seed(0)
+    config = TimeSeriesTransformerConfig(
+        prediction_length=HORIZON,
+        context_length=CONTEXT,
+        lags_sequence=LAGS[name],
+        num_time_features=3,
+        scaling="std",
+        d_model=size["d_model"],
+        encoder_layers=size["layers"],
+        decoder_layers=size["layers"],
+        encoder_ffn_dim=2 * size["d_model"],
+        decoder_ffn_dim=2 * size["d_model"],
+        num_parallel_samples=NUM_SAMPLES,
+    )
+    model = TimeSeriesTransformerForPrediction(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        origins = torch.randint(windows.past, windows.last_trained - HORIZON + 1, (32,))
+        loss = model(**windows.at(origins)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+def crps(samples: Tensor, truth: Tensor) -> float:
+    """Return the continuous ranked probability score, unbiased in the number of samples, averaged over steps."""
+    ordered = samples.double().sort(0).values
+    count = len(samples)
+    weights = 2 * torch.arange(1, count + 1)[:, None] - count - 1
+    spread = (weights * ordered).sum(0) / (count * (count - 1))
+    return float(((ordered - truth).abs().mean(0) - spread).mean())
+
+
+System = Callable[[dict[str, Tensor], int], tuple[Tensor, int, float | None]]
+"""Forecast with a seed: samples `[sample, step]`, decoder passes, values per pass of a row."""
+
+
+def make_systems(
+    model: TimeSeriesTransformerForPrediction, small: TimeSeriesTransformerForPrediction
+) -> dict[str, System]:
+    def generate(inputs: dict[str, Tensor], seed: int) -> tuple[Tensor, int, float | None]:
+        torch.manual_seed(seed)
+        return model.generate(**inputs).sequences[0], HORIZON, None
+
+    def ours(drafter: object, controller: str = "fixed:64") -> System:
+        def run(inputs: dict[str, Tensor], seed: int) -> tuple[Tensor, int, float | None]:
+            out = secondguess.forecast(model, **inputs, drafter=drafter, controller=controller, seed=seed)
+            return out.sequences[0], out.num_passes, out.stats.acceptance_length
+
+        return run
+
+    systems = {"generate": generate, "no drafter": ours(None)}
+    systems |= {drafter: ours(drafter) for drafter in DRAFTERS}
+    return systems | {"smaller network": ours(small)}
+
+
+def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    windows = Windows(name)
+    begin = time.perf_counter()
+    model = train(name, windows, LARGE, options.steps)
+    print(f"{name}: trained in {time.perf_counter() - begin:.0f} s", flush=True)
+    systems = make_systems(model, train(name, windows, SMALL, options.steps))
+    found: dict[str, list[tuple[float, int, float | None, float]]] = {system: [] for system in systems}
+    for seed in range(-1, options.repeats):  # the first is a warm-up
+        for origin in windows.origins(options.origins):
+            inputs = windows.at(origin[None])
+            truth = inputs.pop("future_values")[0]
+            for system, run in systems.items():
+                start = time.perf_counter()
+                samples, passes, length = run(inputs, seed + 1)
+                seconds = time.perf_counter() - start
+                if seed >= 0:
+                    found[system].append((seconds, passes, length, crps(samples, truth)))
+    theirs = numpy.array([each[3] for each in found["generate"]])
+    table: list[dict[str, object]] = []
+    for system, runs in found.items():
+        seconds, passes, lengths, scores = zip(*runs, strict=True)
+        differences = numpy.array(scores) - theirs
+        row = {
+            "series": name,
+            "system": system,
+            "passes": fmean(passes),
+            "most_passes": max(passes),
+            "values_per_row_pass": None if lengths[0] is None else fmean(lengths),
+            "seconds": median(seconds),
+            "speedup": median(each[0] for each in found["generate"]) / median(seconds),
+            "crps": fmean(scores),
+            "crps_difference": float(differences.mean()),
+            "crps_standard_error": stdev(differences) / len(differences) ** 0.5,
+        }
+        table.append(row)
+        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--series", nargs="+", choices=list(LAGS), default=list(LAGS))
+    parser.add_argument("--steps", type=int, default=1500, help="training steps")
+    parser.add_argument("--origins", type=int, default=8, help="forecasts per series")
+    parser.add_argument("--repeats", type=int, default=3, help="seeds per forecast")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    table = [row for name in options.series for row in measure(name, options)]
+    if options.output is not None:
+        about = collect_provenance(
+            num_threads=options.threads, device="cpu", dtype="float32", seed=0, models={}, runtimes={}
+        )
+        report = {"table": table, "provenance": about.as_dict()}
+        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
