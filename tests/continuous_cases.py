@@ -17,8 +17,9 @@ from transformers import (
 
 from secondguess.continuous import forecast as forecasting
 from secondguess.continuous import verification
+from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Distribution, Gaussian, Mixture, StudentT
-from secondguess.continuous.drafters import AutoregressionDrafter, ValueDrafter
+from secondguess.continuous.drafters import ValueDrafter
 from secondguess.continuous.verification import ValueDraft
 from secondguess.core import Row
 from secondguess.sampling import SamplingParams

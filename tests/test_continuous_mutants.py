@@ -10,8 +10,8 @@ import torch
 
 from continuous_cases import forecast_holds, reflection_holds, rules_hold, verification_holds
 from secondguess.continuous import forecast, verification
+from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Gaussian, Mixture, StudentT
-from secondguess.continuous.drafters import AutoregressionDrafter
 from secondguess.runtime.forecaster import ForecastRuntime
 from secondguess.sampling.noise import KeyedNoise, Purpose
 from test_mutants import Mutant, Patch, check, purposes_share_numbers

@@ -5,19 +5,15 @@ import torch
 
 import secondguess
 from continuous_cases import noise_of, series, tiny_forecaster
+from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Gaussian
-from secondguess.continuous.drafters import (
-    AutoregressionDrafter,
-    Histories,
-    KalmanDrafter,
-    Problem,
-    filter_series,
-)
+from secondguess.continuous.drafters import Histories, Problem
+from secondguess.continuous.kalman import KalmanDrafter, filter_series
 
 
 def problem(values: torch.Tensor, lags=(1, 2)) -> Problem:
     past = values.double()[None, :, None]
-    return Problem({}, past, torch.ones_like(past, dtype=torch.bool), lags)
+    return Problem({}, past, torch.ones_like(past, dtype=torch.bool), lags, 8)
 
 
 def first_draft(drafter, values, num_steps=3, num_rows=1):

@@ -6,7 +6,7 @@ import torch
 
 import secondguess
 from continuous_cases import HORIZON, CrudeDrafter, forecast_holds, series, tiny_forecaster
-from secondguess.continuous.drafters import KalmanDrafter
+from secondguess.continuous.kalman import KalmanDrafter
 from secondguess.errors import BadInputError, UnsupportedModelError
 
 DRAFTERS = [None, "autoregression", "trend", "level", "crude", "model"]

@@ -28,12 +28,14 @@ class Problem:
         past: `[series, time, dim]` float64, past values; the last observed one where one is missing.
         observed: `[series, time, dim]` bool, False for missing values.
         lags: lags of the values that the target takes as inputs, increasing.
+        horizon: number of steps to forecast.
     """
 
     inputs: Mapping[str, Tensor]
     past: Tensor
     observed: Tensor
     lags: Sequence[int]
+    horizon: int
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class LinearDrafter(ValueDrafter):
         deviations = (problem.past - self._center) * observed
         self._unit = (deviations.square().sum(1, keepdim=True) / count).sqrt().clamp(min=1e-9)
         self._df: Tensor | None = None
-        self.fit((problem.past - self._center) / self._unit, problem.observed, problem.lags)
+        self.fit((problem.past - self._center) / self._unit, problem)
 
     @abstractmethod
-    def fit(self, past: Tensor, observed: Tensor, lags: Sequence[int]) -> None:
+    def fit(self, past: Tensor, problem: Problem) -> None:
         """Fit the model to the standardised past `[series, time, dim]`."""
 
     @abstractmethod
@@ -125,181 +127,13 @@ class LinearDrafter(ValueDrafter):
         center, unit = self._center[series], self._unit[series]
         locs, scales = ((scores.loc - center) / unit)[rows, queries], (scores.scale / unit)[rows, queries]
         if isinstance(scores, StudentT):
-            self._df = _mean_by(series[rows], scores.df[rows, queries], num_series)[:, None]
+            self._df = mean_by(series[rows], scores.df[rows, queries], num_series)[:, None]
         values = (histories.values - center) / unit
         self.learn(series[rows], values[rows], (histories.starts[rows] + queries), locs, scales)
 
     @abstractmethod
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
         """Learn from locations and scales `[n, dim]` of the target at `steps` `[n]` after `values`."""
-
-
-class AutoregressionDrafter(LinearDrafter):
-    """Drafter whose mean and log scale are linear in lagged values, by least squares.
-
-    It is fitted to the past, and after each round to the target's own locations and scales too: with
-    many samples per series, it soon imitates the target.
-
-    Args:
-        ridge: weight of the penalty on coefficients.
-    """
-
-    def __init__(self, ridge: float = 0.01) -> None:
-        self._ridge = ridge
-
-    def fit(self, past: Tensor, observed: Tensor, lags: Sequence[int]) -> None:
-        self._past, self._lags = past, torch.tensor(lags)
-        steps = torch.arange(int(self._lags.max()), past.shape[1])
-        known = observed[:, steps] & observed[:, steps[:, None] - self._lags].all(2)
-        design = self._design(past[:, steps[:, None] - self._lags]) * known[..., None]
-        values = past[:, steps] * known
-        self._gram = torch.einsum("stdi,stdj->sdij", design, design)
-        self._gram += self._ridge * torch.eye(design.shape[-1], dtype=torch.float64)
-        moments = torch.einsum("stdi,std->sdi", design, values)
-        coefficients = torch.linalg.solve(self._gram, moments)
-        errors = values - (design * coefficients[:, None]).sum(-1)
-        variance = errors.square().sum(1) / known.sum(1).clamp(min=1)
-        self._bounds = (variance.clamp(min=1e-12).log() / 2,) * 2
-        scales = self._gram[..., -1] * self._bounds[0][..., None]
-        self._moments = torch.stack((moments, scales), -1)
-        self._coefficients = torch.linalg.solve(self._gram, self._moments)
-
-    def _design(self, lagged: Tensor) -> Tensor:
-        """Return inputs `[..., dim, lag + 1]` from lagged values `[..., lag, dim]`: these, and a constant."""
-        return torch.nn.functional.pad(lagged.transpose(-1, -2), (0, 1), value=1.0)
-
-    def _lagged(self, series: Tensor, values: Tensor, steps: Tensor) -> Tensor:
-        """Return the inputs `[n, dim, lag + 1]` at `steps` `[n]` of rows with these values."""
-        places = steps[:, None] - self._lags
-        past = self._past[series[:, None], places.clamp(max=-1)]
-        forecast = values[torch.arange(len(series))[:, None], places.clamp(min=0)]
-        return self._design(torch.where(places[..., None] < 0, past, forecast))
-
-    def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        coefficients = self._coefficients[series]
-        low, high = (bound[series] for bound in self._bounds)
-        rows, means, scales = torch.arange(len(series)), [], []
-        for step in range(noise.shape[1]):
-            place = starts + step
-            mean, scale = torch.einsum("ndi,ndic->cnd", self._lagged(series, values, place), coefficients)
-            scale = torch.minimum(torch.maximum(scale, low), high).exp()
-            values[rows, place] = mean + scale * noise[:, step]
-            means.append(mean)
-            scales.append(scale)
-        return torch.stack(means, 1), torch.stack(scales, 1)
-
-    def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
-        design, logs = self._lagged(series, values, steps), scales.log()
-        wanted = torch.stack((locs, logs), -1)
-        self._gram.index_add_(0, series, torch.einsum("ndi,ndj->ndij", design, design))
-        self._moments.index_add_(0, series, torch.einsum("ndi,ndc->ndic", design, wanted))
-        self._coefficients = torch.linalg.solve(self._gram, self._moments)
-        low, high = self._bounds
-        places = series[:, None].expand_as(logs)
-        self._bounds = (
-            low.scatter_reduce(0, places, logs, "amin"),
-            high.scatter_reduce(0, places, logs, "amax"),
-        )
-
-
-LEVEL_RATIOS = (0.0, *(10.0**power for power in range(-3, 4)))
-SLOPE_RATIOS = (0.0, *(10.0**power for power in range(-5, 2)))
-"""Variances of level and slope, over that of the observations, among which a series selects its own."""
-
-
-class KalmanDrafter(LinearDrafter):
-    """Drafter by a linear Gaussian state-space model: a local level, or a local linear trend.
-
-        value_t = level_t + noise,  level_t = level_{t-1} + slope_{t-1} + noise,  slope_t = slope_{t-1} + noise
-
-    The trend is the constant-velocity model of tracking. Variances have the highest likelihood among
-    those of a grid. Drafts use the gains at the end of the past, which have converged by then.
-
-    Args:
-        level_ratios, slope_ratios: the grid; variances relative to that of the observations.
-        trend: False for a level without a slope.
-    """
-
-    def __init__(
-        self,
-        trend: bool = True,
-        level_ratios: Sequence[float] = LEVEL_RATIOS,
-        slope_ratios: Sequence[float] = SLOPE_RATIOS,
-    ) -> None:
-        grid = torch.cartesian_prod(
-            torch.tensor(level_ratios, dtype=torch.float64),
-            torch.tensor(slope_ratios if trend else (0.0,), dtype=torch.float64),
-        )
-        self._trend, self._grid = trend, grid.reshape(-1, 2).T[:, :, None, None]
-
-    def fit(self, past: Tensor, observed: Tensor, lags: Sequence[int]) -> None:
-        best = filter_series(past, observed, self._grid[0], self._grid[1], self._trend)
-        chosen = best.log_likelihood.argmax(0, keepdim=True)
-        self._level, self._slope, self._level_gain, self._slope_gain, self._scale = (
-            each.expand_as(best.log_likelihood).gather(0, chosen)[0]
-            for each in (best.level, best.slope, best.level_gain, best.slope_gain, best.scale)
-        )
-
-    def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        level, slope, scale = self._level[series], self._slope[series], self._scale[series]
-        gains = self._level_gain[series], self._slope_gain[series]
-        rows, means, longest = torch.arange(len(series)), [], noise.shape[1]
-        for step in range(int(starts.max()) + longest):
-            mean, drafted = level + slope, step - starts
-            own = mean + scale * noise[rows, drafted.clamp(0, longest - 1)]
-            value = torch.where(drafted[:, None] < 0, values[:, step], own)
-            level, slope = mean + gains[0] * (value - mean), slope + gains[1] * (value - mean)
-            means.append(mean)
-        places = starts[:, None] + torch.arange(longest)
-        return torch.stack(means, 1)[rows[:, None], places], scale[:, None].expand(-1, longest, -1)
-
-    def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
-        self._scale = _mean_by(series, scales.log(), len(self._scale), self._scale.log()).exp()
-
-
-@dataclass(frozen=True)
-class Filtered:
-    """States after the past, for each pair of variances: tensors `[pair, series, dim]`."""
-
-    level: Tensor
-    slope: Tensor
-    level_gain: Tensor
-    slope_gain: Tensor
-    scale: Tensor
-    log_likelihood: Tensor
-
-
-def filter_series(
-    past: Tensor, observed: Tensor, level_ratio: Tensor, slope_ratio: Tensor, trend: bool
-) -> Filtered:
-    """Filter series `[series, time, dim]` for each pair of variances `[pair, 1, 1]`.
-
-    The variance of the observations is estimated (concentrated likelihood); all others are relative to it.
-    """
-    shape = (len(level_ratio), *past[:, 0].shape)
-    first = observed.long().argmax(1, keepdim=True)
-    level, slope = past.gather(1, first)[:, 0].expand(shape), torch.zeros(shape, dtype=torch.float64)
-    # Variances of level and slope, and their covariance; the slope's is diffuse.
-    var_level, cov = torch.ones(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    var_slope = torch.full(shape, 1e6 if trend else 0.0, dtype=torch.float64)
-    errors, logs, count = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-    for step in range(1, past.shape[1]):
-        known = (observed[:, step] & (step > first[:, 0])).double()
-        level, var_level = level + slope, var_level + 2 * cov + var_slope + level_ratio
-        cov, var_slope = cov + var_slope, var_slope + slope_ratio
-        total = var_level + 1
-        level_gain, slope_gain = var_level / total, cov / total
-        error = (past[:, step] - level) * known
-        level, slope = level + level_gain * error, slope + slope_gain * error
-        var_slope = var_slope - known * slope_gain * cov
-        cov, var_level = cov - known * level_gain * cov, var_level - known * level_gain * var_level
-        # The first error of a diffuse slope has no information.
-        counted = known * (total < 1e5)
-        errors = errors + counted * error.square() / total
-        logs, count = logs + counted * total.log(), count + counted
-    variance = (errors / count.clamp(min=1)).clamp(min=1e-12)
-    log_likelihood = -(count * variance.log() + logs) / 2
-    return Filtered(level, slope, level_gain, slope_gain, (variance * total).sqrt(), log_likelihood)
 
 
 class ForecasterDrafter(ValueDrafter):
@@ -336,7 +170,7 @@ def make_distribution(params: Sequence[Tensor]) -> Gaussian | StudentT:
     return Gaussian(*params) if len(params) == 2 else StudentT(*params)
 
 
-def _mean_by(groups: Tensor, values: Tensor, num_groups: int, default: Tensor | None = None) -> Tensor:
+def mean_by(groups: Tensor, values: Tensor, num_groups: int, default: Tensor | None = None) -> Tensor:
     """Return the mean values `[group, dim]` of `values` `[n, dim]`; `default` for empty groups."""
     totals = torch.zeros(num_groups, values.shape[1], dtype=torch.float64).index_add_(0, groups, values)
     counts = torch.bincount(groups, minlength=num_groups)[:, None]

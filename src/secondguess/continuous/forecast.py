@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Gaussian
 from secondguess.continuous.drafters import (
-    AutoregressionDrafter,
     ForecasterDrafter,
     Histories,
-    KalmanDrafter,
     Problem,
     ValueDrafter,
     make_distribution,
 )
+from secondguess.continuous.kalman import KalmanDrafter
 from secondguess.continuous.verification import ValueDraft, verify
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -222,7 +222,8 @@ def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor]) -> Problem:
     shape = (*past.shape[:2], model.config.input_size)
     past, observed = past.double().reshape(shape), observed.reshape(shape)
     latest = torch.where(observed, torch.arange(shape[1])[:, None], 0).cummax(1).values
-    return Problem(inputs, past.gather(1, latest), observed, sorted(model.config.lags_sequence))
+    lags = sorted(model.config.lags_sequence)
+    return Problem(inputs, past.gather(1, latest), observed, lags, model.config.prediction_length)
 
 
 def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int) -> None:
