@@ -7,7 +7,16 @@ from torch import nn
 from torch.nn import functional
 
 from checkpoints import random_llama
-from families import LLAMA_LIKE, RECURRENT, assert_near, needs_kernels, random_tokens, row_of
+from families import (
+    LLAMA_LIKE,
+    RECURRENT,
+    assert_near,
+    needs_kernels,
+    random_tokens,
+    row_of,
+    write_checkpoint,
+)
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
 from secondguess.runtime import packing, scans
 from secondguess.runtime.native.linear import KernelLinear
@@ -78,6 +87,14 @@ def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
     assert torch.equal(logits(model), expected)
     assert not any(isinstance(module, KernelLinear) for module in model.modules())
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
+    path = write_checkpoint(RECURRENT["lfm2"](), tmp_path)
+    model = Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load().runtime.model
+    assert type(model.lm_head) is KernelLinear
+    model = Checkpoint.resolve(path, dtype="float32", device="cpu").load().runtime.model
+    assert type(model.lm_head) is nn.Linear
 
 
 def reference_delta_rule(query, key, value, g, beta, normalises, state):
