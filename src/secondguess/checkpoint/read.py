@@ -23,6 +23,8 @@ from secondguess.runtime.support import check_class, check_config, takes_masks
 with quiet():
     from transformers import (
         AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoProcessor,
         AutoTokenizer,
         GenerationConfig,
@@ -187,9 +189,10 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         encoding = read_encoding(Path(path))
         if encoding is not None or (layer_by_layer and tensor_files(Path(path))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
-        model, found = class_of(config).from_pretrained(
-            **_place(path), config=config, dtype=dtype, output_loading_info=True
-        )
+        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+        loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
+        model, found = loader.from_pretrained(**_place(path), dtype=dtype, output_loading_info=True)
         _check_complete(found)
         if layer_by_layer and is_gguf(path):
             keep_codes(model, Path(path))
