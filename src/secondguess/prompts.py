@@ -5,15 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy
 from torch import Tensor
 
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import ImageInputs
 from secondguess.errors import BadInputError
 from secondguess.runtime.transformers import MODELS_WITH_IMAGES
+
+if TYPE_CHECKING:
+    from secondguess.checkpoint.checkpoint import Checkpoint
 
 Message = Mapping[str, Any]
 """Message of a conversation, `{"role": ..., "content": ...}`.
@@ -21,6 +23,22 @@ Message = Mapping[str, Any]
 Both values are text. For a vision-language model the content may be a list of parts, `{"type": "text",
 "text": ...}` and `{"type": "image", "image": ...}`, each image an object of PIL or an array.
 """
+
+
+class PromptModel(Protocol):
+    """Model that prompts are encoded for: a `LoadedModel`, or a server's description of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def num_input_tokens(self) -> int: ...
+    @property
+    def takes_images(self) -> bool: ...
+    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -184,9 +202,9 @@ def _text_of(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> EncodedPrompt:
+def _encode_images(target: PromptModel, messages: list[dict[str, Any]]) -> EncodedPrompt:
     """Format a conversation with images; return its token ids and the other inputs of the model."""
-    if not target.runtime.takes_images:
+    if not target.takes_images:
         raise BadInputError(
             f"expected messages of text for {target.name}, got an image; images are taken by "
             f"{', '.join(sorted(MODELS_WITH_IMAGES))}"
@@ -211,7 +229,7 @@ def _encode_images(target: LoadedModel, messages: list[dict[str, Any]]) -> Encod
     return EncodedPrompt.of_inputs(inputs)
 
 
-def _encode_messages(target: LoadedModel, messages: list[dict[str, Any]]) -> list[int]:
+def _encode_messages(target: PromptModel, messages: list[dict[str, Any]]) -> list[int]:
     """Format a conversation; its template adds the special tokens, so the tokenizer adds none."""
     if not target.tokenizer.chat_template:
         raise BadInputError(
@@ -230,7 +248,7 @@ def _encode_messages(target: LoadedModel, messages: list[dict[str, Any]]) -> lis
     return ids
 
 
-def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
+def encode(target: PromptModel, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt of text.
 
     Raises:
@@ -244,7 +262,7 @@ def encode(target: LoadedModel, prompt: Prompt) -> list[int]:
     return ids
 
 
-def encode_with_images(target: LoadedModel, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
+def encode_with_images(target: PromptModel, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
     """Return the token ids of a prompt, and the inputs of the model for its images.
 
     Raises:
@@ -271,7 +289,7 @@ def encode_with_images(target: LoadedModel, prompt: Prompt) -> tuple[list[int], 
         ids = checked
     if not ids:
         raise BadInputError("expected a prompt with at least one token, got an empty one")
-    last = target.runtime.num_input_tokens - 1
+    last = target.num_input_tokens - 1
     if any(not 0 <= token <= last for token in ids):
         raise BadInputError(f"expected token ids from 0 to {last}, got {min(ids)} to {max(ids)}")
     return ids, images

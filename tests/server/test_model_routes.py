@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from conftest import openai_client, serving
 from secondguess.server.app import create_app
+from secondguess.server.model import ServedModel
 from secondguess.server.settings import ServerSettings
 
 
@@ -89,17 +90,16 @@ def test_row_09_statistics_metrics_count_what_was_served_under_the_names_of_vllm
     assert found["secondguess:http_requests_total", "/v1/completions", "400"] == 1
 
 
-def test_tokenization_leaves_the_event_loop_free(http, engine, monkeypatch):
-    target = engine.llm.target
+def test_tokenization_leaves_the_event_loop_free(http, monkeypatch):
     begun, may_end = threading.Event(), threading.Event()
-    encode = type(target).encode
+    encode = ServedModel.encode
 
     def slow(self, text):
         begun.set()
         assert may_end.wait(10)
         return encode(self, text)
 
-    monkeypatch.setattr(type(target), "encode", slow)
+    monkeypatch.setattr(ServedModel, "encode", slow)
     replies = []
     body = {"model": "builtin", "prompt": "x"}
     sender = threading.Thread(target=lambda: replies.append(http.post("/v1/completions", json=body)))

@@ -73,10 +73,18 @@ class LoadedModel:
         weight_format = self.runtime.decoder.weight_format
         return weight_format.bits if weight_format.is_quantised else None
 
+    @property
+    def num_input_tokens(self) -> int:
+        """Number of token ids that a text may have."""
+        return self.runtime.num_input_tokens
+
+    @property
+    def takes_images(self) -> bool:
+        return self.runtime.takes_images
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
-        ids: list[int] = self.tokenizer(text, verbose=False).input_ids
-        return ids
+        return encode_text(self.tokenizer, text)
 
     def module(self) -> Any:
         """Return the Transformers module whose distribution the runtime reproduces.
@@ -95,3 +103,9 @@ class LoadedModel:
         if isinstance(self.runtime, TransformersRuntime):
             return self.runtime.model
         return self.checkpoint.read_module()
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text, with the special tokens that a tokenizer adds."""
+    ids: list[int] = tokenizer(text, verbose=False).input_ids
+    return ids

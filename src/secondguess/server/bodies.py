@@ -28,7 +28,7 @@ class BoundedRequest(HttpRequest):
 
     async def json(self) -> Any:
         body = await self.body()
-        most = MAX_VALUES + self.app.state.service.target.runtime.context_length
+        most = MAX_VALUES + self.app.state.service.target.context_length
         if len(body) > most and (count := count_values(body)) > most:
             message = (
                 f"expected a body of at most {most} JSON values, got about {count}; send several requests"

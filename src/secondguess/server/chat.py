@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
+from secondguess.server.model import ServedModel
 from secondguess.server.prompt_limits import check_characters
 from secondguess.server.schemas import (
     AssistantMessage,
@@ -55,7 +55,7 @@ class ChatTemplate:
             built-in target, a minimal one.
     """
 
-    def __init__(self, target: LoadedModel, template: str | None = None) -> None:
+    def __init__(self, target: ServedModel, template: str | None = None) -> None:
         self._target = target
         self._tokenizer = target.tokenizer
         self._name = target.name
@@ -131,8 +131,8 @@ class ChatTemplate:
         return source
 
 
-def _is_builtin(target: LoadedModel) -> bool:
-    return target.path == str(builtin_paths().target)
+def _is_builtin(target: ServedModel) -> bool:
+    return target.checkpoint.path == str(builtin_paths().target)
 
 
 def to_conversation(request: ChatRequest, images: ImageReader) -> Conversation:

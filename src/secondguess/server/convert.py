@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
@@ -14,6 +13,7 @@ from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill
+from secondguess.server.model import ServedModel
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
@@ -48,7 +48,7 @@ class Job:
 class Converter:
     """Conversion of requests for one model. Slow (tokenization): call it off the event loop."""
 
-    def __init__(self, target: LoadedModel, settings: ServerSettings, template: ChatTemplate) -> None:
+    def __init__(self, target: ServedModel, settings: ServerSettings, template: ChatTemplate) -> None:
         self._target = target
         self._settings = settings
         self._template = template
@@ -156,14 +156,14 @@ class Converter:
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
         """Return the largest number of output tokens; by default, what fits into the context."""
-        context, most = self._target.runtime.context_length, self._settings.max_output_tokens
+        context, most = self._target.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
         if longest >= context:
             raise too_long(self._target, str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), most or context)
         check_limit(name, wanted, most or wanted, f"output tokens ({name})")
-        if self._target.runtime.is_limited_by_memory and longest + wanted > context:  # type: ignore[attr-defined]
+        if self._target.is_limited_by_memory and longest + wanted > context:
             raise refused(
                 name,
                 f"expected {name} of at most {context - longest} after a prompt of {longest} tokens "

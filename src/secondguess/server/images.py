@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
 from secondguess.images import read_image
 from secondguess.runtime.transformers import MODELS_WITH_IMAGES
 from secondguess.server.errors import ApiError, check_limit, refused
+from secondguess.server.model import ServedModel
 from secondguess.server.settings import ServerSettings
 
 
@@ -22,7 +22,7 @@ class ImageReader:
     Addresses are never fetched: a client could have the server read from the server's own network.
     """
 
-    def __init__(self, target: LoadedModel, settings: ServerSettings) -> None:
+    def __init__(self, target: ServedModel, settings: ServerSettings) -> None:
         self._target = target
         self._folder = settings.image_folder
         self._max_images, self._num_images = settings.max_images, 0
@@ -35,7 +35,7 @@ class ImageReader:
             ApiError: a model of text, an address, a file that is not allowed, a broken image, or more
                 images or pixels than a request may have.
         """
-        if not self._target.runtime.takes_images:
+        if not self._target.takes_images:
             raise _invalid(
                 f"expected messages of text for {self._target.name}, got an image; images are taken by "
                 f"{', '.join(sorted(MODELS_WITH_IMAGES))}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.server.errors import refused
+from secondguess.server.model import ServedModel
 
 FORMATS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -18,7 +18,7 @@ FORMATS = (
 DeepSeek and Code Llama."""
 
 
-def encode_infill(target: LoadedModel, prefix: str, suffix: str) -> list[int]:
+def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
     """Return the token ids of a prompt that asks for the text between a prefix and a suffix.
 
     Raises:

@@ -41,7 +41,7 @@ async def get_model(name: str, http: HttpRequest) -> Response:
 
 
 def _model(service: Service, name: str) -> Json:
-    context = service.target.runtime.context_length
+    context = service.target.context_length
     return {
         "id": name,
         "object": "model",
@@ -87,9 +87,7 @@ async def tokenize(request: TokenizeRequest, http: HttpRequest) -> Response:
     service: Service = http.app.state.service
     service.check_model(request.model)
     tokens = await service.run(lambda: _token_ids(service, request))
-    return JsonReply(
-        {"count": len(tokens), "max_model_len": service.target.runtime.context_length, "tokens": tokens}
-    )
+    return JsonReply({"count": len(tokens), "max_model_len": service.target.context_length, "tokens": tokens})
 
 
 def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.server.errors import ApiError
+from secondguess.server.model import ServedModel
 
 CHARACTERS_PER_TOKEN = 16
 """Several times the mean of any text. Texts with more for each token of the context are examined."""
 
 
-def limit_of(target: LoadedModel) -> str:
+def limit_of(target: ServedModel) -> str:
     """Return the words that precede the largest number of tokens in a message."""
-    if target.runtime.is_limited_by_memory:  # type: ignore[attr-defined]
+    if target.is_limited_by_memory:
         return "the memory that was free when the server started holds"
     return "the model's context is"
 
 
-def max_characters(target: LoadedModel) -> int:
+def max_characters(target: ServedModel) -> int:
     """Return a number of characters that fill the context several times in nearly every text."""
-    return CHARACTERS_PER_TOKEN * target.runtime.context_length
+    return CHARACTERS_PER_TOKEN * target.context_length
 
 
-def check_characters(target: LoadedModel, text: str) -> None:
+def check_characters(target: ServedModel, text: str) -> None:
     """Refuse a text whose beginning alone fills the context, before all of it is tokenized.
 
     Raises:
@@ -33,13 +33,13 @@ def check_characters(target: LoadedModel, text: str) -> None:
         return
     beginning = text[:most].encode(errors="replace").decode()  # a lone surrogate is refused later
     num_tokens = len(target.encode(beginning))
-    if num_tokens > 2 * target.runtime.context_length:
+    if num_tokens > 2 * target.context_length:
         raise too_long(target, f"{len(text)} characters, of which the first {most} have {num_tokens} tokens")
 
 
-def too_long(target: LoadedModel, got: str) -> ApiError:
+def too_long(target: ServedModel, got: str) -> ApiError:
     """Return the error of a prompt that leaves no place free."""
-    context = target.runtime.context_length
+    context = target.context_length
     message = (
         f"expected a prompt of at most {context - 1} tokens ({limit_of(target)} {context} and one place must stay "
         f"free), got {got}; shorten it"

@@ -7,19 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from secondguess.api import LLM
 from secondguess.engine import Output
-from secondguess.engine.generation import fits_memory
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job
 from secondguess.server.errors import RETRY_SECONDS, ApiError
 from secondguess.server.metrics import Metrics
+from secondguess.server.model import ServedModel
 from secondguess.server.parsing import Delta, PlainParser, ReplyParser, TemplateParser
 from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
@@ -38,54 +36,18 @@ SENDER_FIELDS = ("user", "safety_identifier")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelLimits:
-    """Properties of a runtime that requests are checked against.
-
-    Args:
-        context_length: tokens that a request may reach: the model's context, or as many as fit
-            into memory.
-        vocab_size: width of the logits.
-        takes_images: True for a vision-language model.
-        is_limited_by_memory: True if memory is the tighter limit.
-    """
-
-    context_length: int
-    vocab_size: int
-    takes_images: bool
-    is_limited_by_memory: bool = False
-
-    @classmethod
-    def of(cls, llm: LLM) -> ModelLimits:
-        """Return the limits of a model whose KV cache is empty, by the memory that is free now.
-
-        A longer request than that would not fit either when all others have ended.
-        """
-        runtime = llm.target.runtime
-        longest = runtime.context_length
-        if not llm.cache_bytes or fits_memory(runtime, llm.cache_bytes, 1, longest):
-            return cls(longest, runtime.vocab_size, runtime.takes_images)
-        longest = 1 << (longest - 1).bit_length()  # caches grow by doubling
-        while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
-            longest //= 2
-        return cls(longest, runtime.vocab_size, runtime.takes_images, is_limited_by_memory=True)
-
-
 class Service:
     """One engine behind HTTP."""
 
     def __init__(self, engine: ServerEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        loaded = engine.llm.target
-        # The runtime is not kept: it holds the weights, which a sleeping engine releases.
-        self.target = replace(loaded, runtime=ModelLimits.of(engine.llm))  # type: ignore[arg-type]
+        self.target = ServedModel.of(engine.llm)
         self.model_names = settings.model_names or (self.target.name,)
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
         self.metrics = Metrics(engine, self.model_names[0])
-        runtime = self.target.runtime
-        default = 2**20 + 16 * runtime.context_length + runtime.takes_images * MAX_IMAGE_BYTES
+        default = 2**20 + 16 * self.target.context_length + self.target.takes_images * MAX_IMAGE_BYTES
         self.max_body_bytes = settings.max_body_bytes or default
         self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
 

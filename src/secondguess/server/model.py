@@ -1,0 +1,56 @@
+"""The served model, as far as requests are checked and encoded with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from secondguess.api import LLM
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.loaded import encode_text
+from secondguess.engine.generation import fits_memory
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Tokenizer and sizes of a model, without its weights, which a sleeping engine releases.
+
+    Args:
+        checkpoint, tokenizer: as in `LoadedModel`.
+        context_length: tokens that a request may reach: the model's context, or as many as fit
+            into memory.
+        num_input_tokens: number of token ids that a prompt may have.
+        takes_images: True for a vision-language model.
+        is_limited_by_memory: True if memory is the tighter limit.
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+    context_length: int
+    num_input_tokens: int
+    takes_images: bool
+    is_limited_by_memory: bool = False
+
+    @classmethod
+    def of(cls, llm: LLM) -> ServedModel:
+        """Return the target of models whose KV cache is empty, limited by the memory that is free now.
+
+        A longer request than that would not fit either when all others have ended.
+        """
+        target, runtime = llm.target, llm.target.runtime
+        longest = runtime.context_length
+        is_limited = bool(llm.cache_bytes) and not fits_memory(runtime, llm.cache_bytes, 1, longest)
+        if is_limited:
+            longest = 1 << (longest - 1).bit_length()  # caches grow by doubling
+            while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
+                longest //= 2
+        sizes = longest, runtime.num_input_tokens, runtime.takes_images
+        return cls(target.checkpoint, target.tokenizer, *sizes, is_limited)
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, as `LoadedModel.encode` does."""
+        return encode_text(self.tokenizer, text)
