@@ -150,6 +150,58 @@ def _num_incomplete(text: str) -> int:
     return len(end) - len(end.rstrip(REPLACEMENT))
 
 
+class StopSearch:
+    """Search for stop strings in text that comes in parts.
+
+    Attributes:
+        held: the text that has not been released.
+        match: span in `held` of the stop string that the last part completed; None without one.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop), default=1) - 1
+        self._search_from = 0  # offset in `held` at which the next stop string may begin
+        self.held = ""
+        self.match: tuple[int, int] | None = None
+
+    def push(self, text: str) -> None:
+        """Add a part; a match that did not end the text stays in it."""
+        self.skip_match()
+        num_known = len(self.held)
+        self.held += text
+        matches = []
+        for stop in self._stop if text else ():
+            start = self.held.find(stop, max(self._search_from, num_known - len(stop) + 1))
+            if start >= 0:
+                matches.append((start, start + len(stop)))
+        self.match = min(matches, default=None)
+
+    def skip_match(self) -> None:
+        """Continue the search behind the match, if there is one."""
+        if self.match is not None:
+            self._search_from, self.match = self.match[1], None
+
+    @property
+    def num_certain(self) -> int:
+        """Number of held characters that no stop string can cut off."""
+        if self.match is not None:
+            return self.match[0]
+        unmatched = self.held[self._search_from :]
+        for size in range(min(self._longest, len(unmatched)), 0, -1):
+            if any(stop.startswith(unmatched[-size:]) for stop in self._stop):
+                return len(self.held) - size
+        return len(self.held)
+
+    def release(self, size: int) -> str:
+        """Return the first `size` characters, which are no longer held."""
+        text, self.held = self.held[:size], self.held[size:]
+        self._search_from = max(0, self._search_from - size)
+        if self.match is not None:
+            self.match = (self.match[0] - size, self.match[1] - size)
+        return text
+
+
 class StreamingDetokenizer:
     """Text of a row: detects stop strings and returns the text in pieces.
 
@@ -164,34 +216,29 @@ class StreamingDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
-        self._stop = tuple(stop)
+        self._has_stop = bool(stop)
+        self._search = StopSearch(tuple(stop))
         # Text of each token that is not returned yet, and True if a drafter proposed the token.
         self._segments: list[tuple[str, bool]] = []
-        self._held = ""  # the same as one string
         self._unread: list[int] = []  # tokens that are not decoded yet, if there are no stop strings
-        self._search_from = 0  # offset in `_held` at which the next stop string may begin
-        self._match: tuple[int, int] | None = None  # span in `_held` that the last token completed
 
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
-        if not self._stop:
+        if not self._has_stop:
             self._unread.append(token)  # `take` decodes the tokens of a commit together
             return False
-        self._skip_match()
         text = self._decoder.push(token)
         self._segments.append((text, False))
-        num_known = len(self._held)
-        self._held += text
-        if text:
-            self._match = self._find(num_known)
-        return self._match is not None
+        self._search.push(text)
+        return self._search.match is not None
 
     def take(self, commit: Commit) -> Piece:
         """Return the text that is final after this commit, whose tokens were just pushed.
 
         Text that may be the beginning of a stop string is held back until the row is finished.
         """
-        if self._stop:
+        search = self._search
+        if self._has_stop:
             first = len(self._segments) - len(commit.tokens)
             for index, drafted in enumerate(commit.drafted, first):
                 self._segments[index] = (self._segments[index][0], drafted)
@@ -199,59 +246,34 @@ class StreamingDetokenizer:
             self._unread.clear()
             self._decode(commit.tokens[: commit.num_accepted], True)
             self._decode(commit.tokens[commit.num_accepted :], False)
-        if self._match and commit.row.finish_reason == "stop":
-            size = self._match[0]
+        if search.match and commit.row.finish_reason == "stop":
+            size = search.match[0]
         elif commit.row.finished:
             rest = self._decoder.flush()
-            self._held += rest
+            search.held += rest
             self._segments.append((rest, commit.drafted[-1]))
-            size = len(self._held)
+            size = len(search.held)
         else:
-            self._skip_match()
-            size = len(self._held) - self._num_held_back()
+            search.skip_match()
+            size = search.num_certain
         return replace(self._release(size, commit.tokens, commit.drafted), rejected=commit.rejected)
 
     def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
         if tokens:
             text = self._decoder.push(*tokens)
-            self._held += text
+            self._search.held += text
             self._segments.append((text, drafted))
 
     def flush(self, finish_reason: FinishReason | None = None) -> Piece:
         """Return the text still held back for a row that was interrupted: no commit follows."""
         self._decode(self._unread, False)
         self._unread.clear()
-        stop = self._match if finish_reason == "stop" else None
-        return self._release(len(self._held) if stop is None else stop[0], [], [])
-
-    def _skip_match(self) -> None:
-        if self._match is not None:
-            self._search_from = self._match[1]
-            self._match = None
-
-    def _find(self, num_known: int) -> tuple[int, int] | None:
-        """Return the span of the first stop string in `_held` that ends after `num_known`."""
-        matches = []
-        for stop in self._stop:
-            start = self._held.find(stop, max(self._search_from, num_known - len(stop) + 1))
-            if start >= 0:
-                matches.append((start, start + len(stop)))
-        return min(matches, default=None)
-
-    def _num_held_back(self) -> int:
-        """Return the length of the longest end of the held text that can begin a stop string."""
-        unmatched = self._held[self._search_from :]
-        longest = max(map(len, self._stop), default=1) - 1
-        for size in range(min(longest, len(unmatched)), 0, -1):
-            end = unmatched[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
-                return size
-        return 0
+        stop = self._search.match if finish_reason == "stop" else None
+        return self._release(len(self._search.held) if stop is None else stop[0], [], [])
 
     def _release(self, size: int, tokens: list[int], drafted: list[bool]) -> Piece:
         """Return the first `size` characters; adjacent segments with equal flags are joined."""
-        text, self._held = self._held[:size], self._held[size:]
-        self._search_from = max(0, self._search_from - size)
+        text = self._search.release(size)
         segments: list[tuple[str, bool]] = []
         while size > 0:
             part, flag = self._segments.pop(0)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from secondguess.sampling.text import IncrementalDecoder, Piece
+from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in the tokenizers' response templates."""
@@ -66,42 +66,6 @@ class _SpecialTokens:
         return text
 
 
-class _StopFilter:
-    """Holds back text that a stop string would cut off, until the row goes on or ends."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._longest = max(map(len, stop), default=1) - 1
-        self._held = ""
-        self._search_from = 0
-        self._match: tuple[int, int] | None = None  # span in `_held`
-
-    def push(self, text: str) -> str:
-        """Add the text of a token and return the text that is certain to stay."""
-        if self._match is not None:  # the row went on: it had to reach `min_tokens`
-            self._search_from, self._match = self._match[1], None
-        self._held += text
-        starts = [(self._held.find(stop, self._search_from), len(stop)) for stop in self._stop]
-        match = min(((start, start + size) for start, size in starts if start >= 0), default=None)
-        end = len(self._held) - self._num_open() if match is None else match[0]
-        kept, self._held = self._held[:end], self._held[end:]
-        self._search_from = max(0, self._search_from - end)
-        self._match = match and (0, match[1] - end)
-        return kept
-
-    def finish(self, rest: str, stopped: bool) -> str:
-        """Return the text that is left, without the stop string that ended it."""
-        return "" if stopped and self._match is not None else self._held + rest
-
-    def _num_open(self) -> int:
-        """Return the length of the longest end of the text that can begin a stop string."""
-        unmatched = self._held[self._search_from :]
-        for size in range(min(self._longest, len(unmatched)), 0, -1):
-            if any(stop.startswith(unmatched[-size:]) for stop in self._stop):
-                return size
-        return 0
-
-
 class TemplateParser:
     """Reply split by the tokenizer's response template, token by token.
 
@@ -121,7 +85,7 @@ class TemplateParser:
         self.num_reasoning_tokens = 0
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
         self._parser = tokenizer.get_response_parser(prefix=list(prompt), tools=list(tools) or None)
-        self._filter = _StopFilter(stop)
+        self._search = StopSearch(stop)
         self._is_broken = False
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
@@ -132,14 +96,16 @@ class TemplateParser:
             return [Delta("content", piece.text)]
         deltas = []
         for token in piece.tokens:
-            deltas += self._parse(self._filter.push(self._decoder.push(token)))
+            self._search.push(self._decoder.push(token))
+            deltas += self._parse(self._search.release(self._search.num_certain))
             self.num_reasoning_tokens += self._region in REASONING_FIELDS
         return deltas
 
     def finish(self, stopped: bool) -> list[Delta]:
         if self._is_broken:
             return []
-        deltas = self._parse(self._filter.finish(self._decoder.flush(), stopped))
+        is_cut = stopped and self._search.match is not None
+        deltas = self._parse("" if is_cut else self._search.held + self._decoder.flush())
         try:
             return deltas if self._is_broken else deltas + self._follow(self._parser.finalize()[1])
         except ValueError:
