@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from secondguess.bench.systems import Run, System
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.workloads.provenance import public_name
 
 FAMILY = "transformers"
@@ -33,7 +31,7 @@ class TransformersModel:
     """Unmodified Transformers model."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device) -> None:
-        with quiet(), _no_progress_bars():
+        with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
             )
@@ -43,18 +41,6 @@ class TransformersModel:
         self.module: Any = model.to(device).eval()
         # A copy as loaded, since systems that share the module replace its generation config.
         self.generation_config: GenerationConfig = copy.deepcopy(model.generation_config)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars, since the benchmark shows its own."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 class TransformersSystem(System):

@@ -16,7 +16,7 @@ from secondguess.checkpoint.gguf import keep_codes
 from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
 from secondguess.checkpoint.weights import is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import GroupedWeight, StoredLinear
 from secondguess.runtime.support import check_class, check_config, takes_masks
 
@@ -36,7 +36,6 @@ with quiet():
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
     from transformers.quantizers import AutoHfQuantizer
-    from transformers.utils import logging as transformers_logging
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -47,19 +46,14 @@ def _reading(part: str, path: str) -> Iterator[None]:
 
     An unreadable part raises exceptions of many libraries and kinds, some of them bare.
     """
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
-        with quiet():
+        with no_progress_bars():
             yield
     except SecondGuessError:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise CheckpointError(f"expected a readable {part} in {path}, got: {lines[0]}") from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _place(path: str) -> dict[str, Any]:

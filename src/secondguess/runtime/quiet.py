@@ -1,4 +1,4 @@
-"""Suppression of other libraries' warnings and log messages."""
+"""Suppression of other libraries' warnings, log messages and progress bars."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Suppress messages as `quiet` does, and the progress bars of Transformers."""
+    with quiet():
+        from transformers.utils import logging as transformers_logging
+
+        is_enabled = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if is_enabled:
+                transformers_logging.enable_progress_bar()

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 
 from secondguess.checkpoint.resolve import DTYPE_NAMES
-from secondguess.runtime.quiet import quiet
-
-with quiet():
-    from transformers.utils import logging as transformers_logging
+from secondguess.runtime.quiet import no_progress_bars
 
 
 @contextmanager
@@ -49,14 +46,3 @@ def save_model(model: Any, directory: Path, dtype: torch.dtype) -> None:
     """
     with write_folder_atomically(directory) as fresh, no_progress_bars():
         model.to(dtype).save_pretrained(fresh)
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Suppress progress bars and messages of Transformers."""
-    transformers_logging.disable_progress_bar()
-    try:
-        with quiet():
-            yield
-    finally:
-        transformers_logging.enable_progress_bar()
