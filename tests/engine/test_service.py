@@ -15,7 +15,6 @@ from secondguess.engine import (
     DeadlineError,
     DrainingError,
     Engine,
-    EngineLimits,
     Event,
     Failed,
     Finished,
@@ -128,7 +127,7 @@ def test_a_request_fails_at_its_deadline(engine: Engine) -> None:
 
 def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
-    engine = Engine(llm, EngineLimits(max_waiting=2))
+    engine = Engine(llm, max_waiting=2)
     running = Client(engine, Request("x", ENDLESS))
     running.wait_for_text()
     waiting = [Client(engine, request()) for _ in range(2)]
@@ -174,7 +173,7 @@ def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
         with pytest.raises(BadInputError):
             engine.submit(Request(prompt, params), print)
     with pytest.raises(BadInputError, match="max_waiting"):
-        EngineLimits(max_waiting=0)
+        Engine(engine.llm, max_waiting=0)
 
 
 def test_an_error_in_a_callback_does_not_end_the_request(

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import serving
 from secondguess import load
-from secondguess.engine import Engine, EngineLimits
+from secondguess.engine import Engine
 from secondguess.proof.certificate import MIN_P_VALUE, g_test
 from secondguess.sampling.text import text_of_token
 from secondguess.server.settings import ServerSettings
@@ -79,7 +79,7 @@ def test_row_02_wrong_output_samples_over_http_follow_the_exact_distribution(
     tiny_checkpoint: Path, tiny_draft_checkpoint: Path
 ) -> None:
     llm = load(tiny_checkpoint, f"suffix,min=1+model:{tiny_draft_checkpoint}", dtype="float32")
-    engine = Engine(llm, EngineLimits(max_waiting=NUM_CLIENTS * NUM_SAMPLES))
+    engine = Engine(llm, max_waiting=NUM_CLIENTS * NUM_SAMPLES)
     with (
         serving(engine, ServerSettings(model_names=("tiny",))) as url,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,

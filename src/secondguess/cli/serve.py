@@ -124,7 +124,7 @@ def _run(
     sleep_idle: float | None,
 ) -> None:
     from secondguess.api import load
-    from secondguess.engine import Engine, EngineLimits
+    from secondguess.engine import Engine
     from secondguess.server.app import create_app
     from secondguess.server.run import open_socket, serve_until_signal
     from secondguess.server.sleep import SleepingEngine
@@ -135,7 +135,7 @@ def _run(
         loading = options.load_settings_and_tuned(context, config)[0]
 
         def make_engine() -> Engine:
-            return Engine(load(**loading), EngineLimits(max_waiting))
+            return Engine(load(**loading), max_waiting)
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)

@@ -9,7 +9,6 @@ from secondguess.engine.generation import Output as Output
 from secondguess.engine.service import DeadlineError as DeadlineError
 from secondguess.engine.service import DrainingError as DrainingError
 from secondguess.engine.service import Engine as Engine
-from secondguess.engine.service import EngineLimits as EngineLimits
 from secondguess.engine.service import EngineStatus as EngineStatus
 from secondguess.engine.service import Event as Event
 from secondguess.engine.service import Failed as Failed

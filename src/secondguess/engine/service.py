@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
 from secondguess.engine.generation import Generation, NewPiece, Output
-from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.errors import SecondGuessError
+from secondguess.names import check_range
 from secondguess.prompts import Prompt
 from secondguess.sampling import SamplingParams
 
@@ -45,21 +46,6 @@ class DrainingError(SecondGuessError):
 
 class DeadlineError(SecondGuessError):
     """The deadline of a request passed before its output was complete."""
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Limits of an engine.
-
-    Args:
-        max_waiting: number of waiting rows from which on requests are refused.
-    """
-
-    max_waiting: int = 256
-
-    def __post_init__(self) -> None:
-        if self.max_waiting < 1:
-            raise BadInputError(f"expected max_waiting of at least 1, got {self.max_waiting}")
 
 
 @dataclass(frozen=True)
@@ -187,12 +173,13 @@ class Engine:
 
     Args:
         llm: models; calls of `llm.generate` from other threads decode in the same batch.
-        limits: bounds on the requests.
+        max_waiting: number of waiting rows from which on requests are refused; at least 1.
     """
 
-    def __init__(self, llm: LLM, limits: EngineLimits = EngineLimits()) -> None:
+    def __init__(self, llm: LLM, max_waiting: int = 256) -> None:
         self.llm = llm
-        self.limits = limits
+        check_range("max_waiting", max_waiting, 1, 1_000_000)
+        self._max_waiting = max_waiting
         self._tickets: list[Ticket] = []
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
@@ -230,8 +217,8 @@ class Engine:
     def _check_accepting(self) -> None:
         if self._is_draining:
             raise DrainingError("the server is shutting down; retry at another one")
-        if self.llm.shared_batch.num_waiting >= self.limits.max_waiting:
-            raise QueueFullError(self.limits.max_waiting, max(self._seconds_per_request, 1.0))
+        if self.llm.shared_batch.num_waiting >= self._max_waiting:
+            raise QueueFullError(self._max_waiting, max(self._seconds_per_request, 1.0))
 
     def status(self) -> EngineStatus:
         shared = self.llm.shared_batch
