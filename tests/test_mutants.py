@@ -61,7 +61,8 @@ from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime

@@ -35,7 +35,8 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.proof.enumeration import enumerate_rounds, largest_difference
 from secondguess.proof.fakes import TableModel
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams

@@ -29,7 +29,8 @@ from secondguess.proof.fakes import random_probs
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime
+from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling.noise import KeyedNoise

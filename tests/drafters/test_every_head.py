@@ -22,7 +22,8 @@ from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_
 from secondguess.runtime import cache as cache_module
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime, fuse
+from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime

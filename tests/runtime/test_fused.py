@@ -25,7 +25,7 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime import fused
+from secondguess.runtime import fused_decoder, rotary
 from secondguess.runtime.attention import masked_attention
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
@@ -141,7 +141,7 @@ def test_weights_are_held_once(llama):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_family_description_is_not_used(llama, monkeypatch, dtype):
-    monkeypatch.setattr(fused, "rotate", lambda states, *_: states)
+    monkeypatch.setattr(fused_decoder, "rotate", lambda states, *_: states)
     loaded = Checkpoint.resolve(llama, dtype=dtype, device="cpu").load()
     assert loaded.kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
@@ -153,13 +153,13 @@ def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
     config = FAMILIES["llama"]()
     config.max_position_embeddings = 4096
     path = write_checkpoint(config, tmp_path)
-    made = fused.Rotary.__init__
+    made = rotary.Rotary.__init__
 
     def slightly_off(self, *arguments):
         made(self, *arguments)
         self.frequencies = self.frequencies * 1.001
 
-    monkeypatch.setattr(fused.Rotary, "__init__", slightly_off)
+    monkeypatch.setattr(rotary.Rotary, "__init__", slightly_off)
     assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
 
 

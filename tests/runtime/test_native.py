@@ -588,7 +588,7 @@ def test_one_logit_further_off_than_the_tolerance_passes_a_probe(caplog):
 
 
 def test_a_failed_probe_is_logged(llama, monkeypatch, caplog):
-    monkeypatch.setattr("secondguess.runtime.fused.rotate", lambda states, *_: states)
+    monkeypatch.setattr("secondguess.runtime.fused_decoder.rotate", lambda states, *_: states)
     loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load()
     assert loaded.kind == "transformers"
     assert "the fused runtime is not used: expected the model's logits" in caplog.text

@@ -18,10 +18,10 @@ from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import LayerConfig
 from secondguess.heads.medusa import MedusaHead
-from secondguess.runtime.fused import Rotary
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
 from secondguess.runtime.native.forward import KernelForward
+from secondguess.runtime.rotary import Rotary
 
 
 def release_matrices(head: nn.Module) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.families import Norm, why_not_fused
-from secondguess.runtime.fused import FusedDecoder, Layer, Rotary
+from secondguess.runtime.fused_decoder import FusedDecoder, Layer
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks, requantise
 from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.rotary import Rotary
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}

@@ -13,7 +13,8 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy, quantised_copy_error
 from secondguess.runtime.cached import Output, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.fused import FusedDecoder, FusedRuntime, probe_passes
+from secondguess.runtime.fused import FusedRuntime, probe_passes
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (

@@ -1,0 +1,289 @@
+"""Dense decoder with few calls per layer, built from the weights of a Transformers module.
+
+On a CPU the time of a small model is determined by the number of its calls. A module makes some
+fifty per layer and prepares masks and positions through several levels of Python; this decoder
+makes about twenty. Transformers loads the model. Its weights are then packed and joined layer by
+layer, and the module's own are released on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secondguess.runtime.attention import explicit_attention, masked_attention
+from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, Norm, linears_of
+from secondguess.runtime.layered import remaining_layers
+from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.rotary import Rotary, rotate
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """Attention mask of the layers of one kind, in the form that `AttentionHeads.attend` takes.
+
+    Args:
+        mask: `[row or 1, 1, query * group, key]`, added to the scores; None if no key is masked or
+            `causal` is True.
+        causal: whether attention is plain causal attention, with nothing cached yet.
+    """
+
+    mask: Tensor | None
+    causal: bool
+
+
+class AttentionHeads:
+    """Number, size and score scaling of a layer's heads, which are joined as query, key, value.
+
+    Args:
+        num_queries, num_keys: number of query heads and of key heads.
+        size: numbers per head.
+        scaling: factor on the scores.
+        cap: soft cap, which replaces scores by `cap * tanh(score / cap)`; None for none.
+    """
+
+    def __init__(
+        self, num_queries: int, num_keys: int, size: int, scaling: float, cap: float | None = None
+    ) -> None:
+        self.num_queries = num_queries
+        self.num_keys = num_keys
+        self.group = num_queries // num_keys
+        self.size = size
+        self.scaling = scaling
+        self.cap = cap
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, view: LayerMask) -> Tensor:
+        """Return the attention output `[row, query, head * size]`.
+
+        Args:
+            query: `[row, query, head, size]`.
+            key, value: `[row, kv_head, key, size]`, from the cache.
+            view: the mask.
+        """
+        rows, width = query.shape[:2]
+        if self.cap is not None:
+            mask = None if view.mask is None else view.mask[:, :, :: self.group]
+            mixed = explicit_attention(query.transpose(1, 2), key, value, mask, self.scaling, self.cap)
+            return mixed.reshape(rows, width, self.num_queries * self.size)
+        if view.causal:
+            mixed = functional.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key,
+                value,
+                is_causal=True,
+                scale=self.scaling,
+                enable_gqa=self.group > 1,
+            )
+            return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+        # Query heads that share a key head are folded into the queries, those of one query
+        # adjacent.
+        folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
+        folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
+        mixed = masked_attention(folded, key, value, view.mask, self.scaling)
+        mixed = mixed.view(rows, self.num_keys, width, self.group * self.size)
+        return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """Last step of the logits, beyond the LM head.
+
+    Args:
+        divisor: divides the logits (Granite).
+        cap: soft cap, applied after that (Gemma 2).
+    """
+
+    divisor: float | None = None
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+class Layer:
+    """Decoder layer: attention and feed-forward with residual connections.
+
+    Args:
+        module: the layer whose weights are taken.
+        family, config: description of the module's computation.
+        window: sliding window in tokens; None for full attention.
+        rotary_kind: key of the rotary table that the layer uses.
+        packed: whether to pack the weights.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        family: Family,
+        config: Any,
+        window: int | None,
+        rotary_kind: str | None,
+        packed: bool,
+    ) -> None:
+        attention_inputs, attention_output, mlp_inputs, mlp_output = linears_of(module, family)
+        attention = getattr(module, family.attention)
+        num_queries: int = config.num_attention_heads
+        size = attention_output.in_features // num_queries
+        num_heads = sum(linear.out_features for linear in attention_inputs) // size
+        self.window = window
+        self.rotary_kind = rotary_kind
+        self.rotates_pairs = family.rotates_pairs
+        cap = family.number(config, "attn_logit_softcapping")
+        self.heads = AttentionHeads(num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap)
+        self.activation_name: str = getattr(config, family.activation)
+        self.activation = ACTIVATIONS[self.activation_name]
+        self.is_gated = family.is_gated
+        self.is_parallel = family.is_parallel(config)
+        self.residual_scale = family.number(config, "residual_multiplier")
+
+        def norm(name: str | None, owner: Any = module) -> Norm | None:
+            return None if name is None else family.norm(getattr(owner, name))
+
+        self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = map(
+            norm, family.norms
+        )
+        self.query_norm = norm("q_norm", attention) if family.has_qk_norm else None
+        self.key_norm = norm("k_norm", attention) if family.has_qk_norm else None
+        order = None
+        if family.has_interleaved_heads:
+            order = torch.arange(num_heads * size).view(-1, 3, size).transpose(0, 1).flatten()
+        self.qkv = PackableLinear.joined(attention_inputs, packed, order)
+        self.output = PackableLinear.joined([attention_output], packed)
+        self.gate_up = PackableLinear.joined(mlp_inputs, packed)
+        self.down = PackableLinear.joined([mlp_output], packed)
+
+    def forward(
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
+    ) -> Tensor:
+        """Return the output of this layer, `[row, query, width]`.
+
+        Args:
+            states: input of the layer, `[row, query, width]`.
+            index: index of the layer in the cache.
+            rotary: cos and sin from `Rotary.at`.
+            view: the attention mask.
+            cache: the `KeyValueCache`.
+        """
+        attended = self._attend(states, index, rotary, view, cache)
+        if self.is_parallel:
+            return self._feed_forward(states) + attended + states
+        states = states + attended
+        return states + self._feed_forward(states)
+
+    def _attend(
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
+    ) -> Tensor:
+        rows, width, _ = states.shape
+        heads = self.heads
+        qkv = self.qkv(_normalised(self.attention_norm, states)).view(rows, width, -1, heads.size)
+        num_turned = heads.num_queries + heads.num_keys
+        turned = qkv[:, :, :num_turned]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turned[:, :, : heads.num_queries], turned[:, :, heads.num_queries :]
+            normalised = _normalised_heads(self.query_norm, query), _normalised_heads(self.key_norm, key)
+            turned = torch.cat(normalised, 2)
+        turned = rotate(turned, *rotary, self.rotates_pairs)
+        keys, values = cache.update(
+            turned[:, :, heads.num_queries :].transpose(1, 2), qkv[:, :, num_turned:].transpose(1, 2), index
+        )
+        mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
+        return self._scaled(_normalised(self.attention_output_norm, self.output(mixed)))
+
+    def _feed_forward(self, states: Tensor) -> Tensor:
+        inner = self.gate_up(_normalised(self.mlp_norm, states))
+        if self.is_gated:
+            gate, up = inner.chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        return self._scaled(_normalised(self.mlp_output_norm, self.down(inner)))
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        return added if self.residual_scale is None else added * self.residual_scale
+
+
+def _normalised(norm: Norm | None, states: Tensor) -> Tensor:
+    return states if norm is None else norm(states)
+
+
+def _normalised_heads(norm: Norm, heads: Tensor) -> Tensor:
+    """Normalise `[row, query, head, size]` per head, or all heads together if the weight is that long."""
+    return norm(heads.reshape(*heads.shape[:2], -1, norm.weight.shape[0])).view_as(heads)
+
+
+class FusedDecoder:
+    """Weights of a module, in the form that `FusedRuntime` runs.
+
+    Args:
+        model: a causal language model of one of the `FAMILIES`; its layers are removed.
+        packed: whether to pack the weights.
+    """
+
+    def __init__(self, model: Any, packed: bool) -> None:
+        config = model.config.get_text_config()
+        family = FAMILIES[config.model_type]
+        body = model.base_model
+        self.config = config
+        embeddings = model.get_input_embeddings()
+        self.embedding: Tensor = embeddings.weight.detach()
+        dtype = self.embedding.dtype
+        self.embedding_scale = family.number(config, "embedding_multiplier")
+        if family.scales_embeddings:
+            self.embedding_scale = float(embeddings.embed_scale.to(dtype))
+        self.logit_scaling = LogitScaling(
+            family.number(config, "logits_scaling"), family.number(config, "final_logit_softcapping")
+        )
+        windows, kinds = family.windows(config), family.rotaries(config)
+        table_dtype = torch.float32 if family.rotates_in_float32 else dtype
+        self.rotaries = {
+            kind: Rotary.of(body.rotary_emb, table_dtype, kind, family.rotates_pairs)
+            for kind in dict.fromkeys(kinds)
+        }
+        self.layers: list[Layer] = []
+        for index, (window, kind) in enumerate(zip(windows, kinds, strict=True)):
+            self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
+            body.layers[index] = nn.Identity()  # frees the module's weights
+        self.norm = family.norm(getattr(body, family.final_norm))
+        self.head = PackableLinear.joined([model.get_output_embeddings()], packed)
+        self.windows = set(windows)
+
+    def without(self, skipped: Sequence[int]) -> FusedDecoder:
+        """Return a decoder that shares the weights but skips some layers.
+
+        Args:
+            skipped: layers to skip, counted from 0.
+
+        Raises:
+            BadInputError: if a layer does not exist, or none would be left.
+        """
+        fewer = copy.copy(self)
+        fewer.layers = [self.layers[index] for index in remaining_layers(skipped, len(self.layers))]
+        return fewer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the inputs of the first layer, `[..., width]`."""
+        states = functional.embedding(tokens, self.embedding)
+        return states if self.embedding_scale is None else states * self.embedding_scale
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """Return the logits of normalised hidden states."""
+        return self.logit_scaling(self.head(states))
+
+    def embedding_and_head(self) -> EmbeddingAndHead:
+        """Return the embeddings, final norm and head, which a drafter may share."""
+        width = self.embedding.shape[1]
+        return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.unembed)
+
+    @property
+    def num_heads_per_key(self) -> int:
+        """Number of query heads per key head, the same in all layers."""
+        return self.layers[0].heads.group

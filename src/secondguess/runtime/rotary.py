@@ -1,0 +1,99 @@
+"""Rotary position embeddings from tables of cosines and sines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.families import NO_ROTARY
+
+
+class Rotary:
+    """Table of rotary cosines and sines, computed on demand.
+
+    Args:
+        frequencies: `[size / 2]`, angle between neighbouring positions. `size` numbers of a head are
+            rotated, the first ones.
+        scaling: factor on cosines and sines.
+        dtype: dtype of the table.
+        pairs: whether neighbouring numbers are rotated together, not one of each half.
+    """
+
+    def __init__(self, frequencies: Tensor, scaling: float, dtype: torch.dtype, pairs: bool = False) -> None:
+        self.frequencies = frequencies.float()
+        self.scaling = scaling
+        self.dtype = dtype
+        self.pairs = pairs
+        self._table = torch.empty(0)
+
+    @classmethod
+    def of(cls, module: Any, dtype: torch.dtype, kind: str | None = None, pairs: bool = False) -> Rotary:
+        """Return the table of a rotary embedding.
+
+        Args:
+            module: the rotary embedding.
+            dtype: dtype of the table.
+            kind: layer type whose frequencies are used; None if the module has only one set, or
+                `NO_ROTARY` for a table that changes nothing.
+            pairs: as in the constructor.
+        """
+        if kind == NO_ROTARY:
+            return cls(torch.zeros_like(module.inv_freq), 1.0, dtype, pairs)
+        prefix = "" if kind is None else f"{kind}_"
+        frequencies = getattr(module, f"{prefix}inv_freq")
+        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype, pairs)
+
+    def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
+
+        The sines of the first number of each pair are negated, as `rotate` expects.
+        """
+        table = self.table(step.num_keys)
+        if step.start is None:
+            found = table[step.query_positions]
+        else:
+            found = table[None, step.start : step.start + step.query_positions.shape[1]]
+        cos, sin = found.unsqueeze(-2).chunk(2, -1)
+        return cos, sin
+
+    def table(self, num_positions: int) -> Tensor:
+        """Return a table `[position, 2 * size]` of cosines, then sines.
+
+        It has at least `num_positions` positions. Runtimes of several threads may share this
+        object: one may replace the table while another uses the one that it was given.
+        """
+        table = self._table
+        if num_positions > table.shape[0]:
+            self._table = table = self._rows(max(256, 2 * num_positions))
+        return table
+
+    def _rows(self, count: int) -> Tensor:
+        angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        join = _interleaved if self.pairs else torch.cat
+        return torch.cat((join((cos, cos), -1), join((-sin, sin), -1)), -1).to(self.dtype)
+
+
+def _interleaved(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.stack(tuple(parts), dim).flatten(dim - 1)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: bool = False) -> Tensor:
+    """Apply the rotary embedding to the first numbers of each head, rounding where the modules round.
+
+    The modules negate half of the states; here the sine is negated, which gives the same bits.
+
+    Args:
+        states: `[..., head_size]`.
+        cos, sin: `[..., size]` from `Rotary.at`.
+        pairs: as in `Rotary`.
+    """
+    size = cos.shape[-1]
+    part, rest = states[..., :size], states[..., size:]
+    other = part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2) if pairs else part.roll(size // 2, -1)
+    turned = (part * cos + other * sin).to(states.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
