@@ -64,8 +64,10 @@ PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15, 16, 
 REGEX = "([a-h]{2}key(x|yz)[i-z]*)+"
 """A grammar over letters with a choice, forced tokens (`key`) and an open end."""
 NUM_TOKENS = 16
-PROVEN_IN_FULL = ["module", "native"]
+EVERY_CONTROLLER = ["module", "native"]
 """Kinds of runtimes with the whole matrix: float64 without our code in the forward pass, and bfloat16."""
+EVERY_SETTING = ["fused", "native"]
+"""Kinds of runtimes for all verifiers and settings, which read logits alone: the fastest in float64 and in bfloat16."""
 NUM_ALONE = 2
 """Number of prompts that are also decoded alone: one with repetitions for lookups, and one of a single token."""
 
@@ -116,7 +118,8 @@ def models(kind):
             parameter.add_(0.02 * torch.randn_like(parameter))
     if kind in ("module", "row by row"):
         runtime = TransformersRuntime if kind == "module" else RowByRowRuntime
-        return {"itself": partial(runtime, target), "draft": partial(runtime, draft)}
+        # `model:itself` drafts row by row, too.
+        return {"itself": partial(runtime, target), "draft": partial(TransformersRuntime, draft)}
     if kind.startswith("native"):
         if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")
@@ -212,13 +215,18 @@ one_batch_and_alone = pytest.mark.parametrize("together", [True, False], ids=["o
 @one_batch_and_alone
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *PICTURE_DRAFTERS, *TREE_DRAFTERS])
 def test_greedy_output_equals_plain_decoding(models, kind, greedy_oracle, drafter, together):
-    """Under all controllers over the module and the kernels."""
-    controllers = controllers_for(drafter) if kind in PROVEN_IN_FULL else chain_and_ragged(drafter)
+    """Under all controllers over the module and the kernels.
+
+    The other runtimes decode chains alone and ragged drafts in one batch; seeded text has both in a batch.
+    """
+    controllers = controllers_for(drafter)
+    if kind not in EVERY_CONTROLLER:
+        controllers = chain_and_ragged(drafter)[-1:] if together else chain_and_ragged(drafter)[:1]
     assert_greedy(models, greedy_oracle, drafter, "auto", controllers, together)
 
 
 @one_batch_and_alone
-@pytest.mark.parametrize("kind", PROVEN_IN_FULL, indirect=True, scope="module")
+@pytest.mark.parametrize("kind", EVERY_SETTING, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("drafter", "verifier"),
     [*itertools.product(DRAFTERS[1:], VERIFIERS), *itertools.product(TREE_DRAFTERS, TREE_VERIFIERS)],
@@ -226,7 +234,7 @@ def test_greedy_output_equals_plain_decoding(models, kind, greedy_oracle, drafte
 def test_greedy_output_of_every_verifier_equals_plain_decoding(
     models, greedy_oracle, drafter, verifier, together
 ):
-    """In float64 over the module, and in bfloat16 over the kernels.
+    """In float64, and in bfloat16 over the kernels.
 
     At temperature 0 all verifiers accept the same path of a draft, and no controller knows the verifier. The other
     runtimes and controllers are therefore compared only under `auto`.
@@ -294,16 +302,16 @@ def plain_text(models):
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *PICTURE_DRAFTERS, *TREE_DRAFTERS])
 def test_seeded_output_equals_plain_decoding(models, kind, plain_text, drafter):
     controllers = TREE_CONTROLLERS[:1] if drafter in TREE_DRAFTERS else controllers_for(drafter)
-    if kind not in PROVEN_IN_FULL:
+    if kind not in EVERY_CONTROLLER:
         controllers = chain_and_ragged(drafter)
     assert_seeded(models, plain_text, drafter, controllers, "temperature")
 
 
-@pytest.mark.parametrize("kind", PROVEN_IN_FULL, indirect=True, scope="module")
+@pytest.mark.parametrize("kind", EVERY_SETTING, indirect=True, scope="module")
 @pytest.mark.parametrize("setting", list(SAMPLED)[1:])
 @pytest.mark.parametrize("drafter", [*DRAFTERS[1:], *TREE_DRAFTERS])
 def test_seeded_output_under_other_settings_equals_plain_decoding(models, plain_text, drafter, setting):
-    """In float64 over the module, and in bfloat16 over the kernels.
+    """In float64, and in bfloat16 over the kernels.
 
     No runtime knows the settings, and no controller: it reads draft distributions as they are before them.
     """

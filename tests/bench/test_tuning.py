@@ -34,19 +34,21 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     prompts = tmp_path_factory.mktemp("prompts") / "two.jsonl"
     prompts.write_text('{"prompt": "def quicksort(items):"}\n{"prompt": "class Stack:\\n    def"}\n')
     model = f"model:{tiny_draft_checkpoint}"
-    return run_tune(
-        TuneConfig(
-            model=str(tiny_checkpoint),
-            drafters=(model, "suffix", "early-exit:1", f"suffix+{model}"),
-            prompts=str(prompts),
-            num_tokens=12,
-            batch_sizes=(1, 2),
-            dtype="float32",
-            device="cpu",
-            num_threads=1,
-            minutes=0.02,
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "FIXED_LENGTHS", (1, 8))
+        return run_tune(
+            TuneConfig(
+                model=str(tiny_checkpoint),
+                drafters=(model, "suffix", "early-exit:1", f"suffix+{model}"),
+                prompts=str(prompts),
+                num_tokens=12,
+                batch_sizes=(1, 2),
+                dtype="float32",
+                device="cpu",
+                num_threads=1,
+                minutes=0.02,
+            )
         )
-    )
 
 
 def test_a_budget_is_shared_between_steps():
@@ -173,7 +175,8 @@ def test_line_breaks_in_a_drafters_name_stay_inside_the_comment(tuned, monkeypat
     assert tomllib.loads(tuned.to_toml())["schema"] == 1
 
 
-def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path):
+def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FIXED_LENGTHS", (3,))
     place = tmp_path / "tuned.toml"
     done = secondguess_command(
         *("tune", "builtin", "--prompts", "builtin", "--drafter", "model:builtin-draft", "--device", "cpu"),

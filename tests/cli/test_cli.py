@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from checkpoints import write_llama, write_tokenizer
+from forked import start_command
 from secondguess import __version__
 from secondguess.api import LLM
 from secondguess.cli import main
@@ -37,7 +38,6 @@ FIELDS = [
     "dtype",
     "stats",
 ]
-PROGRAM = [sys.executable, "-c", "import sys; from secondguess.cli import main; sys.exit(main())"]
 CLOSING_LINE = re.compile(
     r"[\d.]+ tokens/s, (?:acceptance \d+%|nothing drafted), [\d.]+ tokens per target pass\n$"
 )
@@ -485,23 +485,25 @@ def endless_checkpoint(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("endless"), seed=0, max_position_embeddings=1_000_000)
 
 
-def test_ctrl_c_in_a_real_process(endless_checkpoint):
+def test_ctrl_c_in_a_real_process(endless_checkpoint, tmp_path):
     settings = ["--drafter", "suffix", "--max-tokens", "900000", "--min-tokens", "900000"]
-    process = subprocess.Popen(
-        [*PROGRAM, "generate", "def f(x):", "--model", endless_checkpoint, *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    seen = process.stdout.read(40)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    text = (seen + out).decode()
-    assert process.returncode == 130, err
+    reader, writer = os.pipe()
+    errors = tmp_path / "errors"
+    with errors.open("wb") as stream:
+        process = start_command(
+            ["generate", "def f(x):", "--model", endless_checkpoint, *settings],
+            [None, writer, stream.fileno()],
+        )
+    os.close(writer)
+    with open(reader, "rb") as output:
+        seen = output.read(40)
+        os.kill(process.pid, signal.SIGINT)
+        text = (seen + output.read()).decode()
+    process.join(60)
+    assert process.exitcode == 130, errors.read_text()
     assert text.startswith("def f(x):")
     assert re.search(r"\ninterrupted: [\d.]+ tokens/s, .*\n$", text)
-    about, interrupted = err.decode().splitlines()  # and nothing from loading
+    about, interrupted = errors.read_text().splitlines()  # and nothing from loading
     assert about.startswith(f"{endless_checkpoint} (")
     assert interrupted == "secondguess: interrupted"
 

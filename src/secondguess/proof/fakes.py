@@ -86,12 +86,11 @@ class TableModel(Runtime):
             raise BadInputError(
                 "expected a cache that is a prefix of the row, got a stale one: keep or rewind it"
             )
-        length = int(draft.lengths[index])
-        self.num_scored_tokens += len(row.tokens) - len(cached) + length
+        parents = draft.shapes[index]
+        self.num_scored_tokens += len(row.tokens) - len(cached) + len(parents)
         self._cached[row] = list(row.tokens)
         paths: list[list[int]] = []
-        tokens, parents = draft.tokens[index, :length].tolist(), draft.parents[index, :length].tolist()
-        for token, parent in zip(tokens, parents, strict=True):
+        for token, parent in zip(draft.token_lists[index], parents, strict=False):
             paths.append([*([] if parent < 0 else paths[parent]), token])
         self._held[row] = paths
         return [(*row.tokens, *path) for path in ([], *paths)]
