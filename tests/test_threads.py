@@ -18,7 +18,7 @@ DRAFTERS = (
 )  # fmt: skip
 CONTROLLER = "fixed:2"
 """Drafts in every call; the default controller drafts little in so few tokens."""
-NUM_TOKENS, NUM_CALLS = 3, 80
+NUM_TOKENS, NUM_CALLS = 3, 200
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def plain_texts(pair: LLM) -> list[list[int]]:
 def test_two_threads_generate_the_same_texts_as_one(
     drafter: str, pair: LLM, plain_texts: list[list[int]]
 ) -> None:
-    """40 calls per thread, some of them streams."""
+    """100 calls per thread, some of them streams."""
     llm = with_drafter(pair, drafter, None if drafter == "none" else CONTROLLER)
     num_drafted = 0
 

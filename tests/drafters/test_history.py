@@ -122,11 +122,11 @@ def test_a_reader_follows_texts_that_are_added_and_dropped() -> None:
         assert place.num_matched == (0 if text[0] == 8 else 2), "the first text is dropped with the third"
 
 
-def test_memory_is_bounded_over_thousands_of_requests() -> None:
+def test_memory_is_bounded_over_ten_thousand_requests() -> None:
     """In tokens, and so in states; of whole texts, the newest are kept."""
     source, histories = random.Random(0), Histories(max_tokens=2000)
     readers = [HistoryReader(histories.of(str(owner))) for owner in range(7)]
-    for number in range(2000):  # about 60 times the limit
+    for number in range(10_000):
         owner = source.randrange(7)
         output = [number, *source.choices(range(50), k=source.randint(1, 120))]
         histories.add(finished(str(owner), [1, 2, 3], output))
