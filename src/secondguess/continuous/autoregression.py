@@ -7,7 +7,7 @@ from torch import Tensor
 
 from secondguess.continuous.drafters import LinearDrafter, Problem
 
-NUM_WAVES = 64
+NUM_WAVES = 128
 """Number of random Fourier features of the lagged values (Rahimi and Recht 2007)."""
 RIDGE = 0.01
 """Weight of the penalty on squared coefficients."""
@@ -77,7 +77,7 @@ class AutoregressionDrafter(LinearDrafter):
         lagged, logs = self._lagged(series, values, steps), scales.log()
         features = self._features(lagged, steps)
         wanted = torch.cat((locs - self._means(series, lagged), logs - self._log_scale[series]), -1)
-        for each in series.unique().tolist():
+        for each in set(series.tolist()):
             own = features[series == each]
             self._gram[each] += own.T @ own
             self._moments[each] += own.T @ wanted[series == each]
