@@ -22,12 +22,14 @@ from torch import Tensor
 from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerForPrediction
 
 import secondguess
+from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
 from secondguess.workloads.provenance import collect_provenance
 
 HORIZON, CONTEXT, NUM_SAMPLES = 24, 48, 100
 LAGS = {"sunspots": [1, 2, 3, 4, 5, 9, 10, 11, 12, 22], "co2": [1, 2, 3, 6, 11, 12, 13, 24]}
 PERIOD = {"sunspots": 11.0, "co2": 12.0}
-LARGE = {"d_model": 32, "layers": 3}
+LARGE = {"d_model": 64, "layers": 2}
 SMALL = {"d_model": 8, "layers": 1}
 DRAFTERS = ("autoregression", "trend", "level")
 
@@ -72,8 +74,13 @@ class Windows:
 
 
 def train(
-    name: str, windows: Windows, size: dict[str, int], steps: int
+    name: str, windows: Windows, size: dict[str, int], options: argparse.Namespace
 ) -> TimeSeriesTransformerForPrediction:
+    """Train a forecaster, or load the one that an earlier run has stored."""
+    folder = None if options.models is None else options.models / f"{name}-{size['d_model']}"
+    if folder is not None and folder.exists():
+        return TimeSeriesTransformerForPrediction.from_pretrained(folder).eval()
+    begin, steps = time.perf_counter(), options.steps
     torch.manual_seed(0)
     config = TimeSeriesTransformerConfig(
         prediction_length=HORIZON,
@@ -99,6 +106,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    print(
+        f"{name}: {steps} training steps in {time.perf_counter() - begin:.0f} s, loss {loss:.3f}", flush=True
+    )
+    if folder is not None:
+        model.save_pretrained(folder)
     return model.eval()
 
 
@@ -122,7 +134,7 @@ def make_systems(
         torch.manual_seed(seed)
         return model.generate(**inputs).sequences[0], HORIZON, None
 
-    def ours(drafter: object, controller: str = "fixed:64") -> System:
+    def ours(drafter: object, controller: str | Controller = "fixed:64") -> System:
         def run(inputs: dict[str, Tensor], seed: int) -> tuple[Tensor, int, float | None]:
             out = secondguess.forecast(model, **inputs, drafter=drafter, controller=controller, seed=seed)
             return out.sequences[0], out.num_passes, out.stats.acceptance_length
@@ -131,15 +143,14 @@ def make_systems(
 
     systems = {"generate": generate, "no drafter": ours(None)}
     systems |= {drafter: ours(drafter) for drafter in DRAFTERS}
+    systems["autoregression, controller cost"] = ours("autoregression", make_controller("cost:24"))
     return systems | {"smaller network": ours(small)}
 
 
 def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
     windows = Windows(name)
-    begin = time.perf_counter()
-    model = train(name, windows, LARGE, options.steps)
-    print(f"{name}: trained in {time.perf_counter() - begin:.0f} s", flush=True)
-    systems = make_systems(model, train(name, windows, SMALL, options.steps))
+    model = train(name, windows, LARGE, options)
+    systems = make_systems(model, train(name, windows, SMALL, options))
     found: dict[str, list[tuple[float, int, float | None, float]]] = {system: [] for system in systems}
     for seed in range(-1, options.repeats):  # the first is a warm-up
         for origin in windows.origins(options.origins):
@@ -178,10 +189,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--series", nargs="+", choices=list(LAGS), default=list(LAGS))
-    parser.add_argument("--steps", type=int, default=1500, help="training steps")
+    parser.add_argument("--steps", type=int, default=800, help="training steps")
     parser.add_argument("--origins", type=int, default=8, help="forecasts per series")
     parser.add_argument("--repeats", type=int, default=3, help="seeds per forecast")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--models", type=Path, default=None, help="a folder to store trained models in, and to load them from"
+    )
     parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
