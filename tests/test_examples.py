@@ -10,8 +10,8 @@ import pytest
 import secondguess
 
 REPOSITORY = Path(__file__).parents[1]
-OWN_TEST = ("digits", "ray_serve")
-"""Examples that need more than the package; `tests/test_digits.py` and `tests/server/test_ray.py` run them."""
+OWN_TEST = ("digits", "ray_serve", "tracking")
+"""Examples that need more than the package; `test_digits.py`, `server/test_ray.py` and `continuous` run them."""
 EXAMPLES = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.stem not in OWN_TEST)
 README_BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
 
