@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secondguess.continuous.drafters import LinearDrafter, Problem
+from secondguess.continuous.drafters import Problem, StandardisedDrafter
 
 NUM_WAVES = 128
 """Number of random Fourier features of the lagged values (Rahimi and Recht 2007)."""
@@ -13,7 +13,7 @@ RIDGE = 0.01
 """Weight of the penalty on squared coefficients."""
 
 
-class AutoregressionDrafter(LinearDrafter):
+class AutoregressionDrafter(StandardisedDrafter):
     """Drafter with a linear autoregression, corrected by what the target predicted in earlier rounds.
 
     The autoregression over the target's lags is fitted to the past by least squares. After each round,

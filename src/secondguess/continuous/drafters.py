@@ -69,11 +69,11 @@ class ValueDrafter(ABC):
         """Learn from the target's distributions: a batch `[row, query]`, of which `lengths + 1` queries count."""
 
 
-class LinearDrafter(ValueDrafter):
-    """Base class of drafters whose mean is a linear function of earlier values.
+class StandardisedDrafter(ValueDrafter):
+    """Base class of drafters that are fitted to the past, in units of its standard deviation.
 
-    Values are standardised per series and dimension. Noise has the target's shape: Gaussian until the
-    target's distributions were seen, and then with their degrees of freedom.
+    Drafts are Gaussian until the target's distributions were seen, and then have their mean degrees of
+    freedom.
     """
 
     def begin(self, problem: Problem) -> None:
@@ -122,12 +122,13 @@ class LinearDrafter(ValueDrafter):
     def observe(self, histories: Histories, lengths: Tensor, scores: Distribution) -> None:
         if not isinstance(scores, Gaussian | StudentT):
             return
-        num_series, series = len(self._center), histories.series
+        series = histories.series
         rows, queries = (torch.arange(scores.loc.shape[1]) <= lengths[:, None]).nonzero(as_tuple=True)
         center, unit = self._center[series], self._unit[series]
         locs, scales = ((scores.loc - center) / unit)[rows, queries], (scores.scale / unit)[rows, queries]
         if isinstance(scores, StudentT):
-            self._df = mean_by(series[rows], scores.df[rows, queries], num_series)[:, None]
+            known = torch.full_like(self._unit[:, 0], 30.0) if self._df is None else self._df[:, 0]
+            self._df = mean_by(series[rows], scores.df[rows, queries], known)[:, None]
         values = (histories.values - center) / unit
         self.learn(series[rows], values[rows], (histories.starts[rows] + queries), locs, scales)
 
@@ -170,9 +171,8 @@ def make_distribution(params: Sequence[Tensor]) -> Gaussian | StudentT:
     return Gaussian(*params) if len(params) == 2 else StudentT(*params)
 
 
-def mean_by(groups: Tensor, values: Tensor, num_groups: int, default: Tensor | None = None) -> Tensor:
+def mean_by(groups: Tensor, values: Tensor, default: Tensor) -> Tensor:
     """Return the mean values `[group, dim]` of `values` `[n, dim]`; `default` for empty groups."""
-    totals = torch.zeros(num_groups, values.shape[1], dtype=torch.float64).index_add_(0, groups, values)
-    counts = torch.bincount(groups, minlength=num_groups)[:, None]
-    empty = torch.full_like(totals, 30.0) if default is None else default
-    return torch.where(counts > 0, totals / counts.clamp(min=1), empty)
+    totals = torch.zeros(len(default), values.shape[1], dtype=torch.float64).index_add_(0, groups, values)
+    counts = torch.bincount(groups, minlength=len(default))[:, None]
+    return torch.where(counts > 0, totals / counts.clamp(min=1), default)

@@ -121,7 +121,7 @@ def forecast(
     sequences = sampler.values.reshape(num_series, num_samples, runtime.horizon, runtime.dim)
     if runtime.dim == 1:
         sequences = sequences[..., 0]
-    return Forecast(sequences.to(past_values.dtype), sampler.num_passes, sampler.stats)
+    return Forecast(sequences.to(past_values), sampler.num_passes, sampler.stats)
 
 
 class _Sampler:
@@ -220,7 +220,7 @@ def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor]) -> Problem:
     past, mask = inputs["past_values"], inputs.get("past_observed_mask")
     observed = torch.ones_like(past, dtype=torch.bool) if mask is None else mask > 0
     shape = (*past.shape[:2], model.config.input_size)
-    past, observed = past.double().reshape(shape), observed.reshape(shape)
+    past, observed = past.double().cpu().reshape(shape), observed.cpu().reshape(shape)
     latest = torch.where(observed, torch.arange(shape[1])[:, None], 0).cummax(1).values
     lags = sorted(model.config.lags_sequence)
     return Problem(inputs, past.gather(1, latest), observed, lags, model.config.prediction_length)

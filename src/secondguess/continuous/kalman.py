@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.continuous.drafters import LinearDrafter, Problem, mean_by
+from secondguess.continuous.drafters import Problem, StandardisedDrafter, mean_by
 
 LEVEL_RATIOS = (0.0, *(10.0**power for power in range(-3, 4)))
 SLOPE_RATIOS = (0.0, *(10.0**power for power in range(-5, 2)))
 """Variances of level and slope, over that of the observations, among which a series selects its own."""
 
 
-class KalmanDrafter(LinearDrafter):
+class KalmanDrafter(StandardisedDrafter):
     """Drafter by a linear Gaussian state-space model: a local level, or a local linear trend.
 
         value_t = level_t + noise,  level_t = level_{t-1} + slope_{t-1} + noise,  slope_t = slope_{t-1} + noise
@@ -62,7 +62,7 @@ class KalmanDrafter(LinearDrafter):
         return torch.stack(means, 1)[rows[:, None], places], scale[:, None].expand(-1, longest, -1)
 
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
-        self._scale = mean_by(series, scales.log(), len(self._scale), self._scale.log()).exp()
+        self._scale = mean_by(series, scales.log(), self._scale.log()).exp()
 
 
 @dataclass(frozen=True)

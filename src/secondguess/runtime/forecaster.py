@@ -66,10 +66,10 @@ class ForecastRuntime:
         ]
 
     def score(self, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """Return the parameters `[row, query, dim]` of the values at steps `starts` and after, in float64.
+        """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
 
         There are as many queries as the longest draft has values, and one; those behind a row's own
-        draft are meaningless.
+        draft are meaningless. Arguments and results are on the host, in float64.
 
         Args:
             series: `[row]`, index of the series that each row continues.
@@ -78,6 +78,8 @@ class ForecastRuntime:
             lengths: `[row]`, number of drafted values.
         """
         num_rows, num_steps, num_queries = len(series), int((starts + lengths).max()), int(lengths.max()) + 1
+        device = self._past.device
+        series, values, starts = series.to(device), values.to(device), starts.to(device)
         scaled = ((values[:, :num_steps] - self._loc[series]) / self._scale[series]).to(self._past.dtype)
         sequence = torch.cat(
             (self._past[series], scaled.reshape(num_rows, num_steps, *self._past.shape[2:])), 1
@@ -92,8 +94,8 @@ class ForecastRuntime:
             past_key_values=self._cache(series),
             use_cache=True,
         ).last_hidden_state
-        steps = (starts[:, None] + torch.arange(num_queries)).clamp(max=num_steps)
-        params = self._model.output_params(hidden[torch.arange(num_rows)[:, None], steps])
+        steps = (starts[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_steps)
+        params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], steps])
         return self._unscaled(
             [each.reshape(num_rows, num_queries, self.dim).double() for each in params], series
         )
@@ -108,7 +110,7 @@ class ForecastRuntime:
                 "expected finite distribution parameters from the model, got NaN or infinity: check its"
                 " weights, the past values and the features"
             )
-        return tuple(params)
+        return tuple(each.cpu() for each in params)
 
     def _cache(self, series: Tensor) -> EncoderDecoderCache:
         """Return a cache with the encoder's keys and values, and no self-attention entries."""
