@@ -1,6 +1,6 @@
 """Draw digits with an ImageGPT: the same pictures with every drafter, in fewer passes.
 
-    pip install scikit-learn pillow
+    pip install secondguess[examples]
     python examples/digits.py                  # trains two small models in minutes, draws digits.png
     python examples/digits.py --live           # draws in the terminal, pixel by pixel
     python examples/digits.py --measure digits.json --pictures 200
@@ -149,22 +149,15 @@ class Measured:
         self.seconds += time.perf_counter() - start
 
 
-def measure(
-    systems: dict[str, secondguess.LLM], num_pictures: int
-) -> tuple[dict[str, Measured], dict[str, Measured]]:
-    """Return pictures of each system with the same seeds, and with seeds of its own.
-
-    The systems draw in turn, ten pictures each.
-    """
-    same, own = ({name: Measured() for name in systems} for _ in range(2))
+def measure(systems: dict[str, secondguess.LLM], num_pictures: int) -> dict[str, Measured]:
+    """Return pictures of each system with the same seeds; the systems draw in turn, ten pictures each."""
+    measured = {name: Measured() for name in systems}
     for llm in systems.values():
         Measured().draw(llm, [10**6])
     for first in range(0, num_pictures, 10):
-        seeds = range(first, min(first + 10, num_pictures))
-        for number, (name, llm) in enumerate(systems.items()):
-            same[name].draw(llm, seeds)
-            own[name].draw(llm, [seed + (number + 1) * num_pictures for seed in seeds])
-    return same, own
+        for name, llm in systems.items():
+            measured[name].draw(llm, range(first, min(first + 10, num_pictures)))
+    return measured
 
 
 def statistics(outputs: Sequence[secondguess.Output], score: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -194,10 +187,10 @@ def digit_classifier() -> Callable[[Tensor], Tensor]:
 
 def report(systems: dict[str, secondguess.LLM], num_pictures: int) -> dict[str, Any]:
     """Measure all systems, print a table, and return the figures."""
-    same, own = measure(systems, num_pictures)
+    measured = measure(systems, num_pictures)
     score = digit_classifier()
-    plain, results = same["plain"], {}
-    for name, each in same.items():
+    plain, results = measured["plain"], {}
+    for name, each in measured.items():
         results[name] = {
             "controller": systems[name].controller.name,
             "passes_per_picture": each.passes,
@@ -208,11 +201,11 @@ def report(systems: dict[str, secondguess.LLM], num_pictures: int) -> dict[str, 
                 drawn.token_ids == output.token_ids
                 for drawn, output in zip(each.outputs, plain.outputs, strict=True)
             ),
-            "statistics_of_other_pictures": statistics(own[name].outputs, score),
+            "statistics": statistics(each.outputs, score),
         }
         shown = ", ".join(f"{key} {value:.4g}" for key, value in list(results[name].items())[1:6])
         print(f"{name}: {shown}")
-        for key, (mean, error) in results[name]["statistics_of_other_pictures"].items():
+        for key, (mean, error) in results[name]["statistics"].items():
             print(f"    {key} {mean:.3f} +- {error:.3f}")
     return results
 

@@ -6,15 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from distribution_cases import ROUNDING, Pair, after_prompt, coupled_text_dist
+from distribution_cases import (
+    PAIRS,
+    ROUNDING,
+    Pair,
+    after_prompt,
+    coupled_text_dist,
+    dist_error,
+    make_pair_drafter,
+)
 from secondguess.controllers import make_controller
-from secondguess.core import Row, Verdict
+from secondguess.core import Guidance, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.grid import GridDrafter, GridIndex, GridOptions
 from secondguess.drafters.jacobi import JacobiDrafter, SampledAhead
-from secondguess.proof.enumeration import exact_dist, largest_difference
+from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
+from secondguess.runtime import guidance
+from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import coupled, make_verifier
@@ -66,6 +76,22 @@ def neighbours_are_found() -> bool:
 
     _, rounds = rows_after(GridDrafter(GridOptions(width=WIDTH)), stripes)
     return max(rounds) <= 2 * WIDTH + 1 + NUM_TOKENS / 4
+
+
+def guided_dist_holds() -> bool:
+    """Return whether guided texts have the guided distribution, over two rounds."""
+    pair, scaled = PAIRS["binary"], Guidance((1, 1, 0), 1.7)
+    target = GuidedRuntime(TableModel(2, pair.target))
+    drafter, controller = make_pair_drafter("sampled", pair), make_controller("fixed:1")
+    components = Components(target, drafter, make_verifier("auto"), controller)
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
+    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params, guidance=scaled)], num_rounds=2)
+
+    def dist(output: tuple[int, ...]) -> Tensor:
+        weights = pair.target((1, 1, 0, *output)) ** -0.7 * pair.target((0, 1, *output)) ** 1.7
+        return weights / weights.sum()
+
+    return dist_error(branches, dist, num_tokens=3) < ROUNDING
 
 
 # Mutants: each puts one mistake into the code.
@@ -134,6 +160,32 @@ def the_line_above_is_elsewhere(patch: Patch) -> None:
     patch.setattr(GridIndex, "__init__", lambda self, width: original(self, width + 2))
 
 
+def guidance_of_probabilities(patch: Patch) -> None:
+    """Distributions are mixed instead of logits."""
+
+    def combine(own, negative, scales):
+        factors = torch.tensor(scales)[:, None, None]
+        own, negative = own.softmax(-1), negative.softmax(-1)
+        return (negative + factors * (own - negative)).clamp_min(1e-9).log()
+
+    patch.setattr(guidance, "combine", combine)
+
+
+def guidance_away_from_the_prompt(patch: Patch) -> None:
+    original = guidance.combine
+    patch.setattr(guidance, "combine", lambda own, negative, scales: original(negative, own, scales))
+
+
+def guidance_at_the_pending_token_alone(patch: Patch) -> None:
+    """Nodes are verified without guidance."""
+    original = guidance.combine
+
+    def combine(own, negative, scales):
+        return torch.cat([original(own, negative, scales)[:, :1], own[:, 1:]], 1)
+
+    patch.setattr(guidance, "combine", combine)
+
+
 MUTANTS = [
     Mutant(a_fixed_point_is_taken_for_the_text, check(coupled_dist_holds)),
     Mutant(the_token_after_a_mismatch_is_the_last_sample, check(coupled_dist_holds)),
@@ -142,6 +194,9 @@ MUTANTS = [
     Mutant(samples_are_off_by_one, check(samples_settle)),
     Mutant(samples_of_another_row, check(samples_settle)),
     Mutant(the_line_above_is_elsewhere, check(neighbours_are_found)),
+    Mutant(guidance_of_probabilities, check(guided_dist_holds)),
+    Mutant(guidance_away_from_the_prompt, check(guided_dist_holds)),
+    Mutant(guidance_at_the_pending_token_alone, check(guided_dist_holds)),
 ]
 
 

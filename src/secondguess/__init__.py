@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SecondGuessError,
         UnsupportedModelError,
     )
+    from secondguess.prompts import GuidedPrompt
     from secondguess.sampling import Grammar, SamplingParams
     from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "Forecast",
     "Grammar",
+    "GuidedPrompt",
     "OutOfMemoryError",
     "Output",
     "Piece",
@@ -61,6 +63,7 @@ _MODULES = {
     "load": "api",
     "custom_generate": "drop_in",
     "Grammar": "sampling",
+    "GuidedPrompt": "prompts",
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "sampling.text",

@@ -30,6 +30,7 @@ from secondguess.errors import BadInputError
 from secondguess.pairing import require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
+from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
@@ -86,7 +87,7 @@ class LLM:
         self.drafter = drafter
         self.verifier = verifier
         self.controller = controller
-        components = Components(target.runtime, drafter, verifier, controller)
+        components = Components(GuidedRuntime(target.runtime), drafter, verifier, controller)
         self.shared_batch = SharedBatch(
             components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
         )

@@ -90,6 +90,19 @@ ImageInputs = Mapping[str, Tensor]
 """Inputs of a vision-language model beside the tokens of a prompt, as its processor makes them."""
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance (arXiv 2207.12598): the logits are `negative + scale (own - negative)`.
+
+    Args:
+        negative: token ids of the prompt to guide away from, such as one without the condition.
+        scale: 1 is the model without guidance.
+    """
+
+    negative: tuple[int, ...]
+    scale: float
+
+
 @dataclass(eq=False)
 class Row:
     """One sequence of the batch: its tokens, sampling settings and end.
@@ -108,6 +121,7 @@ class Row:
         sources: the row's own draft sources, beside the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
         images: inputs of the target for the images of the prompt; None for a prompt of text.
+        guidance: negative prompt and scale of guided sampling; None for none.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
         finish_reason: None until the row is finished.
@@ -125,6 +139,7 @@ class Row:
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
     images: ImageInputs | None = None
+    guidance: Guidance | None = None
     history: str | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy
 from torch import Tensor
 
-from secondguess.core import ImageInputs
+from secondguess.core import Guidance, ImageInputs
 from secondguess.errors import BadInputError
 from secondguess.runtime.transformers import MODELS_WITH_IMAGES
 
@@ -57,12 +59,39 @@ class EncodedPrompt:
         return cls(inputs["input_ids"][0].tolist(), images)
 
 
-Prompt = str | EncodedPrompt | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
+@dataclass(frozen=True)
+class GuidedPrompt:
+    """Prompt with classifier-free guidance, as image models use it.
+
+    The logits are those after the negative prompt plus `scale` times the difference between those
+    after the prompt and them, each as log-probabilities (arXiv 2207.12598).
+
+    Args:
+        prompt: text, token ids or a conversation.
+        negative: the same without the condition, or with what the output shall not be.
+        scale: 1 for the prompt alone.
+
+    Raises:
+        BadInputError: a scale that is not a finite number.
+    """
+
+    prompt: Prompt
+    negative: Prompt
+    scale: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, bool) or not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise BadInputError(
+                f"expected the scale of a guided prompt to be a finite number, got {self.scale!r}; 1 is no guidance"
+            )
+
+
+Prompt = str | EncodedPrompt | GuidedPrompt | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
 """Input of a generation.
 
 Text; token ids, as a sequence of integers or as an array or tensor `[position]`; or a
 conversation, which the tokenizer's chat template formats up to the beginning of the next reply.
-`EncodedPrompt` is either of the last two, encoded before.
+`EncodedPrompt` is either of the last two, encoded before; `GuidedPrompt` has two prompts.
 """
 
 MESSAGE_FIELDS = ("role", "content")
@@ -74,7 +103,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Return True for one prompt (or a value that cannot hold several), False for a list."""
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, *_ARRAYS))
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, GuidedPrompt, *_ARRAYS))
 
 
 def validate_prompt(prompt: object) -> str | list[int]:
@@ -260,6 +289,13 @@ def encode(target: PromptModel, prompt: Prompt) -> list[int]:
             "expected a prompt of text, got an image; images are taken by LLM.generate and stream"
         )
     return ids
+
+
+def split_guidance(target: PromptModel, prompt: Prompt) -> tuple[Prompt, Guidance | None]:
+    """Return the prompt of the row itself, and the guidance of a `GuidedPrompt`."""
+    if not isinstance(prompt, GuidedPrompt):
+        return prompt, None
+    return prompt.prompt, Guidance(tuple(encode(target, prompt.negative)), float(prompt.scale))
 
 
 def encode_with_images(target: PromptModel, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:

@@ -37,6 +37,8 @@ with quiet():
     )
     from transformers.quantizers import AutoHfQuantizer
 
+LOADED_WHOLE = frozenset({"emu3"})
+"""Vision-language types in whose checkpoints Transformers does not find the text part alone."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -127,13 +129,18 @@ def _check_quantisation(config: Any) -> None:
 
 def class_of(config: Any) -> Any:
     """Return the class of a causal or a vision-language model; None if there is none that we decode."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]
+    if _is_causal(config):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not has_text(config):
+        return MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING[type(config)]
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         return found if takes_masks(found, config) else None
     return None
+
+
+def _is_causal(config: Any) -> bool:
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in LOADED_WHOLE
 
 
 def has_text(config: Any) -> bool:
@@ -183,8 +190,7 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         encoding = read_encoding(Path(path))
         if encoding is not None or (layer_by_layer and tensor_files(Path(path))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
-        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+        auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(**_place(path), dtype=dtype, output_loading_info=True)
         _check_complete(found)

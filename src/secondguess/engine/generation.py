@@ -15,7 +15,7 @@ from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
-from secondguess.prompts import Prompt, encode_with_images
+from secondguess.prompts import Prompt, encode_with_images, split_guidance
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.grammar import GrammarMatcher, compiler_for
@@ -115,6 +115,12 @@ class Generation:
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
             )
         for prompt, settings in zip(prompts, params, strict=True):
+            prompt, guidance = split_guidance(llm.target, prompt)
+            if guidance is not None and llm.drafter.uses_target_layers:
+                raise BadInputError(
+                    f"expected a drafter that runs no layers of the target for a guided prompt, got {llm.drafter.name}; "
+                    "use another one, such as model:PATH or suffix"
+                )
             ids, images = encode_with_images(llm.target, prompt)
             if isinstance(settings.prediction, str):  # tokenized once for all samples
                 tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
@@ -123,6 +129,10 @@ class Generation:
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
                 row.images = images
+                if guidance is not None:
+                    check_request(llm.target, llm.verifier, guidance.negative, settings)
+                    row.guidance = guidance
+                    row.context_length -= max(0, len(guidance.negative) - len(ids))
                 if settings.draft_with is not None:
                     row.parts, sources = select_parts(llm.drafter, settings.draft_with)
                     row.sources += sources
