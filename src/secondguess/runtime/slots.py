@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -214,15 +215,14 @@ class SlotTable:
     def _longest_prefix(self, tokens: Sequence[int], live: Sequence[CachedRow]) -> tuple[int, int]:
         """Return the slot with the longest common prefix, a free slot among equals, and its length."""
         slot, longest = 0, 0
-        for each, text in self._remembered.items():
-            length = self._cache.reusable(each, common_prefix(tokens, text, len(text)))
+        free = ((each, text, len(text)) for each, text in self._remembered.items())
+        used = ((state.slot, state.row.tokens, state.length) for state in live)
+        for each, text, num_cached in chain(free, used):
+            if longest == len(tokens):
+                break
+            length = self._cache.reusable(each, common_prefix(tokens, text, num_cached))
             if length > longest:
                 slot, longest = each, length
-        for state in live:
-            length = common_prefix(tokens, state.row.tokens, state.length)
-            length = self._cache.reusable(state.slot, length)
-            if length > longest:
-                slot, longest = state.slot, length
         return slot, longest
 
     def _fill(self, slot: int, source: int, length: int) -> None:
