@@ -71,7 +71,7 @@ def measure(llm: LLM, prompts: list[str], params: SamplingParams) -> dict[str, f
 
     recorder.round = counted_round  # type: ignore[method-assign]
     num_rounds = 0.0
-    controller = ("plan", "go_on", "learn")
+    controller = ("plan", "keep_drafting", "learn")
     try:
         with (
             timed(shared, ("_step",), seconds, "steps"),

@@ -4,7 +4,7 @@
 
 The controller is driven directly with synthetic rounds: it plans from draft candidates,
 acceptance is drawn at random, and `learn` gets synthetic timings. Printed is the processor time
-of `plan`, `go_on` and `learn` per round, the minimum over `--repeats` runs, since other load
+of `plan`, `keep_drafting` and `learn` per round, the minimum over `--repeats` runs, since other load
 only adds time.
 """
 
@@ -72,7 +72,7 @@ SCENES = (
 )
 
 
-METHODS = ("plan", "go_on", "learn", "nothing")
+METHODS = ("plan", "keep_drafting", "learn", "nothing")
 
 
 @dataclass
@@ -123,7 +123,7 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
             )
             depth = max(lengths[index] for index in active) - 1
             answers = meter.time(
-                "go_on", lambda dists=dists, depth=depth: controller.go_on(rows, dists, depth)
+                "keep_drafting", lambda dists=dists, depth=depth: controller.keep_drafting(rows, dists, depth)
             )
             active = [index for index in active if answers[index]]
             for index in active:
@@ -161,7 +161,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'microseconds of a round':34}{'plan':>8}{'go_on':>8}{'learn':>8}{'all':>8}{'go_on calls':>13}")
+    print(
+        f"{'microseconds of a round':34}{'plan':>8}{'keep_drafting':>8}{'learn':>8}{'all':>8}{'keep_drafting calls':>13}"
+    )
     for scene in SCENES:
         least: dict[str, float] = {}
         calls = 0.0
@@ -169,7 +171,7 @@ def main() -> None:
             controller, meter = make_controller(options.controller), Meter()
             play(controller, scene, options.rounds // 3, Meter())
             play(controller, scene, options.rounds, meter)
-            calls = meter.calls["go_on"] / options.rounds
+            calls = meter.calls["keep_drafting"] / options.rounds
             # The time measured for an empty call is subtracted.
             nothing = meter.seconds["nothing"] / meter.calls["nothing"]
             for name in METHODS[:3]:

@@ -127,7 +127,7 @@ def _draft_length(controller: Controller, row: Row, recorded: RecordedDraft, lim
     """Return the length of the draft, and whether the controller ended it before the limit."""
     if recorded.dists and controller.uses_probs:
         for depth in range(limit - 1):
-            if not controller.go_on([row], RecordedProbs(recorded.dists[depth]), depth)[0]:
+            if not controller.keep_drafting([row], RecordedProbs(recorded.dists[depth]), depth)[0]:
                 return depth + 1, True
     return limit, False
 

@@ -119,7 +119,7 @@ class Sweep(Controller):
         self._number += 1
         return [Plan(self._part, length)] * len(rows)
 
-    def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
         # The summary that an adaptive controller would read takes time too.
         return [confidence >= 0 for confidence in dists.confidences]
 

@@ -116,7 +116,7 @@ class Recorder(Controller, Verifier):
     Args:
         verifier: decides how many nodes are accepted.
         part: index of the component drafter.
-        depth: maximum draft length; one more node is drafted, as `go_on` is not called after the last.
+        depth: maximum draft length; one more node is drafted, as `keep_drafting` is not called after the last.
     """
 
     name = "recorder"
@@ -134,7 +134,7 @@ class Recorder(Controller, Verifier):
         self._dists: list[NodeProbs] = []
         return [Plan(self._part, self._depth + 1)]
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         summary = NodeProbs(draft_probs.confidences[0], draft_probs.entropies[0], draft_probs.runners_up[0])
         self._dists.append(summary)
         return [True]

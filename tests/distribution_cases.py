@@ -320,7 +320,7 @@ def seasoned(length: int = 3, step: float = 0.02, accepted: float = 0.6) -> Cost
             for depth in range(plan.length - 1):
                 if not deterministic:
                     dist = torch.tensor([[0.5, 0.3, 0.2]])
-                    if not controller.go_on([row], DraftProbs(dist.log()), depth)[0]:
+                    if not controller.keep_drafting([row], DraftProbs(dist.log()), depth)[0]:
                         plan = plan._replace(length=depth + 1)
                         break
             kept = plan.length if fate < accepted else 0

@@ -185,7 +185,7 @@ def sampled_trees_are_pruned(patch: Patch) -> None:
 
 
 def levels_are_withdrawn(patch: Patch) -> None:
-    """`go_on` is evaluated on the nodes drawn, one level late: an improbable last level is dropped."""
+    """`keep_drafting` is evaluated on the nodes drawn, one level late: an improbable last level is dropped."""
     original = TreeBuilder.grow
 
     def grow(self, active, logits, tree, depth):

@@ -458,7 +458,7 @@ class Candidate(NamedTuple):
         kind: property of the draft known in advance, such as the match length of a suffix lookup.
             Drafts of one kind have similar acceptance rates, so statistics are kept per kind.
         longest: largest number of levels that it can provide.
-        deterministic: True if its drafts are deterministic, without `probs`; `go_on` is not called.
+        deterministic: True if its drafts are deterministic, without `probs`; `keep_drafting` is not called.
         num_uncached: number of tokens to prefill before the first level can be drafted.
         certain: True if all its nodes will be accepted, so that it is drafted whatever the
             controller plans.
@@ -479,8 +479,8 @@ class Plan(NamedTuple):
     length: int
 
 
-class GoOn(Protocol):
-    """Callback that decides per row whether to draft another level; see `Budgets.go_on`."""
+class KeepDrafting(Protocol):
+    """Callback that decides per row whether to draft another level; see `Budgets.keep_drafting`."""
 
     def __call__(
         self,
@@ -499,7 +499,7 @@ class Budgets:
     Args:
         lengths: per row, the largest number of levels, which in a chain are nodes. The drafter
             chooses the number of nodes per level of a tree.
-        go_on: callback to call after each level. It receives the drafter's logits `[row, vocab]`
+        keep_drafting: callback to call after each level. It receives the drafter's logits `[row, vocab]`
             from which the nodes of the level were drawn, before sampling settings (in a tree, the
             logits after the most probable parent), and the depth of these nodes. It returns per
             row whether to draft another level *after* them. It never receives the drawn tokens:
@@ -507,12 +507,12 @@ class Budgets:
             the tokens"). Entries of rows that drew no node at this depth are meaningless. A
             drafter trained to predict acceptance probabilities can pass them as third argument,
             and one that has computed the largest probability per row can pass it as fourth.
-        uses_probs: False if `go_on` always returns True, so that drafters can skip the call.
+        uses_probs: False if `keep_drafting` always returns True, so that drafters can skip the call.
         parts: per row, index of the component drafter to use; empty for the first one everywhere.
     """
 
     lengths: list[int]
-    go_on: GoOn
+    keep_drafting: KeepDrafting
     uses_probs: bool = True
     parts: Sequence[int] = ()
 

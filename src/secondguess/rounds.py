@@ -115,32 +115,32 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
         return Budgets.empty(len(rows))
     candidates = with_sources(rows, components.drafter.candidates(rows))
     plans = controller.plan(rows, candidates)
-    wishes = [row.params.draft_length for row in rows]
+    requested = [row.params.draft_length for row in rows]
     lengths, parts = [], []
-    for row, plan, wish, choices in zip(rows, plans, wishes, candidates, strict=True):
+    for row, plan, wanted, choices in zip(rows, plans, requested, candidates, strict=True):
         part, length = plan
-        if wish is not None:  # a request with a draft length of its own gets the preferred candidate
-            part, length = choices[0].part, wish
+        if wanted is not None:  # a request with a draft length of its own gets the preferred candidate
+            part, length = choices[0].part, wanted
         elif choices[0].certain and not controller.measures_plain:
             part, length = choices[0].part, choices[0].longest
         limit = row.params.max_draft_length
         lengths.append(max(0, min(length, row.room - 1, MAX_DRAFT_LENGTH if limit is None else limit)))
         parts.append(part)
-    go_on = partial(_go_on, controller, rows, wishes)
-    return Budgets(lengths, go_on, controller.uses_probs and None in wishes, parts)
+    keep_drafting = partial(_keep_drafting, controller, rows, requested)
+    return Budgets(lengths, keep_drafting, controller.uses_probs and None in requested, parts)
 
 
-def _go_on(
+def _keep_drafting(
     controller: Controller,
     rows: Sequence[Row],
-    wishes: Sequence[int | None],
+    requested: Sequence[int | None],
     logits: Tensor,
     depth: int,
     *per_row: Sequence[float] | None,
 ) -> list[bool]:
     """Return whether to draft another level, per row; always True for a request's own length."""
-    answers = controller.go_on(rows, DraftProbs(logits, *per_row), depth)
-    return [answer or wish is not None for answer, wish in zip(answers, wishes, strict=True)]
+    answers = controller.keep_drafting(rows, DraftProbs(logits, *per_row), depth)
+    return [answer or wanted is not None for answer, wanted in zip(answers, requested, strict=True)]
 
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

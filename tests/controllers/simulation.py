@@ -81,7 +81,9 @@ class Simulation:
             active = [index for index, plan in enumerate(plans) if plan.length > 1]
             while active:
                 if not self.deterministic:
-                    answers = controller.go_on(rows, FixedConfidences([self.confidence] * num_rows), depth)
+                    answers = controller.keep_drafting(
+                        rows, FixedConfidences([self.confidence] * num_rows), depth
+                    )
                     active = [index for index in active if answers[index]]
                 depth += 1
                 for index in active:

@@ -67,7 +67,7 @@ def test_fixed_zero_is_plain_decoding() -> None:
 
 def test_fixed_receives_no_distributions() -> None:
     class Blind(FixedController):
-        def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+        def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
             raise AssertionError("asked for nothing")
 
     assert run(Blind(), alike(0.5), alike(0.5))[0] == 5
@@ -96,16 +96,16 @@ def test_confidence_stops_after_the_node_that_makes_survival_unlikely(
 def test_confidence_uses_the_product_along_each_rows_path() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     rows = rows_of(3)
-    assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
+    assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
-    assert controller.go_on(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
-    assert controller.go_on(rows, probs_with(0.65, 1.0, 0.1), 2)[:1] == [True]
+    assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
+    assert controller.keep_drafting(rows, probs_with(0.65, 1.0, 0.1), 2)[:1] == [True]
 
 
 def test_confidence_uses_predicted_acceptance_probabilities() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     draft_probs = DraftProbs(tensor_with(0.9, 0.3).log(), [0.4, 0.8])
-    assert controller.go_on(rows_of(2), draft_probs, 0) == [False, True]
+    assert controller.keep_drafting(rows_of(2), draft_probs, 0) == [False, True]
     assert draft_probs.confidences == [
         pytest.approx(0.9),
         pytest.approx(0.3),
@@ -115,9 +115,9 @@ def test_confidence_uses_predicted_acceptance_probabilities() -> None:
 def test_confidence_restarts_in_every_round() -> None:
     controller = ConfidenceController(ConfidenceOptions(length=8, threshold=0.5))
     for _ in range(3):
-        assert controller.go_on(rows_of(1), probs_with(0.6), 0) == [True]
-        assert controller.go_on(rows_of(1), probs_with(0.6), 1) == [False]
-    assert controller.go_on(rows_of(2), probs_with(0.6, 0.3), 0) == [True, False]
+        assert controller.keep_drafting(rows_of(1), probs_with(0.6), 0) == [True]
+        assert controller.keep_drafting(rows_of(1), probs_with(0.6), 1) == [False]
+    assert controller.keep_drafting(rows_of(2), probs_with(0.6, 0.3), 0) == [True, False]
 
 
 @pytest.mark.parametrize(

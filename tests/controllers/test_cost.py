@@ -332,7 +332,7 @@ def test_the_prefill_of_a_long_prompt_that_pays_does_not_stop_drafting() -> None
             num_uncached = 0 if length else num_uncached
             wanted = length
             length = min(length, 1)
-            while length < wanted and controller.go_on([row], FixedConfidences([0.8]), length - 1)[0]:
+            while length < wanted and controller.keep_drafting([row], FixedConfidences([0.8]), length - 1)[0]:
                 length += 1
             accepted = next((depth for depth in range(length) if rng.random() >= 0.8), length)
             row.commit([0] * accepted, 0)
@@ -485,7 +485,10 @@ def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_c
         length = plan.length
         if plan.part == 1:
             length = min(length, 1)
-            while length < plan.length and controller.go_on([row], FixedConfidences([0.7]), length - 1)[0]:
+            while (
+                length < plan.length
+                and controller.keep_drafting([row], FixedConfidences([0.7]), length - 1)[0]
+            ):
                 length += 1
         accepted = next((d for d in range(length) if rng.random() >= chance), length)
         drafting = 0.0 if plan.part == 0 else 0.1 * length
@@ -826,7 +829,7 @@ def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, draft_length=3))
     for _ in range(5):
         controller.plan([row], [(Candidate(),)])
-        assert controller.go_on([row], FixedConfidences([0.9]), 0) == [False]
+        assert controller.keep_drafting([row], FixedConfidences([0.9]), 0) == [False]
         verdict = Verdict.from_chain([2], [0])
         controller.learn([row], Draft.chains([[0, 0, 0]]), verdict, RoundTime(0.0, 0.3, 1.3))
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
@@ -849,5 +852,5 @@ def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest
         while not controller.plan([row], [(Candidate(),)])[0].length:
             verdict = Verdict.from_chain([0], [0])
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
-        controller.go_on([row], draft_probs, 0)
+        controller.keep_drafting([row], draft_probs, 0)
     assert received == [0.9, 0.3]

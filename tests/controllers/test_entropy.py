@@ -43,17 +43,17 @@ def test_entropy_continues_while_the_product_of_bounds_is_large_enough() -> None
     controller.plan(batch, [(Candidate(),)] * 3)
     bounds = [1 - math.sqrt(FIRST_CONSTANT * math.log(count)) for count in (1, 2, 4)]
     assert [bound >= 0.3 for bound in bounds] == [True, True, True]
-    assert controller.go_on(batch, draft_probs(1, 2, 4), 0) == [True, True, True]
+    assert controller.keep_drafting(batch, draft_probs(1, 2, 4), 0) == [True, True, True]
     assert [bound**2 >= 0.3 for bound in bounds] == [True, True, False]
-    assert controller.go_on(batch, draft_probs(1, 2, 4), 1) == [True, True, False]
+    assert controller.keep_drafting(batch, draft_probs(1, 2, 4), 1) == [True, True, False]
 
 
 def test_entropy_restarts_in_every_round() -> None:
     controller = EntropyController(EntropyOptions(8, threshold=0.3))
     for _ in range(3):
         controller.plan(rows(1), [(Candidate(),)])
-        assert controller.go_on(rows(1), draft_probs(4), 0) == [True]
-        assert controller.go_on(rows(1), draft_probs(4), 1) == [False]
+        assert controller.keep_drafting(rows(1), draft_probs(4), 0) == [True]
+        assert controller.keep_drafting(rows(1), draft_probs(4), 1) == [False]
 
 
 @pytest.mark.parametrize("constant", [0.05, 0.2, 0.5])
@@ -65,7 +65,7 @@ def test_the_constant_is_fitted_to_the_observed_acceptance(constant: float) -> N
     for _ in range(3000):
         controller.plan(batch, [(Candidate(),)])
         count = rng.choice([1, 2, 3])
-        controller.go_on(batch, probs[count], 0)
+        controller.keep_drafting(batch, probs[count], 0)
         accepted = int(rng.random() < 1 - math.sqrt(constant * math.log(count)))
         controller.learn(batch, draft, verdicts[accepted], NO_TIME)
     assert controller.constant == pytest.approx(constant, rel=0.35)
@@ -76,7 +76,7 @@ def test_nodes_after_a_rejected_one_are_ignored() -> None:
     for controller, length in ((one, 1), (other, 3)):
         controller.plan(rows(1), [(Candidate(),)])
         for depth in range(length):
-            controller.go_on(rows(1), draft_probs(3), depth)
+            controller.keep_drafting(rows(1), draft_probs(3), depth)
         controller.learn(rows(1), Draft.chains([[0] * length]), verdict(0), NO_TIME)
     assert one.constant == other.constant != FIRST_CONSTANT
 
@@ -85,7 +85,7 @@ def test_lookup_rows_do_not_affect_the_constant() -> None:
     """Their lines mean nothing while another row of the batch is asked about."""
     controller = EntropyController()
     controller.plan(rows(2), [(Candidate(deterministic=True),), (Candidate(part=1),)])
-    controller.go_on(rows(2), draft_probs(16, 1), 0)
+    controller.keep_drafting(rows(2), draft_probs(16, 1), 0)
     controller.learn(rows(2), Draft.chains([[0, 0], [0, 0]]), verdict(0, 2), NO_TIME)
     assert controller.constant == pytest.approx(FIRST_CONSTANT)
 

@@ -69,7 +69,7 @@ def rows_of(num_rows: int, temperature: float = 0.0, coupled: bool = False) -> l
 
 def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]) -> int:
     for depth, confidence in enumerate(confidences):
-        if not controller.go_on(rows_of(1), probs_with(confidence), depth)[0]:
+        if not controller.keep_drafting(rows_of(1), probs_with(confidence), depth)[0]:
             return depth + 1
     return len(confidences)
 
@@ -97,16 +97,16 @@ def test_learned_stops_after_the_node_that_makes_a_rejection_likely(
 def test_learned_continues_at_exactly_the_threshold(write: Callable[[Any], Path]) -> None:
     deterministic = trusting((1.0,), (50.0,))
     controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic)))
-    assert controller.go_on(rows_of(1), probs_with(0.9), 0) == [True]
+    assert controller.keep_drafting(rows_of(1), probs_with(0.9), 0) == [True]
 
 
 def test_each_row_has_its_own_product(write: Callable[[Any], Path]) -> None:
     controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting())))
     rows = rows_of(3)
-    assert controller.go_on(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
+    assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
-    assert controller.go_on(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
-    assert controller.go_on(rows, probs_with(0.75, 1.0, 0.1), 2)[:1] == [True]
+    assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
+    assert controller.keep_drafting(rows, probs_with(0.75, 1.0, 0.1), 2)[:1] == [True]
 
 
 def test_the_calibration_is_that_of_the_depth(write: Callable[[Any], Path]) -> None:
@@ -130,9 +130,12 @@ def test_decisions_do_not_depend_on_token_ids() -> None:
     controller = LearnedController(LearnedOptions(length=6, threshold=0.5))
     draft_probs = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
     rows = rows_of(3, temperature=1.0)
-    plain = [controller.go_on(rows, DraftProbs(dist.log()), depth) for depth, dist in enumerate(draft_probs)]
+    plain = [
+        controller.keep_drafting(rows, DraftProbs(dist.log()), depth)
+        for depth, dist in enumerate(draft_probs)
+    ]
     renamed = [
-        controller.go_on(rows, DraftProbs(dist[:, torch.randperm(10)].log()), depth)
+        controller.keep_drafting(rows, DraftProbs(dist[:, torch.randperm(10)].log()), depth)
         for depth, dist in enumerate(draft_probs)
     ]
     assert plain == renamed

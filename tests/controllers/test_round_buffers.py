@@ -31,7 +31,7 @@ def run_round(controller: CostController, row: Row, accepted: int) -> int:
     (plan,) = controller.plan([row], [(CANDIDATE,)])
     length = min(plan.length, 2)
     if length == 2:
-        controller.go_on([row], FixedConfidences([0.9]), 0)
+        controller.keep_drafting([row], FixedConfidences([0.9]), 0)
     verdict = Verdict.from_chain([min(accepted, length)], [0])
     row.tokens.extend([0] * (1 + min(accepted, length)))
     draft = Draft.chains([[0] * length])

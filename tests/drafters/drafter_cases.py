@@ -129,9 +129,9 @@ CONTROLLED = [
 
 
 def never_called(dists: torch.Tensor, depth: int, acceptance_probs: object = None) -> list[bool]:
-    """Return nothing: a `Budgets.go_on` that fails when it is called."""
+    """Return nothing: a `Budgets.keep_drafting` that fails when it is called."""
     raise AssertionError(
-        "go_on was called for a deterministic drafter or a controller that reads no distributions"
+        "keep_drafting was called for a deterministic drafter or a controller that reads no distributions"
     )
 
 

@@ -104,14 +104,14 @@ def test_only_rows_that_still_draft_are_in_a_forward_pass() -> None:
 def test_go_on_is_called_only_if_another_node_is_possible() -> None:
     asked: list[int] = []
 
-    def go_on(dists: Tensor, depth: int, *_: object) -> list[bool]:
+    def keep_drafting(dists: Tensor, depth: int, *_: object) -> list[bool]:
         asked.append(depth)
         return always(dists, depth)
 
     drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], SAMPLED)]
     drafter.begin(rows)
-    propose(drafter, rows, Budgets([3], go_on))
+    propose(drafter, rows, Budgets([3], keep_drafting))
     assert asked == [0, 1]
 
 
@@ -119,14 +119,14 @@ def test_go_on_is_called_only_if_another_node_is_possible() -> None:
 def test_go_on_receives_the_distribution_before_sampling_settings(temperature: float) -> None:
     shown: list[Tensor] = []
 
-    def go_on(logits: Tensor, depth: int, *_: object) -> list[bool]:
+    def keep_drafting(logits: Tensor, depth: int, *_: object) -> list[bool]:
         shown.append(logits.softmax(-1))
         return always(logits, depth)
 
     drafter = model_drafter(TARGET_DIST)
     rows = [Row([1, 2], SamplingParams(max_tokens=9, temperature=temperature))]
     drafter.begin(rows)
-    draft = propose(drafter, rows, Budgets([3], go_on))
+    draft = propose(drafter, rows, Budgets([3], keep_drafting))
     contexts = [(1, 2), (1, 2, int(draft.tokens[0, 0]))]
     torch.testing.assert_close(torch.cat(shown), torch.stack([TARGET_DIST(context) for context in contexts]))
 

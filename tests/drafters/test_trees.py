@@ -81,7 +81,7 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
     """After them a distribution is one-hot at temperature 0, with a confidence of 1."""
     told: list[float] = []
 
-    def go_on(logits: torch.Tensor, depth: int, *_: object) -> list[bool]:
+    def keep_drafting(logits: torch.Tensor, depth: int, *_: object) -> list[bool]:
         told.append(float(logits[0].softmax(-1).max()))
         return [True]
 
@@ -90,7 +90,7 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
     rows = rows_of(temperature)
     drafter.begin(rows)
     drafter.prepare(rows, [0])
-    draft: Draft = drafter.propose(rows, Budgets([2], go_on), KeyedNoise.from_rows(rows))
+    draft: Draft = drafter.propose(rows, Budgets([2], keep_drafting), KeyedNoise.from_rows(rows))
     assert draft.depths.tolist() == [2]
     assert told == [pytest.approx(float(dist(tuple(rows[0].tokens)).max()))]
 

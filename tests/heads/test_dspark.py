@@ -580,13 +580,13 @@ def test_predicted_confidences_are_those_of_the_paper(make, tmp_path: Path) -> N
     drafter = named(f"dspark:{folder}")
     told: list[list[float]] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: list[float], *_: object) -> list[bool]:
+    def keep_drafting(dists: Tensor, depth: int, acceptance_probs: list[float], *_: object) -> list[bool]:
         told.append(acceptance_probs)
         return [True]
 
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
-        draft = drafter.propose([row], Budgets([BLOCK], go_on), KeyedNoise.from_rows([row]))
+        draft = drafter.propose([row], Budgets([BLOCK], keep_drafting), KeyedNoise.from_rows([row]))
     states = block_states(parts, TEXT)
     before = [TEXT[-1], *draft.tokens[0].tolist()]
     assert len(told) == BLOCK - 1
@@ -603,13 +603,13 @@ def test_without_a_confidence_head_the_controller_reads_the_distribution(tmp_pat
     drafter = named(f"dspark:{folder}")
     asked: list[tuple[int, object]] = []
 
-    def go_on(dists: Tensor, depth: int, acceptance_probs: object, *_: object) -> list[bool]:
+    def keep_drafting(dists: Tensor, depth: int, acceptance_probs: object, *_: object) -> list[bool]:
         asked.append((depth, acceptance_probs))
         return [True]
 
     row = ready(drafter, TARGET, TEXT)
     with torch.inference_mode():
-        drafter.propose([row], Budgets([2], go_on), KeyedNoise.from_rows([row]))
+        drafter.propose([row], Budgets([2], keep_drafting), KeyedNoise.from_rows([row]))
     assert asked == [(0, None)]
 
 
@@ -633,8 +633,8 @@ def test_stopping_by_confidence_keeps_the_output_distribution() -> None:
     answers: set[bool] = set()
 
     class Noted(ConfidenceController):
-        def go_on(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
-            decided = super().go_on(rows, dists, depth)
+        def keep_drafting(self, rows: Sequence[Row], dists: DraftProbs, depth: int) -> list[bool]:
+            decided = super().keep_drafting(rows, dists, depth)
             answers.update(decided)
             return decided
 

@@ -195,7 +195,7 @@ class DraftRecorder(Controller, Verifier):
     """Controller and verifier that record drafts and commit one token of the target per round.
 
     Args:
-        depth: nodes to record; one more is drafted, because `go_on` is not called after the last.
+        depth: nodes to record; one more is drafted, because `keep_drafting` is not called after the last.
         num_rows: batch size.
     """
 
@@ -213,7 +213,7 @@ class DraftRecorder(Controller, Verifier):
         parts = [next(each.part for each in choices if not each.deterministic) for choices in candidates]
         return [Plan(part, self._depth + 1) for part in parts]
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         self._levels.append(self._path_features.of_level(rows, draft_probs, depth))
         return [True] * len(rows)
 

@@ -2,7 +2,7 @@
 
 Non-anticipation (DSpark, arXiv 2607.05147, appendix A): whether a *sampled* node is verified may
 depend on earlier tokens and on the draft distribution, never on the node's own token. The
-interface enforces it: `plan` is called before anything is drawn, `go_on` receives distributions
+interface enforces it: `plan` is called before anything is drawn, `keep_drafting` receives distributions
 and not tokens, and a drawn node always stays in the draft.
 """
 
@@ -21,7 +21,7 @@ class Controller(ABC):
 
     Attributes:
         name: as given to `--controller`, with the options in use.
-        uses_probs: False if `go_on` always returns True, so that drafters need not compute
+        uses_probs: False if `keep_drafting` always returns True, so that drafters need not compute
             probabilities to call it.
         needs_probs: True if the controller cannot be used with drafters that have no probabilities
             (n-gram and suffix lookup).
@@ -65,7 +65,7 @@ class Controller(ABC):
             candidates: per row, at least one draft candidate, the drafter's preferred one first.
         """
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         """Return, for each row, whether to draft another level after the one drawn from `draft_probs`.
 
         Args:

@@ -58,7 +58,7 @@ class ConfidenceController(Controller):
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         so_far = repeat(1.0) if depth == 0 else self._path_confidence
         self._path_confidence = list(map(mul, so_far, draft_probs.chances))

@@ -80,7 +80,7 @@ class EntropyController(Controller):
         self._has_dists = [not choices[0].deterministic for choices in candidates]
         return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         root_constant = math.sqrt(self.constant)
         for index, entropy in enumerate(draft_probs.entropies):
             if not self._has_dists[index]:
@@ -94,7 +94,7 @@ class EntropyController(Controller):
         depths = draft.depths.tolist()
         for index, accepted in enumerate(verdict.lengths):
             # Levels after the first rejected one have no outcome of their own. The last level may
-            # have no entropy, as `go_on` need not be called after it.
+            # have no entropy, as `keep_drafting` need not be called after it.
             for place, root in enumerate(self._roots[index][: min(accepted + 1, depths[index])]):
                 self._see(root, place >= accepted)
 

@@ -61,7 +61,7 @@ class LearnedController(Controller):
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         return [Plan(choices[0].part, self.options.length) for choices in candidates]
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         survivals = self._survivals if depth else [1.0] * len(rows)
         chances = self._predictor.chances(self._features.of_level(rows, draft_probs, depth), depth)

@@ -200,7 +200,7 @@ class Drafter(ABC):
 
         Called only if some length is above 0. A sampled node is drawn with `noise.draft` from the
         distribution reported in `Draft.probs`, which includes the row's own sampling settings.
-        After each level, `budgets.go_on` decides from its logits whether to draft another.
+        After each level, `budgets.keep_drafting` decides from its logits whether to draft another.
         """
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:

@@ -183,8 +183,8 @@ class SamplingDrafter(Drafter):
             self.extend(rows, active, as_list)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.uses_probs:
-                going_on = budgets.go_on(logits, depth, self.acceptance_probs(depth), confidences)
-                active = [index for index in active if going_on[index]]
+                kept = budgets.keep_drafting(logits, depth, self.acceptance_probs(depth), confidences)
+                active = [index for index in active if kept[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
 
@@ -194,8 +194,8 @@ class SamplingDrafter(Drafter):
         def level_logits(active: list[int], tree: Draft) -> Tensor:
             return self._of_target_width(self.tree_logits(rows, active, tree))
 
-        go_on = budgets.go_on if budgets.uses_probs else None
-        draft = draft_trees(rows, shape, limits, noise, level_logits, go_on)
+        keep_drafting = budgets.keep_drafting if budgets.uses_probs else None
+        draft = draft_trees(rows, shape, limits, noise, level_logits, keep_drafting)
         if noise.all_greedy:
             return draft
         if draft.probs is None:

@@ -26,7 +26,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from secondguess.core import MAX_DRAFT_LENGTH, Draft, GoOn, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Draft, KeepDrafting, Row
 from secondguess.errors import BadInputError
 from secondguess.names import Name, check_range, read_options
 from secondguess.sampling.noise import Noise
@@ -294,7 +294,7 @@ class TreeBuilder:
         """Draw the level after `tree`, which holds all nodes drawn so far.
 
         Returns:
-            Logits `[row, vocab]` after the most probable parent of each row, from which `go_on`
+            Logits `[row, vocab]` after the most probable parent of each row, from which `keep_drafting`
             decides about another level.
         """
         dists, banned = compute_tree_draft_probs(logits, self.rows, tree)
@@ -425,14 +425,14 @@ def draft_trees(
     limits: Sequence[int],
     noise: Noise,
     level_logits: LevelLogits,
-    go_on: GoOn | None,
+    keep_drafting: KeepDrafting | None,
 ) -> Draft:
     """Draw a tree for each row, level by level.
 
     Args:
         limits: largest number of levels per row; 0 for rows without a tree.
         level_logits: the drafter's forward pass.
-        go_on: decides per row, after each level, whether to draw another; None draws all levels.
+        keep_drafting: decides per row, after each level, whether to draw another; None draws all levels.
     """
     grove = TreeBuilder(rows, shape, limits, noise)
     active = [index for index, limit in enumerate(grove.limits) if limit]
@@ -443,8 +443,8 @@ def draft_trees(
         parent_logits = grove.grow(active, logits, tree, depth)
         depth += 1
         active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
-        if active and go_on is not None:
-            answers = go_on(parent_logits, depth - 1)
+        if active and keep_drafting is not None:
+            answers = keep_drafting(parent_logits, depth - 1)
             active = [index for index in active if answers[index]]
     grove.prune()
     return grove.draft(with_probs=not noise.all_greedy)

@@ -215,7 +215,7 @@ class CostController(Controller):
             proposal.length = min(proposal.length, PROBE_LENGTH)
         return proposals
 
-    def go_on(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
+    def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         answers = [False] * len(rows)
         if not self._proposals:
             return answers

@@ -126,7 +126,7 @@ class StringDrafter(TranslatingDrafter):
     """Drafter whose greedy drafts are text, which the target's tokenizer encodes.
 
     Drafts are deterministic, so the verifier keeps the target's distribution at any temperature. (SLEM
-    in the paper.) Unlike a look-up it takes steps, after each of which `Budgets.go_on` decides.
+    in the paper.) Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
     """
 
     deterministic = True
@@ -161,8 +161,8 @@ class StringDrafter(TranslatingDrafter):
                 if len(chains[index]) < steps[index] and self.pair.draft.bytes_of(tokens[index]) is not None
             ]
             if active and budgets.uses_probs:
-                going_on = budgets.go_on(logits, depth, None, confidences)
-                active = [index for index in active if going_on[index]]
+                kept = budgets.keep_drafting(logits, depth, None, confidences)
+                active = [index for index in active if kept[index]]
         return chains
 
     def _encoded(self, chain: list[int]) -> list[int]:
