@@ -76,7 +76,7 @@ def test_the_speed_of_a_long_text_tends_to_tokens_over_cost_per_round() -> None:
     assert done.num_accepted / done.num_drafted == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_call_of_go_on_that_ends_a_draft_costs_as_much_as_others() -> None:
+def test_a_call_of_keep_drafting_that_ends_a_draft_costs_as_much_as_others() -> None:
     unsure = NodeProbs(0.1, 1.0, 0.1)
     done = run("confidence", text(11, RecordedDraft(Candidate(), (unsure,) * 8, (0,) * 8)))
     # The controller is not asked where there is room for one node only.

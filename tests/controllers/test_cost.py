@@ -381,7 +381,7 @@ def test_a_changed_machine_speed_grants_a_series_of_probes() -> None:
     assert probe_budget.may_begin(1.5)
     assert not probe_budget.may_begin(100.0)
     probe_budget.pay(GRANT)
-    assert not probe_budget.may_go_on(0.25)
+    assert not probe_budget.may_continue(0.25)
 
 
 def test_the_budget_of_a_series_is_saved_for_any_expected_cost() -> None:

@@ -101,7 +101,7 @@ def test_only_rows_that_still_draft_are_in_a_forward_pass() -> None:
     assert draft.probs.isfinite().all()
 
 
-def test_go_on_is_called_only_if_another_node_is_possible() -> None:
+def test_keep_drafting_is_called_only_if_another_node_is_possible() -> None:
     asked: list[int] = []
 
     def keep_drafting(dists: Tensor, depth: int, *_: object) -> list[bool]:
@@ -116,7 +116,7 @@ def test_go_on_is_called_only_if_another_node_is_possible() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_go_on_receives_the_distribution_before_sampling_settings(temperature: float) -> None:
+def test_keep_drafting_receives_the_distribution_before_sampling_settings(temperature: float) -> None:
     shown: list[Tensor] = []
 
     def keep_drafting(logits: Tensor, depth: int, *_: object) -> list[bool]:
@@ -131,7 +131,7 @@ def test_go_on_receives_the_distribution_before_sampling_settings(temperature: f
     torch.testing.assert_close(torch.cat(shown), torch.stack([TARGET_DIST(context) for context in contexts]))
 
 
-def test_a_row_stops_drafting_after_the_node_at_which_go_on_is_false() -> None:
+def test_a_row_stops_drafting_after_the_node_at_which_keep_drafting_is_false() -> None:
     drafter = model_drafter(TARGET_DIST)
     rows = [Row(list(prompt), SAMPLED, seed=1) for prompt in PROMPTS]
     drafter.begin(rows)

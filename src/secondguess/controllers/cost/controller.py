@@ -205,7 +205,7 @@ class CostController(Controller):
             len(rows)
         )
         if was_probing:
-            if not self.probe_budget.may_go_on(price):
+            if not self.probe_budget.may_continue(price):
                 self.probe_budget.failed()
                 return []
         elif not self.probe_budget.may_begin(SERIES * price):

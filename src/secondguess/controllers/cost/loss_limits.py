@@ -100,7 +100,7 @@ class ProbeBudget:
         # correct it.
         return self.balance >= min(price, MAX_PROBE_BALANCE / 2)
 
-    def may_go_on(self, price: float) -> bool:
+    def may_continue(self, price: float) -> bool:
         """Return whether the series may go on with a probe of this expected cost."""
         return self.balance >= price
 
