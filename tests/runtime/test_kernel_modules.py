@@ -56,6 +56,14 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_others(num_inputs, num_outpu
     assert torch.equal(layer.plain_weight(), linear.weight)
 
 
+def test_a_linear_layer_has_a_gradient():
+    linear = nn.Linear(48, 7).to(torch.bfloat16)
+    values = random_values(3, 48).to(torch.bfloat16).requires_grad_()
+    KernelLinear(linear, Arena())(values).sum().backward()
+    expected = linear.weight.float().sum(0).expand(3, -1)
+    torch.testing.assert_close(values.grad.float(), expected, rtol=0.02, atol=0.02)
+
+
 def tiny_llama():
     model = random_llama(vocab_size=96, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True)
     model = model.to(torch.bfloat16)

@@ -174,7 +174,7 @@ class RecurrentCache(KeyValueCache):
         key = ("conv", layer_idx, state_idx)
         size = conv_kernel_size or conv_states.shape[-1]
         before = self._before.get(key)
-        whole = conv_states if before is None else join_tokens(before, conv_states)
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         whole = _padded(whole, size)
         self._after[key] = whole[..., -size:].clone()
         if conv_kernel_size is not None and self.records:
@@ -213,11 +213,6 @@ class RecurrentCache(KeyValueCache):
             return state
         self._after[key] = state.clone()
         return self._after[key]
-
-
-def join_tokens(before: Tensor, values: Tensor) -> Tensor:
-    """Return `[row, channel, token]` with the tokens of both, and the channels of a token adjacent."""
-    return torch.cat((before.transpose(-1, -2), values.transpose(-1, -2)), dim=-2).transpose(-1, -2)
 
 
 def _padded(values: Tensor, num_tokens: int) -> Tensor:

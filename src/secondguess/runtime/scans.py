@@ -28,7 +28,6 @@ from secondguess.runtime.native.recurrence import (
 )
 from secondguess.runtime.packing import can_pack
 from secondguess.runtime.quiet import quiet
-from secondguess.runtime.recurrent_cache import join_tokens
 
 with quiet():
     from transformers.activations import ACT2FN
@@ -201,7 +200,7 @@ class Convolution:
         if not self.updates:
             return convolve(values, *others, **options)
         state, *others_than_state = others
-        whole = join_tokens(state, values)
+        whole = torch.cat([state, values], dim=-1)
         state.copy_(whole[..., -state.shape[-1] :])
         return convolve(whole, *others_than_state, **options)[..., -values.shape[-1] :]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.native import library
@@ -15,7 +16,7 @@ from secondguess.runtime.weight_format import BFLOAT16
 class KernelLinear(nn.Module):
     """Linear layer in bfloat16 whose weight is in the layout of the kernels.
 
-    A row's bits do not depend on other rows. Has no gradient.
+    A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer.
 
     Args:
         linear: layer in bfloat16.
@@ -34,6 +35,8 @@ class KernelLinear(nn.Module):
         self._blocks = pack_blocks(weight, None if self.bias is None else self.bias.detach(), arena, BFLOAT16)
 
     def forward(self, values: Tensor) -> Tensor:
+        if values.requires_grad and torch.is_grad_enabled():
+            return functional.linear(values, self.plain_weight(), self.bias)
         num_outputs, width = self.weight.shape
         rows = values.to(torch.bfloat16).contiguous()
         product = torch.empty(*values.shape[:-1], num_outputs, dtype=torch.bfloat16)
