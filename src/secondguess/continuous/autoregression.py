@@ -27,66 +27,63 @@ class AutoregressionDrafter(StandardisedDrafter):
         steps = torch.arange(int(self._lags.max()), past.shape[1])
         places = steps[:, None] - self._lags
         known = (problem.observed[:, steps] & problem.observed[:, places].all(2)).all(-1, keepdim=True)
-        design = with_constant(past[:, places].flatten(2)) * known
+        design = torch.nn.functional.pad(past[:, places].flatten(2), (0, 1), value=1.0) * known
         values = past[:, steps] * known
         gram = design.mT @ design + RIDGE * torch.eye(design.shape[-1], dtype=torch.float64)
-        self._coefficients = torch.linalg.solve(gram, design.mT @ values)
-        errors = values - design @ self._coefficients
+        coefficients = torch.linalg.solve(gram, design.mT @ values)
+        errors = values - design @ coefficients
         variance = errors.square().sum(1) / known.sum(1).clamp(min=1)
-        self._log_scale = variance.clamp(min=1e-12).log() / 2
-        self._low, self._high = self._log_scale, self._log_scale
+        log_scale = variance.clamp(min=1e-12).log() / 2
+        self._low, self._high = log_scale, log_scale
         num_inputs, generator = design.shape[-1] - 1, torch.Generator().manual_seed(0)
         frequencies = torch.randn(num_inputs, NUM_WAVES, generator=generator, dtype=torch.float64)
         self._frequencies = frequencies * 1.5 / num_inputs**0.5
         self._phases = 2 * torch.pi * torch.rand(NUM_WAVES, generator=generator, dtype=torch.float64)
-        num_features = num_inputs + 1 + NUM_WAVES + problem.horizon
+        self._num_weights = num_inputs + NUM_WAVES
+        num_features = self._num_weights + problem.horizon
         gram = RIDGE * torch.eye(num_features, dtype=torch.float64)
         self._gram = gram.repeat(len(past), 1, 1)
         self._moments = torch.zeros(len(past), num_features, 2 * past.shape[-1], dtype=torch.float64)
-        self._correction = torch.zeros_like(self._moments)
+        # The autoregression as weights of the same features; it is the one that is corrected.
+        self._base = torch.zeros_like(self._moments)
+        self._base[:, :num_inputs, : past.shape[-1]] = coefficients[:, :-1]
+        constants = torch.cat((coefficients[:, -1], log_scale), -1)
+        self._base[:, -problem.horizon :] = constants[:, None]
+        self._weights = self._base
 
-    def _lagged(self, series: Tensor, values: Tensor, steps: Tensor) -> Tensor:
-        """Return the lagged values `[n, lag * dim]` at `steps` `[n]` of rows with these values."""
-        places = steps[:, None] - self._lags
-        past = self._past[series[:, None], places.clamp(max=-1)]
-        forecast = values[torch.arange(len(series))[:, None], places.clamp(min=0)]
-        return torch.where(places[..., None] < 0, past, forecast).flatten(1)
-
-    def _features(self, lagged: Tensor, steps: Tensor) -> Tensor:
-        waves = (lagged @ self._frequencies + self._phases).cos()
-        return torch.cat((with_constant(lagged), waves, torch.eye(self._horizon)[steps]), -1)
-
-    def _means(self, series: Tensor, lagged: Tensor) -> Tensor:
-        return torch.einsum("ni,nid->nd", with_constant(lagged), self._coefficients[series])
+    def _features(self, lagged: Tensor) -> Tensor:
+        """Return lagged values `[n, lag * dim]` and their random features."""
+        return torch.cat((lagged, (lagged @ self._frequencies + self._phases).cos()), -1)
 
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        correction, low, high = self._correction[series], self._low[series], self._high[series]
-        rows, means, scales = torch.arange(len(series)), [], []
+        num_past, rows = self._past.shape[1], torch.arange(len(series))
+        values = torch.cat((self._past[series], values), 1)
+        weights, constants = self._weights[series].split((self._num_weights, self._horizon), 1)
+        low, high = self._low[series], self._high[series]
+        places = num_past + starts[:, None] - self._lags
+        means, scales = [], []
         for step in range(noise.shape[1]):
-            place = (starts + step).clamp(max=self._horizon - 1)
-            lagged = self._lagged(series, values, starts + step)
-            change = torch.einsum("ni,nic->nc", self._features(lagged, place), correction)
-            shift, stretch = change.chunk(2, -1)
-            means.append(self._means(series, lagged) + shift)
-            log_scale = self._log_scale[series] + stretch
+            features = self._features(values[rows[:, None], places + step].flatten(1))
+            found = (features[:, None] @ weights)[:, 0] + constants[
+                rows, (starts + step).clamp(max=self._horizon - 1)
+            ]
+            mean, log_scale = found.chunk(2, -1)
+            means.append(mean)
             scales.append(torch.minimum(torch.maximum(log_scale, low), high).exp())
-            values[rows, starts + step] = means[-1] + scales[-1] * noise[:, step]
+            values[rows, num_past + starts + step] = mean + scales[-1] * noise[:, step]
         return torch.stack(means, 1), torch.stack(scales, 1)
 
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
-        lagged, logs = self._lagged(series, values, steps), scales.log()
-        features = self._features(lagged, steps)
-        wanted = torch.cat((locs - self._means(series, lagged), logs - self._log_scale[series]), -1)
+        places, rows, logs = steps[:, None] - self._lags, torch.arange(len(series))[:, None], scales.log()
+        past, forecast = self._past[series[:, None], places.clamp(max=-1)], values[rows, places.clamp(min=0)]
+        lagged = torch.where(places[..., None] < 0, past, forecast).flatten(1)
+        features = torch.cat((self._features(lagged), torch.eye(self._horizon)[steps]), -1)
+        wanted = torch.cat((locs, logs), -1)
         for each in set(series.tolist()):
             own = features[series == each]
             self._gram[each] += own.T @ own
-            self._moments[each] += own.T @ wanted[series == each]
-        self._correction = torch.linalg.solve(self._gram, self._moments)
+            self._moments[each] += own.T @ (wanted[series == each] - own @ self._base[each])
+        self._weights = self._base + torch.linalg.solve(self._gram, self._moments)
         groups = series[:, None].expand_as(logs)
         self._low = self._low.scatter_reduce(0, groups, logs, "amin")
         self._high = self._high.scatter_reduce(0, groups, logs, "amax")
-
-
-def with_constant(inputs: Tensor) -> Tensor:
-    """Return inputs `[..., i]` with a one behind them."""
-    return torch.nn.functional.pad(inputs, (0, 1), value=1.0)

@@ -64,6 +64,7 @@ class ForecastRuntime:
         self._cross_attention = [
             (layer.keys, layer.values) for layer in encoded.past_key_values.cross_attention_cache.layers
         ]
+        self._rows: Tensor | None = None
 
     def score(self, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
@@ -114,10 +115,11 @@ class ForecastRuntime:
 
     def _cache(self, series: Tensor) -> EncoderDecoderCache:
         """Return a cache with the encoder's keys and values, and no self-attention entries."""
-        cross = DynamicCache()
-        for layer, (keys, values) in enumerate(self._cross_attention):
-            cross.update(keys[series], values[series], layer)
-        return EncoderDecoderCache(DynamicCache(), cross)
+        if self._rows is None or not torch.equal(series, self._rows):  # copied only when rows have finished
+            self._rows, self._row_cross_attention = series, DynamicCache()
+            for layer, (keys, values) in enumerate(self._cross_attention):
+                self._row_cross_attention.update(keys[series], values[series], layer)
+        return EncoderDecoderCache(DynamicCache(), self._row_cross_attention)
 
 
 def check_model(model: object) -> None:

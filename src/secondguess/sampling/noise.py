@@ -192,7 +192,9 @@ class KeyedNoise(Noise):
         # For a few numbers, the overhead of an array exceeds the computation.
         if sum(map(len, places)) > _MAX_SCALAR_HASHES:
             keys = _hash(numpy.array(self.keys), numpy.array(self.positions), Purpose.ROUND)
-            hashes = _hash(keys[:, None], numpy.array(places), purpose)
+            # Rows often share one sequence of places, and converting it takes longer than hashing.
+            shared = all(row is places[0] for row in places)
+            hashes = _hash(keys[:, None], numpy.array(places[:1] if shared else places), purpose)
             return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
         uniforms = [
             [((_mix_integer(key ^ _place_hash(place, purpose)) >> 12) + 0.5) * 2.0**-52 for place in row]
