@@ -58,7 +58,8 @@ class AutoregressionDrafter(StandardisedDrafter):
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         num_past, rows = self._past.shape[1], torch.arange(len(series))
         values = torch.cat((self._past[series], values), 1)
-        weights, constants = self._weights[series].split((self._num_weights, self._horizon), 1)
+        all_weights = self._weights[series]
+        weights, constants = all_weights[:, : self._num_weights], all_weights[:, self._num_weights :]
         low, high = self._low[series], self._high[series]
         places = num_past + starts[:, None] - self._lags
         means, scales = [], []
