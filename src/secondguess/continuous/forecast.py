@@ -70,7 +70,7 @@ def forecast(
     *,
     num_samples: int | None = None,
     drafter: str | ValueDrafter | ForecastModel | None = "autoregression",
-    controller: str | Controller = "fixed:64",
+    controller: str | Controller = "fixed:10",
     seed: int | None = None,
 ) -> Forecast:
     """Sample forecasts with the distribution of the model's own `generate`.
