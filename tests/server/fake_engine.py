@@ -34,7 +34,12 @@ def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
     """Return the parts of a loaded model that the server needs; by default the tokenizer of the built-in one."""
     path = str(builtin_paths().target)
     tokenizer = tokenizer or read_tokenizer(path)
-    runtime = SimpleNamespace(context_length=context, vocab_size=len(tokenizer), takes_images=False)
+    runtime = SimpleNamespace(
+        context_length=context,
+        vocab_size=len(tokenizer),
+        num_input_tokens=len(tokenizer),
+        takes_images=False,
+    )
     checkpoint = SimpleNamespace(name=name, path=path if name == "builtin" else f"/models/{name}")
     return LoadedModel(checkpoint, runtime, tokenizer, frozenset([tokenizer.eos_token_id or 0]))
 
