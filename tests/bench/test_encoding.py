@@ -14,7 +14,7 @@ def target(context_length, first=None):
     return SimpleNamespace(
         encode=lambda text: [*([] if first is None else [first]), *map(ord, text)],
         tokenizer=SimpleNamespace(bos_token_id=first),
-        vocab_size=256,
+        num_input_tokens=256,
         runtime=SimpleNamespace(context_length=context_length),
     )
 
