@@ -166,7 +166,7 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
 
 
 def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:
-    found = torch.tensor(tokens)
+    found = torch.tensor(tokens, dtype=torch.long)
     return found if len(shape) == 1 else found.view(shape)
 
 
