@@ -1,6 +1,7 @@
 """Measure a forward pass beside busy processes of equal priority, relative to a quiet machine.
 
     python benchmarks/busy_machine.py --model pairs/88m/target --competitors 2
+    python benchmarks/busy_machine.py --model pairs/88m/target --competitors 1 --pause 9
 
 The kernels' threads wait for each other several times a layer, so a competitor that takes a core
 from one of them delays all. Quiet and busy periods alternate. With as many competitors as cores a
@@ -20,7 +21,15 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 PROMPT = [5, 6, 7, 8] * 16
-BUSY_LOOP = "while True: pass"
+BUSY_LOOP = """
+import time
+while True:
+    end = time.perf_counter() + 0.001
+    while time.perf_counter() < end:
+        pass
+    if {pause}:
+        time.sleep({pause})
+"""
 
 
 def time_forwards(runtime: Any, row: Any, draft: Any, seconds: float) -> list[float]:
@@ -42,6 +51,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
     from secondguess.sampling import SamplingParams
 
     torch.set_num_threads(options.threads)
+    competitor = [sys.executable, "-S", "-c", BUSY_LOOP.format(pause=options.pause / 1e3)]
     runtime = Checkpoint.resolve(model, device="cpu").load().runtime
     row = Row(list(PROMPT), SamplingParams())
     runtime.begin([row])
@@ -53,9 +63,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
         busy: list[list[float]] = []
         for _ in range(options.repeats):
             quiet.append(time_forwards(runtime, row, draft, options.seconds))
-            others = [
-                subprocess.Popen([sys.executable, "-S", "-c", BUSY_LOOP]) for _ in range(options.competitors)
-            ]
+            others = [subprocess.Popen(competitor) for _ in range(options.competitors)]
             try:
                 time.sleep(0.5)
                 busy.append(time_forwards(runtime, row, draft, options.seconds))
@@ -82,6 +90,9 @@ def main() -> None:
     )
     parser.add_argument("--model", action="append", help="builtin (default) or a directory; repeatable")
     parser.add_argument("--competitors", type=int, default=2)
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="milliseconds that a competitor sleeps after each of work"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 5], help="tokens of a forward pass")
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of a period")

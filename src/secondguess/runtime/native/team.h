@@ -4,7 +4,8 @@
 // thread that sleeps at a barrier wakes up too late, so it spins. On a busy machine a spinning
 // thread takes the processor from the thread that it waits for, so it sleeps. The two are
 // distinguished by the time of `sched_yield`, which returns at once if no other thread is ready to
-// run.
+// run. A thread that runs for less than a scheduler's time slice, such as that of a client which
+// reads an event, is no reason to sleep: it is over before a sleeping thread has woken up.
 
 #pragma once
 
@@ -30,7 +31,7 @@ class Signal {
 
     static constexpr int NUM_SPINS = 500;                 // about 10 microseconds
     static constexpr int NUM_SPINS_BUSY = 50;             // about 1 microsecond
-    static constexpr int64_t LONGEST_YIELD = 500'000;  // ns; a longer yield shows a busy machine
+    static constexpr int64_t LONGEST_YIELD = 1'300'000;  // ns; a longer yield shows a busy machine
     static constexpr int64_t BUSY_TIME = 20'000'000;   // ns for which it then counts as busy
     static constexpr int64_t MAX_SPIN_TIME = 5'000'000;     // ns without a change until a thread sleeps
 
