@@ -16,7 +16,7 @@ SUPPORTED = platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux
 INSTRUCTIONS = {
     "avx512": [
         *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")),
-        *("fma", "amx-tile", "amx-bf16", "amx-int8"),
+        *("fma", "f16c", "amx-tile", "amx-bf16", "amx-int8"),
     ],
     "avx2": ["avx2", "fma", "f16c"],
 }

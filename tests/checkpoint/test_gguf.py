@@ -1,4 +1,4 @@
-"""GGUF files, written by gguf's own writer: dequantised by Transformers, with the codes of 4-bit types kept."""
+"""GGUF files, written by gguf's own writer: dequantised by Transformers, with codes kept or rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from checkpoints import random_llama, write_tokenizer
 from families import needs_kernels, row_of
 from secondguess.checkpoint import resolve
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.gguf import keep_codes
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.stored import StoredLinear
@@ -49,11 +50,21 @@ def interleaved(weight: Tensor, heads: int, *, back: bool = False) -> Tensor:
     return weight.unflatten(0, (heads, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
-def write(folder: Path, kind: str, mixed: str | None = None) -> tuple[Path, nn.Module]:
-    """Write a random Llama with its linear layers in a type, `ffn_down` in another; return it in float32."""
+def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False) -> tuple[Path, nn.Module]:
+    """Write a random Llama with its linear layers in a type, some in another; return it in float32.
+
+    A tied head is written as llama.cpp does, as the embeddings, and in the other type.
+    """
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    model = random_llama(3, hidden_size=WIDTH, intermediate_size=WIDTH, vocab_size=300, initializer_range=0.1)
+    model = random_llama(
+        3,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        vocab_size=300,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
     write_tokenizer(folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
     file = folder / "model.gguf"
@@ -75,10 +86,12 @@ def write(folder: Path, kind: str, mixed: str | None = None) -> tuple[Path, nn.M
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
         place = names.get_name(name.removesuffix(".weight"))
-        if value.dim() == 1 or place in ("token_embd", "output"):
+        if tied and place == "output":
+            continue
+        if value.dim() == 1 or (place in ("token_embd", "output") and not tied):
             writer.add_tensor(f"{place}.weight", value.numpy())
             continue
-        used = mixed if mixed and place.endswith("ffn_down") else kind
+        used = mixed if mixed and place.endswith(("ffn_down", "attn_v", "token_embd")) else kind
         heads = HEADS.get(place.rpartition(".")[2])
         data, held = blocks(value if heads is None else interleaved(value, heads), used)
         value.copy_(held if heads is None else interleaved(held, heads, back=True))
@@ -92,24 +105,26 @@ def write(folder: Path, kind: str, mixed: str | None = None) -> tuple[Path, nn.M
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("kind", "mixed", "num_kept"),
+    ("kind", "mixed", "tied", "bits"),
     [
-        ("Q4_0", None, 14),
-        ("Q4_1", "Q6_K", 12),
-        ("Q8_0", None, 0),
-        ("Q4_K", "Q6_K", 0),
-        ("Q5_K", None, 0),
+        ("Q4_0", None, False, 4),
+        ("Q4_1", "Q6_K", False, 4),
+        ("Q8_0", None, False, 8),
+        ("Q4_K", "Q6_K", True, 4),
+        ("Q5_K", "Q5_0", False, 8),
+        ("F16", None, False, None),
     ],
 )
-def test_logits_are_those_of_the_dequantised_weights(kind, mixed, num_kept, tmp_path):
-    file, model = write(tmp_path, kind, mixed)
+def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tmp_path):
+    file, model = write(tmp_path, kind, mixed, tied)
     exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers")
     state = exact.read_module().state_dict()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     module = Checkpoint.resolve(file, dtype="bfloat16", device="cpu").read_module(layer_by_layer=True)
-    assert sum(isinstance(each, StoredLinear) for each in module.modules()) == num_kept
+    num_kept = sum(isinstance(each, StoredLinear) for each in module.modules())
+    assert num_kept == (0 if bits is None else 14 + tied)
     loaded = Checkpoint.resolve(file, device="cpu").load()
-    description = "native, weights in 4 bits" if num_kept else "native"
+    description = "native" if bits is None else f"native, weights in {bits} bits"
     assert (loaded.runtime_description, loaded.end_tokens) == (description, frozenset({0}))
     assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
     with torch.inference_mode():
@@ -117,7 +132,34 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, num_kept, tmp_
     row = row_of(TOKENS)
     loaded.runtime.begin([row])
     found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
-    assert (found - expected).norm() < (0.06 if num_kept else 0.03) * expected.norm()
+    assert (found - expected).norm() < (0.04 if bits is None else 0.06) * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_kept"), [("Q4_K", True), ("Q8_0", True), ("Q5_K", False), ("Q6_K", False)]
+)
+def test_codes_are_kept_and_other_levels_rounded_by_half_a_step_of_8_bits(kind, is_kept, tmp_path):
+    """Beside that, the limits of a group are rounded to float16."""
+    file, _ = write(tmp_path, kind)
+    module = Checkpoint.resolve(file, dtype="float32", device="cpu").read_module()
+    weights = {name: each.weight.clone() for name, each in module.named_modules() if type(each) is nn.Linear}
+    keep_codes(module, file)
+    for name in weights.keys() - {"lm_head"}:
+        exact, found = (
+            each.unflatten(1, (-1, 32)) for each in (weights[name], module.get_submodule(name).weight)
+        )
+        limits = (exact.amax(2) - exact.amin(2)) / 509 + exact.abs().amax(2) * 2**-11
+        assert ((found - exact).abs() <= (0 if is_kept else limits[:, :, None])).all()
+
+
+@needs_kernels
+def test_memory_is_that_of_the_kept_encodings(tmp_path):
+    file, model = write(tmp_path, "Q4_K", "Q6_K", tied=True)
+    layers = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, nn.Linear))
+    in_8_bits = 2 * (WIDTH * WIDTH + WIDTH * model.config.num_key_value_heads * model.config.head_dim)
+    embeddings, norms = 300 * WIDTH, 5 * WIDTH
+    expected = (layers - in_8_bits) * 5 / 8 + (in_8_bits + embeddings) * 9 / 8 + (embeddings + norms) * 2
+    assert Checkpoint.resolve(file, device="cpu").memory().weights == int(expected)
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.native.weights import Arena, pack_blocks, quantise_groups
+from secondguess.runtime.native.weights import Arena, pack_blocks
 from secondguess.runtime.stored import GroupedWeight
 from secondguess.runtime.weight_format import INT4
 
@@ -150,7 +150,7 @@ FORMATS = {
     "gptq symmetric": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 4}, 64, symmetric=True),
     "gptq v2": Format(lambda found: gptq(found, 2), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
     "gptq act-order": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 4}, shuffled=True, exact=False),
-    "gptq 8 bits": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 8}, bits=8, exact=False),
+    "gptq 8 bits": Format(lambda found: gptq(found, 1), {"quant_method": "gptq", "bits": 8}, bits=8),
     "awq": Format(awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, 64),
     "pack-quantized": Format(pack_quantized, packed_config()),
     "pack-quantized symmetric": Format(pack_quantized, packed_config(), 64, symmetric=True),
@@ -206,7 +206,7 @@ def test_logits_are_those_of_the_dequantised_weights_within_the_rounding_of_inpu
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
     loaded = Checkpoint.resolve(tmp_path, device="cpu").load()
-    assert loaded.runtime_description == ("native, weights in 4 bits" if form.exact else "native")
+    assert loaded.runtime_description == (f"native, weights in {form.bits} bits" if form.exact else "native")
     found = logits_of(loaded)
     assert error(found, expected) < (0.06 if form.exact else 0.03)
 
@@ -215,8 +215,7 @@ def test_logits_are_those_of_the_dequantised_weights_within_the_rounding_of_inpu
 @pytest.mark.parametrize("gated", [False, True])
 def test_packing_keeps_stored_codes_scales_and_minima(gated):
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    codes, scale, minimum = quantise_groups(weight, 32)
-    stored = GroupedWeight(codes.flatten(1), 4, scale.float(), minimum.float()).in_bytes()
+    stored = GroupedWeight.rounded(weight, INT4).in_bytes(INT4)
     expected, found = (pack_blocks(each, None, Arena(), INT4, gated) for each in (weight, stored))
     assert torch.equal(found.tensors[-1], expected.tensors[-1])
 

@@ -37,16 +37,18 @@ from secondguess.runtime.native.weights import (
     interleave_rows,
     pack_blocks,
     quantise,
-    quantise_groups,
 )
-from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
+from secondguess.runtime.stored import GroupedWeight
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS, QUANTIZATIONS
 
 pytestmark = needs_kernels
 
 TOKENS = torch.tensor([random_tokens(40, seed=6), random_tokens(40, seed=7)])
 UNITS = [pytest.param(unit, id=unit.name) for unit in library.units()]
-every_format = pytest.mark.parametrize("weight_format", [BFLOAT16, INT8, INT4], ids=lambda each: each.name)
-quantised = pytest.mark.parametrize("weight_format", [INT8, INT4], ids=lambda each: each.name)
+QUANTISED = [INT8, INT4, INT8_GROUPS]
+every_format = pytest.mark.parametrize("weight_format", [BFLOAT16, *QUANTISED], ids=lambda each: each.name)
+quantised = pytest.mark.parametrize("weight_format", QUANTISED, ids=lambda each: each.name)
+by_name = pytest.mark.parametrize("name", QUANTIZATIONS)
 
 
 @pytest.fixture(scope="module", params=COVERED)
@@ -253,11 +255,10 @@ def test_a_released_runtime_can_be_used_again(llama):
     assert torch.equal(*logits)
 
 
-@quantised
-def test_quantised_weights_have_no_module(llama, weight_format):
-    name = weight_format.name
+@by_name
+def test_quantised_weights_have_no_module(llama, name):
     loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name).load()
-    with pytest.raises(UnsupportedModelError, match=f"weights in {weight_format.bits} bits"):
+    with pytest.raises(UnsupportedModelError, match=f"weights in {QUANTIZATIONS[name].bits} bits"):
         loaded.module()
 
 
@@ -268,9 +269,8 @@ def test_int4_needs_the_kernels(llama):
         Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int4", runtime="fused")
 
 
-@quantised
-def test_the_peak_memory_of_loading_quantised_weights_is_estimated(llama, weight_format):
-    name = weight_format.name
+@by_name
+def test_the_peak_memory_of_loading_quantised_weights_is_estimated(llama, name):
     need = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name).memory(0)
     assert need.loading > need.weights
     assert need.excess == need.loading - need.total
@@ -283,7 +283,7 @@ class Product(PackedDecoder):
 
     def __init__(self, weight, weight_format, unit):
         super().__init__(unit)
-        self.rotaries, width = [], weight.shape[1]
+        self.rotaries, width = [], weight.shape[1] * (1 if weight.dim() == 2 else 32)
         head = self._pack(weight, None, weight_format).weight
         self.described = library.Decoder(width=width, head=head, amx=self.unit.has_tiles)
         self.multiply = KernelForward(self, 0, torch.float32).unembed
@@ -294,11 +294,9 @@ def as_rounded(weight, weight_format):
     if weight_format is INT8:
         numbers, scale = quantise(weight)
         return numbers * scale[:, None]
-    if weight_format is INT4:
+    if weight_format.group_size is not None:
         padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 64))
-        codes, scale, minimum = quantise_groups(padded, 32)
-        groups = codes * scale.float()[:, :, None] + minimum.float()[:, :, None]
-        return groups.flatten(1)[:, : weight.shape[1]]
+        return GroupedWeight.rounded(padded, weight_format).dequantised()[:, : weight.shape[1]]
     return weight
 
 
@@ -317,6 +315,24 @@ def test_sums_of_int4_are_exact(shape, smallest, unit):
     multiply = Product(weight.bfloat16(), INT4, unit).multiply
     for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
         assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("bits", "scale", "minimum"), [(8, 1, -128), (8, 1, -100), (6, 2, -3), (4, 1, 2)])
+def test_sums_of_stored_codes_are_exact(bits, scale, minimum, unit):
+    """Whole inputs, and codes, scales and minima that are exact, at the limits of 16-bit sums."""
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 2**bits, (96, 64), generator=generator)
+    codes[0], codes[1] = 0, 2**bits - 1
+    states = torch.randint(-127, 128, (17, 64), generator=generator)
+    states[:, -1], states[4] = 127, 127
+    expected = (states @ (scale * codes + minimum).T).bfloat16().float()
+    parameters = (torch.full((96, 2), float(each)) for each in (scale, minimum))
+    stored = GroupedWeight(codes.to(torch.uint8), bits, *parameters)
+    for weight_format in (INT8_GROUPS, INT4)[: 2 if bits == 4 else 1]:
+        multiply = Product(stored.in_bytes(weight_format), weight_format, unit).multiply
+        for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
+            assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -355,14 +371,16 @@ def test_a_weight_in_8_bits_is_within_half_a_step_of_its_output():
     assert ((found * scale[:, None] - weight.float()).abs().amax(1) <= 0.5001 * scale).all()
 
 
-def test_a_weight_in_4_bits_is_within_half_a_step_of_its_group():
+@pytest.mark.parametrize("weight_format", [INT4, INT8_GROUPS], ids=lambda each: each.name)
+def test_a_weight_in_groups_is_within_half_a_step(weight_format):
     """But for the scale, which is rounded to float16."""
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-    codes, scale, minimum = quantise_groups(weight, 32)
-    assert codes.shape == (6, 2, 32)
-    assert (codes.amin(2).unique().tolist(), codes.amax(2).unique().tolist()) == ([0], [15])
-    found = codes * scale.float()[:, :, None] + minimum.float()[:, :, None]
-    assert ((found.flatten(1) - weight.float()).unflatten(1, (2, 32)).abs().amax(2) <= 0.51 * scale).all()
+    found = GroupedWeight.rounded(weight, weight_format)
+    codes, most = found.codes.view(6, 2, 32), 2**weight_format.bits - 1
+    assert codes.amin(2).unique().tolist() == [0]
+    assert codes.amax(2).min() >= most - 1
+    steps = ((found.dequantised() - weight.float()).view(6, 2, 32) / found.scale[:, :, None]).abs()
+    assert steps.max() <= (0.51 if weight_format is INT4 else 0.6)
 
 
 def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from secondguess.checkpoint.codes import TokenCodes
-from secondguess.checkpoint.gguf import count_kept
+from secondguess.checkpoint.gguf import count_stored
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import MemoryEstimate, check_memory
 from secondguess.checkpoint.quantised import Encoding, read_encoding
@@ -45,7 +45,16 @@ from secondguess.runtime.support import (
     context_length_of,
     has_bfloat16,
 )
-from secondguess.runtime.weight_format import BFLOAT16, INT8, QUANTIZATIONS, STORED_INT4, WeightFormat
+from secondguess.runtime.weight_format import (
+    BFLOAT16,
+    INT4,
+    INT8,
+    INT8_GROUPS,
+    QUANTIZATIONS,
+    STORED_INT4,
+    STORED_INT8,
+    WeightFormat,
+)
 from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
@@ -172,8 +181,8 @@ class Checkpoint:
         """
         if self.quantize is not None:
             return [QUANTIZATIONS[self.quantize]]
-        if is_gguf(self.path) or (self.encoding is not None and self.encoding.bits <= STORED_INT4.bits):
-            return [STORED_INT4, BFLOAT16]
+        if self._num_stored:
+            return [STORED_INT4 if INT4 in self._num_stored else STORED_INT8, BFLOAT16]
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
@@ -261,7 +270,8 @@ class Checkpoint:
             # except the embeddings, with a head that shares them
             weights = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
             if stored_as.keeps_others:
-                weights = int(num_parameters * size - self._num_stored * (size - stored_as.bytes_per_weight))
+                saved = (count * (size - each.bytes_per_weight) for each, count in self._num_stored.items())
+                weights = int(num_parameters * size - sum(saved))
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
@@ -283,17 +293,21 @@ class Checkpoint:
 
     @property
     def _num_parameters(self) -> int:
-        packed = 0 if self.encoding is None else count_parameters(Path(self.path), self.encoding.codes)
-        return count_parameters(Path(self.path)) - packed + self._num_stored
-
-    @property
-    def _num_stored(self) -> int:
-        """Number of weights that the checkpoint stores in 4 bits."""
-        if is_gguf(self.path):
-            return count_kept(Path(self.path))
         if self.encoding is None:
-            return 0
-        return count_parameters(Path(self.path), self.encoding.codes) * (32 // self.encoding.bits)
+            return count_parameters(Path(self.path))
+        packed = count_parameters(Path(self.path), self.encoding.codes)
+        return count_parameters(Path(self.path)) - packed + sum(self._num_stored.values())
+
+    @cached_property
+    def _num_stored(self) -> dict[WeightFormat, int]:
+        """Number of weights that the checkpoint stores in the kernels' encodings."""
+        if is_gguf(self.path):
+            return count_stored(Path(self.path))
+        if self.encoding is None:
+            return {}
+        stored_as = INT4 if self.encoding.bits <= INT4.bits else INT8_GROUPS
+        num_codes = count_parameters(Path(self.path), self.encoding.codes) * (32 // self.encoding.bits)
+        return {stored_as: num_codes}
 
     def _quantised_bytes(self, num_weights: int, weight_format: WeightFormat) -> int:
         """Return the bytes of the weights of all layers and the head."""

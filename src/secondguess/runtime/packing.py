@@ -20,6 +20,7 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.stored import StoredLinear
+from secondguess.runtime.weight_format import WeightFormat
 
 ROWS_HINT = 8
 """Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
@@ -67,8 +68,11 @@ class PackableLinear:
         """The weight `[output, input]`; only `multiply` can read it if it is packed."""
         return self._weight
 
-    def in_bytes(self) -> Tensor | None:
-        """Return the weight as `GroupedWeight.in_bytes` does; None if it is not quantised."""
+    def in_groups(self) -> tuple[WeightFormat, Tensor] | None:
+        """Return the encoding and the bytes of a weight that is stored in groups, else None.
+
+        The bytes are those of `GroupedWeight.in_bytes`.
+        """
         return None
 
     def release(self) -> None:
@@ -95,10 +99,14 @@ class StoredProduct(PackableLinear):
     def weight(self) -> Tensor:
         return _joined([linear.weight.detach() for linear in self._linears], self._order)
 
-    def in_bytes(self) -> Tensor | None:
-        stored = [linear.in_bytes() for linear in self._linears if isinstance(linear, StoredLinear)]
-        found = [each for each in stored if each is not None]
-        return _joined(found, self._order) if len(found) == len(self._linears) else None
+    def in_groups(self) -> tuple[WeightFormat, Tensor] | None:
+        stored = [linear.read_codes() for linear in self._linears if isinstance(linear, StoredLinear)]
+        weights = [each for each in stored if each is not None]
+        formats = [each.weight_format for each in weights if each.weight_format is not None]
+        if len(formats) < len(self._linears):
+            return None
+        widest = max(formats, key=lambda each: each.bits)
+        return widest, _joined([each.in_bytes(widest) for each in weights], self._order)
 
     def release(self) -> None:
         self._linears = []

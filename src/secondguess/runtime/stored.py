@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.weight_format import INT4
+from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
 
 GROUP = INT4.group_size or 0
+SMALLEST_HALF = 2.0**-24
+"""Smallest positive number of float16."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ class GroupedWeight:
     minimum: Tensor
     groups: Tensor | None = None
 
+    @classmethod
+    def rounded(cls, weight: Tensor, weight_format: WeightFormat) -> GroupedWeight:
+        """Round a weight `[output, input]` to evenly spaced levels between the limits of each group."""
+        most = 2**weight_format.bits - 1
+        groups = weight.float().view(len(weight), -1, GROUP)
+        minimum = groups.amin(2).half().float()
+        above = groups - minimum[:, :, None]
+        scale = (above.amax(2) / most).clamp_min(SMALLEST_HALF).half().float()
+        codes = (above / scale[:, :, None]).round().clamp(0, most).to(torch.uint8)
+        return cls(codes.flatten(1), weight_format.bits, scale, minimum)
+
     def dequantised(self) -> Tensor:
         """Return the weight `[output, input]` in float32."""
         if self.groups is not None:
@@ -38,20 +51,30 @@ class GroupedWeight:
         codes = self.codes.view(*self.scale.shape, -1)
         return (codes * self.scale[:, :, None] + self.minimum[:, :, None]).flatten(1)
 
-    def in_bytes(self) -> Tensor | None:
-        """Return the weight in the kernels' 4 bits, as `weights.pack_blocks` takes it.
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Encoding in which the kernels take the codes as they are.
 
-        None if it has no such form: more than 4 bits, or groups that are not made of whole groups of
-        the kernels. Larger groups are repeated.
+        None if there is none, because groups are not made of whole groups of the kernels.
         """
-        num_outputs, num_inputs = self.codes.shape
-        if self.groups is not None or self.bits > INT4.bits or num_inputs // self.scale.shape[1] % GROUP:
+        if self.groups is not None or self.codes.shape[1] // self.scale.shape[1] % GROUP:
             return None
-        codes = self.codes.view(num_outputs, -1, GROUP)
+        return INT4 if self.bits <= INT4.bits else INT8_GROUPS
+
+    def in_bytes(self, weight_format: WeightFormat) -> Tensor:
+        """Return the weight `[output, group, byte]` in uint8, as `weights.pack_blocks` takes it.
+
+        Each group has its codes, one per byte, then its scale and its minimum in float16. Larger
+        groups are repeated. In `INT8_GROUPS` codes are signed.
+        """
+        codes, minimum = self.codes, self.minimum
+        if weight_format == INT8_GROUPS and self.bits == INT8_GROUPS.bits:
+            codes, minimum = codes ^ 128, minimum + 128 * self.scale  # 128 less
+        codes = codes.view(len(codes), -1, GROUP)
         repeats = codes.shape[1] // self.scale.shape[1]
         parameters = [
             each.half().repeat_interleave(repeats, 1)[:, :, None].view(torch.uint8)
-            for each in (self.scale, self.minimum)
+            for each in (self.scale, minimum)
         ]
         return torch.cat((codes, *parameters), 2)
 
@@ -86,10 +109,10 @@ class StoredLinear(nn.Module):
         found = self._read()
         return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(self._dtype)
 
-    def in_bytes(self) -> Tensor | None:
-        """Return the weight as `GroupedWeight.in_bytes` does; None if it is not quantised."""
+    def read_codes(self) -> GroupedWeight | None:
+        """Return the weight if it is quantised."""
         found = self._read()
-        return found.in_bytes() if isinstance(found, GroupedWeight) else None
+        return found if isinstance(found, GroupedWeight) else None
 
     def forward(self, values: Tensor) -> Tensor:
         return functional.linear(values, self.weight, self.bias)

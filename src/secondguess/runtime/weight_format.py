@@ -17,7 +17,7 @@ class WeightFormat:
     """Encoding of the weights of linear layers in the kernels.
 
     A quantised weight is an integer times a scale, which all inputs of an output share; with groups
-    it is an unsigned integer times the scale of its group plus the minimum of its group.
+    it is an integer times the scale of its group plus the minimum of its group.
 
     Args:
         name: as given to `quantize`.
@@ -51,8 +51,10 @@ class WeightFormat:
 
 BFLOAT16 = WeightFormat("bfloat16", 16)
 INT8 = WeightFormat("int8", 8)
+INT8_GROUPS = WeightFormat("int8-groups", 8, group_size=32)
 INT4 = WeightFormat("int4", 4, group_size=32)
+STORED_INT8 = WeightFormat("int8-groups", 8, group_size=32, keeps_others=True)
 STORED_INT4 = WeightFormat("int4", 4, group_size=32, keeps_others=True)
-"""4 bits as a quantised checkpoint stores them."""
+"""Up to 8 bits, or up to 4 bits and some with more, as a quantised checkpoint stores them."""
 QUANTIZATIONS = {each.name: each for each in (INT8, INT4)}
 """Formats that `quantize` accepts, by name."""

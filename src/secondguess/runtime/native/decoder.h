@@ -130,7 +130,7 @@ struct Rows {
         if (weight.encoding != BFLOAT16) {
             int8_t* to = small.data() + index * stride;
             scale[index] = quantise(row(index), stride, to);
-            if (weight.encoding == INT4) sum_groups(to, stride / GROUP, group_sums.data() + index * (stride / GROUP));
+            if (weight.has_groups()) sum_groups(to, stride / GROUP, group_sums.data() + index * (stride / GROUP));
         } else if (VectorUnit::WIDE) {
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
         }

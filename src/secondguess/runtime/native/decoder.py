@@ -232,10 +232,12 @@ class NativeDecoder(PackedDecoder):
         )
 
     def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
-        stored = product.in_bytes() if weight_format.group_size is not None else None
-        if stored is None and weight_format.keeps_others:
-            weight_format = BFLOAT16
-        blocks = self._pack(product.weight if stored is None else stored, product.bias, weight_format, gated)
+        stored = product.in_groups() if weight_format.group_size is not None else None
+        if stored is not None and (weight_format.keeps_others or stored[0].bits <= weight_format.bits):
+            weight_format, weight = stored
+        else:
+            weight_format, weight = BFLOAT16 if weight_format.keeps_others else weight_format, product.weight
+        blocks = self._pack(weight, product.bias, weight_format, gated)
         product.release()
         return blocks
 

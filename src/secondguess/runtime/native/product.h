@@ -4,13 +4,16 @@
 // A weight is stored in blocks of 32 outputs. Within a block, 64 bytes of every output's inputs
 // (32 in bfloat16, 64 in 8 bits) form two tiles of 16 outputs, and within a tile 4 bytes of each
 // of the 16 outputs are adjacent. Both AMX tiles and the vector dot products read this layout
-// once, from front to back. In 4 bits the parts of a block are groups of 32 inputs (see `GROUP`).
+// once, from front to back. In groups the parts of a block have 32 inputs (see `GROUP`).
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
 #include "vectors.h"
+
+// Sums are kept in registers only if GCC unrolls the loops over them early.
+#define UNROLLED _Pragma("GCC unroll 8")
 
 constexpr int BLOCK = 32;          // outputs
 constexpr int TILE = 16;           // rows, or outputs
@@ -28,15 +31,20 @@ inline int four_bytes(const void* from) {
     return bytes;
 }
 
-// In 4 bits, 32 inputs of an output share a scale and a minimum in float16, and a weight is
+// In groups, 32 inputs of an output share a scale and a minimum in float16, and a weight is
 // `scale * code + minimum`. The codes of a block's group are followed by its 32 scales and 32
-// minima. A byte holds two codes whose inputs are 4 apart, the first in its low half: 64 bytes
-// hold 8 inputs of each output of a tile.
+// minima. Codes of 8 bits are signed; 64 bytes hold 4 inputs of each output of a tile. Codes of 4 bits
+// are not; a byte holds two whose inputs are 4 apart, the first in its low half, and 64 bytes hold 8
+// inputs of each output of a tile.
 constexpr int GROUP = 32;              // inputs
-constexpr int CODE_BYTES = 512;        // of a group of a block, per tile 256
-constexpr int GROUP_BYTES = CODE_BYTES + 2 * BLOCK * sizeof(uint16_t);
+constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block, per tile 256
 
-enum Encoding { BFLOAT16, INT8, INT4 };
+enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS };
+
+// Size of a group of a block, with its scales and minima.
+constexpr int64_t group_bytes(int64_t encoding) {
+    return (encoding == INT4 ? CODE_BYTES : 2 * CODE_BYTES) + 2 * BLOCK * sizeof(uint16_t);
+}
 
 struct Weight {
     const char* data;       // blocks
@@ -48,13 +56,14 @@ struct Weight {
     int64_t encoding;
 
     int64_t num_blocks() const { return (num_outputs + BLOCK - 1) / BLOCK; }
+    bool has_groups() const { return encoding == INT4 || encoding == INT8_GROUPS; }
     // Number of parts of a block, and their size.
     int64_t num_steps() const { return num_inputs / (encoding == INT8 ? 64 : 32); }
-    int64_t step_bytes() const { return encoding == INT4 ? GROUP_BYTES : 2 * TILE_BYTES; }
+    int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : 2 * TILE_BYTES; }
 };
 
 // Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
-// weights in 8 bits with a scale per row, for 4-bit weights also the sums of each group. Memory is
+// weights in 8 bits with a scale per row, for weights in groups also the sums of each group. Memory is
 // allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
@@ -92,17 +101,50 @@ inline int even_share(int64_t left, int most) {
 #include "product_amx.h"
 #endif
 
-// The products of `count` rows with one block of 4-bit weights, without the rows' scales. Sums within
-// a group are exact integers, and each group is added in one order on every processor.
+// Add the products of some rows with a group of one tile in 8 bits to `sums`. The instruction
+// multiplies unsigned by signed bytes, as for 8 bits without groups; a weight may be -128.
+inline void add_group_of_bytes(const char* data, int tile, const GroupValues& values, int count, float* sums) {
+    const uint16_t* parameters = (const uint16_t*)(data + 2 * CODE_BYTES) + tile * TILE;
+    const __m256i ones = _mm256_set1_epi16(1);
+    UNROLLED for (int part = 0; part < 2; part++) {
+        const __m256 scales = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + part * 8)));
+        const __m256 minima = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + BLOCK + part * 8)));
+        __m256i fours[8];  // 4 inputs of 8 outputs
+        UNROLLED for (int four = 0; four < 8; four++)
+            fours[four] = _mm256_loadu_si256((const __m256i*)(data + tile * CODE_BYTES + four * 64 + part * 32));
+        for (int row = 0; row < count; row++) {
+            const int8_t* from = values.numbers + row * values.stride;
+            __m256i whole = _mm256_setzero_si256();
+            UNROLLED for (int four = 0; four < 8; four++) {
+                const __m256i each = _mm256_sign_epi8(_mm256_set1_epi32(four_bytes(from + four * 4)), fours[four]);
+                const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(fours[four]), each);
+                whole = _mm256_add_epi32(whole, _mm256_madd_epi16(twos, ones));
+            }
+            float* to = sums + row * BLOCK + tile * TILE + part * 8;
+            const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scales, _mm256_loadu_ps(to));
+            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_broadcast_ss(values.sums + row * values.num_groups), minima, scaled));
+        }
+    }
+}
+
+// The products of `count` rows with one block of weights in groups, without the rows' scales. Sums
+// within a group are exact integers, and each group is added in one order on every processor.
+template <Encoding ENCODING>
 inline void add_groups(const Values& values, int64_t start, int count, const char* block, int64_t num_groups, float* sums) {
+    constexpr int64_t BYTES = group_bytes(ENCODING);
     std::fill_n(sums, count * BLOCK, 0.0f);
     const int8_t* rows = values.small + start * values.stride;
     const float* group_sums = values.group_sums + start * (values.stride / GROUP);
     for (int64_t group = 0; group < num_groups; group++) {
-        const char* data = block + group * GROUP_BYTES;
-        for (int line = 0; line < GROUP_BYTES; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
+        const char* data = block + group * BYTES;
+        for (int64_t line = 0; line < BYTES; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
         const GroupValues of_group{rows + group * GROUP, group_sums + group, values.stride, values.stride / GROUP};
-        for (int tile = 0; tile < BLOCK / TILE; tile++) add_group(data, tile, of_group, count, sums);
+        for (int tile = 0; tile < BLOCK / TILE; tile++) {
+            if (ENCODING == INT4)
+                add_group(data, tile, of_group, count, sums);
+            else
+                add_group_of_bytes(data, tile, of_group, count, sums);
+        }
     }
 }
 
@@ -123,7 +165,9 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
             if (weight.encoding == INT8)
                 unit.add_up(start, count, data, num_steps, whole_sums);
             else if (weight.encoding == INT4)
-                add_groups(values, start, count, data, num_steps, sums);
+                add_groups<INT4>(values, start, count, data, num_steps, sums);
+            else if (weight.encoding == INT8_GROUPS)
+                add_groups<INT8_GROUPS>(values, start, count, data, num_steps, sums);
             else
                 unit.add_up(start, count, data, num_steps, sums);
             for (int i = 0; i < count; i++) {
@@ -135,7 +179,7 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
                                       (load(weight.scale + output) * all(values.scale[start + i]));
                     else
                         found[half] = load(sums + at);
-                    if (weight.encoding == INT4) found[half] = found[half] * all(values.scale[start + i]);
+                    if (weight.has_groups()) found[half] = found[half] * all(values.scale[start + i]);
                     if (weight.bias) found[half] = found[half] + load(weight.bias + output);
                 }
                 finish(start + i, block, found[0], found[1]);

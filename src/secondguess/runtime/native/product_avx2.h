@@ -2,9 +2,6 @@
 // tiles of a block, or of up to six rows with one tile.
 #pragma once
 
-// Sums are kept in registers only if GCC unrolls the loops over them early.
-#define UNROLLED _Pragma("GCC unroll 8")
-
 constexpr int MOST_ROWS = 6;
 constexpr int STEPS_AT_ONCE = 2;  // steps of one tile before the other: as far ahead as lines are prefetched
 

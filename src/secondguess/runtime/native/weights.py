@@ -12,16 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.native import library
-from secondguess.runtime.stored import GROUP
+from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
-GROUP_BYTES = 640
-"""Bytes of the codes, scales and minima of a group of inputs of a block."""
+PARAMETER_BYTES = 128
+"""Bytes of the scales and minima of a group of inputs of a block."""
 SMALLEST = torch.finfo(torch.float32).tiny
-SMALLEST_HALF = 2.0**-24
-"""Smallest positive numbers of float32, without loss of precision, and of float16."""
+"""Smallest positive number of float32 without loss of precision."""
 ARENA = 2**26
 NUMBERS_AT_ONCE = 2**20
 """Numbers of a weight that are padded and quantised at once.
@@ -83,8 +82,7 @@ def pack_blocks(
     The weight is packed in slices: beside it and its blocks little memory is needed.
 
     Args:
-        weight: `[output, input]`, or 4 bits in groups, `[output, group, byte]` in uint8: the codes of
-            a group, one per byte, then its scale and its minimum in float16.
+        weight: `[output, input]`, or in groups as `GroupedWeight.in_bytes` returns it.
         bias: `[output]` or None.
         arena: allocator of the blocks.
         weight_format: encoding of the weight.
@@ -131,8 +129,9 @@ def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format
     scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
     if weight_format.group_size is not None:
         num_groups = weight.num_inputs // weight_format.group_size
-        data = arena.allocate(num_lines // BLOCK * num_groups * GROUP_BYTES)
-        parts = data.view(-1, num_groups, GROUP_BYTES)
+        group_bytes = BLOCK * weight_format.group_size * weight_format.bits // 8 + PARAMETER_BYTES
+        data = arena.allocate(num_lines // BLOCK * num_groups * group_bytes)
+        parts = data.view(-1, num_groups, group_bytes)
     else:
         dtype = torch.int8 if weight_format.is_quantised else torch.bfloat16
         data = arena.allocate(num_lines * weight.num_inputs * dtype.itemsize)
@@ -143,10 +142,9 @@ def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format
         rows = _padded(part, _round_up(part.shape[0], BLOCK), *sizes)
         last = first + rows.shape[0]
         if weight_format.group_size is not None:
-            split = (
-                _split_groups(rows) if rows.dim() == 3 else quantise_groups(rows, weight_format.group_size)
-            )
-            stored = _pack_groups(*split)
+            if rows.dim() == 2:
+                rows = GroupedWeight.rounded(rows, weight_format).in_bytes(weight_format)
+            stored = _pack_groups(rows, weight_format.bits)
         else:
             if weight_format.is_quantised:
                 rows, scale[first:last] = quantise(rows)
@@ -170,46 +168,27 @@ def _as_tiles(data: Tensor, num_inputs: int) -> Tensor:
     return data.view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
 
 
-def _pack_groups(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """Return the bytes `[block, group, byte]` of whole blocks in 4 bits (see `product.h`).
+def _pack_groups(rows: Tensor, bits: int) -> Tensor:
+    """Return the bytes `[block, group, byte]` of whole blocks in groups (see `product.h`).
 
     Args:
-        codes: `[output, group, input]`.
-        scale, minimum: `[output, group]`.
+        rows: as `GroupedWeight.in_bytes` returns them.
+        bits: 4 or 8.
     """
-    num_groups = codes.shape[1]
-    low, high = codes.view(-1, BLOCK // TILE, TILE, num_groups, 4, 2, 4).unbind(5)
-    lines = (low | high << 4).permute(0, 3, 1, 4, 2, 5).flatten(2)
-    parameters = [
-        each.view(-1, BLOCK, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
-        for each in (scale, minimum)
-    ]
-    return torch.cat((lines, *parameters), 2)
-
-
-def _split_groups(stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and minima of `[output, group, byte]`, as `quantise_groups` does."""
-    scale, minimum = stored[:, :, GROUP:].contiguous().view(torch.float16).unbind(2)
-    return stored[:, :, :GROUP].contiguous(), scale, minimum
+    codes, parameters = torch.split(rows, [GROUP, rows.shape[2] - GROUP], dim=2)
+    fours = codes.reshape(-1, BLOCK // TILE, TILE, rows.shape[1], GROUP // 4, 4)
+    if bits == 4:
+        low, high = fours.view(*fours.shape[:4], GROUP // 8, 2, 4).unbind(5)
+        fours = low | high << 4
+    lines = fours.permute(0, 3, 1, 4, 2, 5).flatten(2)
+    by_output = parameters.reshape(-1, BLOCK, rows.shape[1], 2, 2)  # scale and minimum, two bytes each
+    return torch.cat((lines, by_output.permute(0, 2, 3, 1, 4).flatten(2)), 2)
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows `[row, input]` as 8-bit integers, and scales `[row]`."""
     scale = rows.float().abs().amax(1).clamp_min(SMALLEST) / 127
     return (rows.float() / scale[:, None]).round().to(torch.int8), scale
-
-
-def quantise_groups(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows `[row, input]` as codes from 0 to 15, `scale * code + minimum` being the weight.
-
-    Returns:
-        Codes `[row, group, input]`, and scales and minima `[row, group]` in float16.
-    """
-    groups = rows.float().view(len(rows), -1, group_size)
-    minimum = groups.amin(2).half()
-    above = groups - minimum.float()[:, :, None]
-    scale = (above.amax(2) / 15).clamp_min(SMALLEST_HALF).half()
-    return (above / scale.float()[:, :, None]).round().clamp(0, 15).to(torch.uint8), scale, minimum
 
 
 def _padded(values: Tensor, *sizes: int) -> Tensor:
