@@ -145,6 +145,24 @@ class TestReasonsToFinish:
         assert llm.generate(prompt, max_tokens=5, min_tokens=5).finish_reason == "length"
         assert llm.generate(prompt, max_tokens=6, min_tokens=6).finish_reason == "length"
 
+    def test_ignored_end_tokens_are_sampled_as_usual_but_do_not_end_the_text(self, tiny_checkpoint):
+        llm = load(tiny_checkpoint, "ngram", dtype="float32")
+        settings = {**SAMPLED, "logit_bias": {0: 6}}
+        ended = llm.generate(PROMPT, **settings)
+        plain, drafted = (
+            llm.generate(PROMPT, **settings, ignore_eos=True, draft_length=length) for length in (0, 3)
+        )
+        assert (ended.finish_reason, plain.finish_reason) == ("stop", "length")
+        assert plain.token_ids[: len(ended.token_ids)] == ended.token_ids
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.stats.num_accepted > 0
+
+    def test_ignored_end_tokens_still_end_a_text_whose_grammar_allows_nothing_else(self, llm):
+        (token,) = llm.target.tokenizer("a").input_ids
+        banned = {token: -float("inf")}
+        output = llm.generate(PROMPT, grammar={"regex": "a"}, logit_bias=banned, ignore_eos=True)
+        assert output.finish_reason == "grammar"
+
 
 class TestLogprobs:
     def test_tokens_and_alternatives_have_their_text(self, llm):

@@ -114,7 +114,8 @@ class Row:
         stream: index among the samples of one request; second part of the noise key.
         coupled: draw draft tokens and output tokens from the same exponential race, so that the
             text depends on the seed alone.
-        end_tokens: tokens that end the row: the model's end tokens and the request's stop tokens.
+        end_tokens: tokens that end the row: the request's stop tokens and, unless it ignores them,
+            the model's end tokens.
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.

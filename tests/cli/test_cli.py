@@ -258,6 +258,7 @@ OPTIONS = [
     ("logit_bias", ["--logit-bias", "5=-inf", "--logit-bias", "6=2"], {5: float("-inf"), 6: 2.0}),
     ("stop", ["--stop", "\n", "--stop", "def"], ("\n", "def")),
     ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
+    ("ignore_eos", ["--ignore-eos"], True),
     ("n", ["--n", "3", "--temperature", "1"], 3),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),

@@ -406,6 +406,7 @@ class TestSettings:
             ("stop_token_ids", 2),
             ("stop_token_ids", [-2]),
             ("stop_token_ids", [1.5]),
+            ("ignore_eos", 1),
             ("seed", -1),
             ("seed", 1.5),
             ("seed", 2**64),

@@ -82,13 +82,14 @@ def test_sampling_settings_reach_the_engine(client, engine):
             "repetition_penalty": 1.2,
             "min_tokens": 2,
             "stop_token_ids": [9],
+            "ignore_eos": True,
         },
     )
     params = engine.last.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, 40, 0.1)
     assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -0.5, 1.2)
     assert (params.seed, params.stop, dict(params.logit_bias)) == (11, ("x", "y"), {5: -100.0})
-    assert (params.min_tokens, params.stop_token_ids) == (2, (9,))
+    assert (params.min_tokens, params.stop_token_ids, params.ignore_eos) == (2, (9,), True)
 
 
 def test_metadata_comes_back(client):

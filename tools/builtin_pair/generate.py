@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,9 @@ def generate_rows(llm: LLM, prompts: Tensor, new_tokens: int, temperature: float
 
     As in the training rows, an end token is followed by further text, so all rows have one length.
     """
-    target = replace(llm.target, end_tokens=frozenset())
     params = [
-        SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=seed + row)
+        SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=seed + row, ignore_eos=True)
         for row in range(len(prompts))
     ]
-    endless = LLM(target, llm.drafter, llm.verifier, llm.controller)
-    outputs = Generation(endless, prompts.tolist(), params).run()
+    outputs = Generation(llm, prompts.tolist(), params).run()
     return torch.cat((prompts, torch.tensor([output.token_ids for output in outputs])), dim=1)

@@ -253,10 +253,8 @@ class SecondguessSystem(System):
         self._controllers.clear()
 
     def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:
-        params = SamplingParams(max_tokens=num_tokens, temperature=temperature)
+        params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=not self._ends_texts)
         row = make_row(self._target, self._verifier, list(prompt), params)
-        if not self._ends_texts:
-            row.end_tokens = frozenset()
         # Seeded noise, but the verifier of requests without a seed, which are the common case.
         row.seed, row.stream = seed, stream
         return row

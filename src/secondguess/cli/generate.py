@@ -80,6 +80,9 @@ def generate(
     stop_token_ids: Annotated[
         list[int] | None, sampling_option("End at this token id; repeatable.", "--stop-token-id")
     ] = None,
+    ignore_eos: Annotated[
+        bool, sampling_option("Go on after the model's end tokens.", "--ignore-eos")
+    ] = False,
     n: Annotated[
         int, sampling_option("Samples per prompt; more than 1 needs a temperature above 0.", "--n")
     ] = 1,

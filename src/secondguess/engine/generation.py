@@ -291,6 +291,8 @@ def make_row(
     """
     check_request(target, verifier, ids, params)
     grammar = match_grammar(target, params)
+    # A grammar keeps them: where it leaves no token to go on with, they end the text.
+    model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
     sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
     if params.prediction is not None:
         sources.append(Prediction(_prediction_tokens(target, params.prediction)))
@@ -300,7 +302,7 @@ def make_row(
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         stream=sample,
         coupled=verifier.uses_coupling(seeded=params.seed is not None),
-        end_tokens=target.end_tokens | frozenset(params.stop_token_ids),
+        end_tokens=model_ends | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,
         grammar=grammar,

@@ -61,6 +61,8 @@ class SamplingParams:
         logit_bias: value added to the logit, by token id; from -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
         stop_token_ids: tokens that end the text, in addition to the model's end tokens.
+        ignore_eos: the model's end tokens do not end the text, and `min_tokens` does not ban them;
+            for load tests. The end of a grammar still ends it.
         n: samples per prompt. More than 1 needs a temperature above 0. Where `seed` makes the text
             reproducible, sample i is the same text for any n.
         seed: makes the text reproducible. With verifier `auto` or `coupled` the text is then also
@@ -96,6 +98,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=TokenBias)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
@@ -141,8 +144,9 @@ class SamplingParams:
             self._check_integer("max_draft_length", 0, MAX_DRAFT_LENGTH, "leave it out for no limit")
         if self.draft_with is not None and not isinstance(self.draft_with, str):
             raise _invalid("draft_with", "a name", self.draft_with, "leave it out for the loaded drafter")
-        if not isinstance(self.history, bool):
-            raise _invalid("history", "True or False", self.history)
+        for name in ("ignore_eos", "history"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, "True or False", getattr(self, name))
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", _checked_tokens("prediction", self.prediction))
 

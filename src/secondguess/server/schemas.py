@@ -166,6 +166,7 @@ class Extensions(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: Values[int] | None = None
+    ignore_eos: bool | None = Field(default=None, description="go on after end tokens, up to max_tokens")
     speculation: Literal["auto", "off"] | SpeculationOptions | None = Field(
         default=None, description="auto: the controller decides; off: plain decoding"
     )
