@@ -35,8 +35,13 @@ DRAFTERS = ("autoregression", "trend", "level")
 
 
 def load_series(name: str) -> Tensor:
-    from statsmodels import datasets
-
+    try:
+        from statsmodels import datasets
+    except ImportError as error:
+        raise SystemExit(
+            "expected statsmodels, which bundles the series, got no such package: install it with"
+            " pip install '.[bench]'"
+        ) from error
     data = datasets.sunspots.load_pandas().data if name == "sunspots" else datasets.co2.load_pandas().data
     values = data["SUNACTIVITY"] if name == "sunspots" else data["co2"].resample("MS").mean().interpolate()
     return torch.tensor(values.to_numpy(), dtype=torch.float32)
@@ -170,6 +175,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
     for system, runs in found.items():
         seconds, passes, lengths, scores = zip(*runs, strict=True)
         differences = numpy.array(scores) - theirs
+        ratios = [each[0] / own for each, own in zip(found["generate"], seconds, strict=True)]
         row = {
             "series": name,
             "system": system,
@@ -178,6 +184,8 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
             "values_per_row_pass": None if lengths[0] is None else fmean(lengths),
             "seconds": median(seconds),
             "speedup": median(each[0] for each in found["generate"]) / median(seconds),
+            "least_speedup": min(ratios),
+            "greatest_speedup": max(ratios),
             "crps": fmean(scores),
             "crps_difference": float(differences.mean()),
             "crps_standard_error": stdev(differences) / len(differences) ** 0.5,
