@@ -61,9 +61,8 @@ class ForecastRuntime:
         self._features = torch.cat((static, future), -1)
         self._loc, self._scale = (each.reshape(len(each), 1, self.dim) for each in (loc, scale))
         self._encoded = encoded.encoder_last_hidden_state
-        self._cross_attention = [
-            (layer.keys, layer.values) for layer in encoded.past_key_values.cross_attention_cache.layers
-        ]
+        self._cross_attention = encoded.past_key_values.cross_attention_cache
+        self._encoder_keys = [(layer, layer.keys, layer.values) for layer in self._cross_attention.layers]
         self._rows: Tensor | None = None
 
     def score(self, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +90,8 @@ class ForecastRuntime:
         )
         hidden = self._model.model.get_decoder()(
             inputs_embeds=inputs,
-            encoder_hidden_states=self._encoded[series],
+            # Only the shape is read, since the cache has the keys and values.
+            encoder_hidden_states=self._encoded[:1].expand(num_rows, -1, -1),
             past_key_values=self._cache(series),
             use_cache=True,
         ).last_hidden_state
@@ -116,10 +116,10 @@ class ForecastRuntime:
     def _cache(self, series: Tensor) -> EncoderDecoderCache:
         """Return a cache with the encoder's keys and values, and no self-attention entries."""
         if self._rows is None or not torch.equal(series, self._rows):  # copied only when rows have finished
-            self._rows, self._row_cross_attention = series, DynamicCache()
-            for layer, (keys, values) in enumerate(self._cross_attention):
-                self._row_cross_attention.update(keys[series], values[series], layer)
-        return EncoderDecoderCache(DynamicCache(), self._row_cross_attention)
+            self._rows = series
+            for layer, keys, values in self._encoder_keys:
+                layer.keys, layer.values = keys[series], values[series]
+        return EncoderDecoderCache(DynamicCache(), self._cross_attention)
 
 
 def check_model(model: object) -> None:
