@@ -53,38 +53,49 @@ class AutoregressionDrafter(StandardisedDrafter):
 
     def _features(self, lagged: Tensor) -> Tensor:
         """Return lagged values `[n, lag * dim]` and their random features."""
-        return torch.cat((lagged, (lagged @ self._frequencies + self._phases).cos()), -1)
+        return torch.cat((lagged, torch.addmm(self._phases, lagged, self._frequencies).cos_()), -1)
 
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        num_past, rows = self._past.shape[1], torch.arange(len(series))
-        values = torch.cat((self._past[series], values), 1)
+        longest, reach = noise.shape[1], int(self._lags.max())
+        known = starts[:, None] + torch.arange(-reach, 0)
+        # A step is at the same place in all rows: the known values that it depends on, then the drafts.
+        aligned = torch.cat((self._values_at(series, values, known), torch.zeros_like(noise)), 1)
         all_weights = self._weights[series]
         weights, constants = all_weights[:, : self._num_weights], all_weights[:, self._num_weights :]
+        steps = (starts[:, None] + torch.arange(longest)).clamp(max=self._horizon - 1)
+        constants = constants.take_along_dim(steps[..., None], 1)
         low, high = self._low[series], self._high[series]
-        places = num_past + starts[:, None] - self._lags
+        places = reach - self._lags
         means, scales = [], []
-        for step in range(noise.shape[1]):
-            features = self._features(values[rows[:, None], places + step].flatten(1))
-            found = (features[:, None] @ weights)[:, 0] + constants[
-                rows, (starts + step).clamp(max=self._horizon - 1)
-            ]
+        for step in range(longest):
+            features = self._features(aligned[:, places + step].flatten(1))
+            found = torch.baddbmm(constants[:, step, None], features[:, None], weights)[:, 0]
             mean, log_scale = found.chunk(2, -1)
+            scale = log_scale.clamp(low, high).exp_()
+            aligned[:, reach + step] = torch.addcmul(mean, scale, noise[:, step])
             means.append(mean)
-            scales.append(torch.minimum(torch.maximum(log_scale, low), high).exp())
-            values[rows, num_past + starts + step] = mean + scales[-1] * noise[:, step]
+            scales.append(scale)
         return torch.stack(means, 1), torch.stack(scales, 1)
 
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
-        places, rows, logs = steps[:, None] - self._lags, torch.arange(len(series))[:, None], scales.log()
-        past, forecast = self._past[series[:, None], places.clamp(max=-1)], values[rows, places.clamp(min=0)]
-        lagged = torch.where(places[..., None] < 0, past, forecast).flatten(1)
-        features = torch.cat((self._features(lagged), torch.eye(self._horizon)[steps]), -1)
+        logs = scales.log()
+        lagged = self._values_at(series, values, steps[:, None] - self._lags).flatten(1)
+        phases = torch.eye(self._horizon, dtype=torch.float64)[steps]
+        features = torch.cat((self._features(lagged), phases), -1)
         wanted = torch.cat((locs, logs), -1)
-        for each in set(series.tolist()):
-            own = features[series == each]
+        counts = torch.bincount(series, minlength=len(self._gram)).tolist()
+        for each, (own, target) in enumerate(
+            zip(features.split_with_sizes(counts), wanted.split_with_sizes(counts), strict=True)
+        ):
             self._gram[each] += own.T @ own
-            self._moments[each] += own.T @ (wanted[series == each] - own @ self._base[each])
+            self._moments[each] += own.T @ (target - own @ self._base[each])
         self._weights = self._base + torch.linalg.solve(self._gram, self._moments)
         groups = series[:, None].expand_as(logs)
         self._low = self._low.scatter_reduce(0, groups, logs, "amin")
         self._high = self._high.scatter_reduce(0, groups, logs, "amax")
+
+    def _values_at(self, series: Tensor, values: Tensor, places: Tensor) -> Tensor:
+        """Return values `[n, place, dim]` at `places` `[n, place]`, of which negative ones are in the past."""
+        rows = torch.arange(len(series))[:, None]
+        forecast = values[rows, places.clamp(min=0)]
+        return torch.where(places[..., None] < 0, self._past[series[:, None], places.clamp(max=-1)], forecast)

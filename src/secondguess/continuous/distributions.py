@@ -1,19 +1,21 @@
 """Distributions of continuous values, in batches.
 
-They add two things to `torch.distributions`: samples are functions of given uniforms, so that the
-keyed noise determines them, and a batch can be indexed. All tensors are float64, since acceptance
-depends on ratios of densities.
+Unlike those of `torch.distributions`, their samples are functions of given uniforms, so that the keyed
+noise determines them, and a batch can be indexed. Densities are computed here too: to construct an
+object of `torch.distributions` takes longer than the densities of a round. All tensors are float64,
+since acceptance depends on ratios of densities.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Self
 
 import torch
-from torch import Tensor, distributions
+from torch import Tensor
 
 Index = Tensor | slice | EllipsisType | None | tuple[Tensor | slice | EllipsisType | None, ...]
 
@@ -51,7 +53,8 @@ class Gaussian(Distribution):
         return self.loc.shape[-1]
 
     def log_density(self, values: Tensor) -> Tensor:
-        return _log_density(distributions.Normal(self.loc, self.scale, validate_args=False), values)
+        standard = (values - self.loc) / self.scale
+        return -(standard.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2).sum(-1)
 
     def sample(self, uniforms: Tensor) -> Tensor:
         standard: Tensor = torch.special.ndtri(uniforms)
@@ -74,9 +77,9 @@ class StudentT(Distribution):
         return 2 * self.loc.shape[-1]
 
     def log_density(self, values: Tensor) -> Tensor:
-        return _log_density(
-            distributions.StudentT(self.df, self.loc, self.scale, validate_args=False), values
-        )
+        standard, half = (values - self.loc) / self.scale, (self.df + 1) / 2
+        factor = half.lgamma() - (self.df / 2).lgamma() - (math.pi * self.df).log() / 2 - self.scale.log()
+        return (factor - half * (standard.square() / self.df).log1p()).sum(-1)
 
     def sample(self, uniforms: Tensor) -> Tensor:
         """Return draws by the polar form of Bailey (1994): Box and Muller's, with another radius."""
@@ -116,8 +119,3 @@ class Mixture(Distribution):
 
     def at(self, index: Index) -> Self:
         return type(self)(self.log_weights[index], self.components.at(index))
-
-
-def _log_density(dist: distributions.Distribution, values: Tensor) -> Tensor:
-    logs: Tensor = dist.log_prob(values)
-    return logs.sum(-1)

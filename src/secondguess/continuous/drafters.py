@@ -43,7 +43,7 @@ class Histories:
     """Values so far of a batch of rows, each of which continues a series.
 
     Args:
-        series: `[row]`, index of the series.
+        series: `[row]`, index of the series, not decreasing.
         values: `[row, horizon, dim]` float64, values so far; those from `starts` on have no meaning
             for `propose`, and are the drafted ones for `observe`.
         starts: `[row]`, number of values so far.

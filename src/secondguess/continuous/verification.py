@@ -117,6 +117,6 @@ def draw_residual(target: Distribution, draft: Distribution, noise: KeyedNoise) 
         done = kept.any(1)
         found[remaining[done]] = trials[done, kept[done].long().argmax(1)]
         remaining = remaining[~done]
-        first, count = first + count, min(2 * count, MOST_TRIALS)
+        first, count = first + count, min(4 * count, MOST_TRIALS)
     assert found is not None
     return found
