@@ -159,8 +159,9 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
     model = train(name, windows, LARGE, options)
     systems = make_systems(model, train(name, windows, SMALL, options))
     found: dict[str, list[tuple[float, int, float | None, float]]] = {system: [] for system in systems}
+    origins = windows.origins(options.origins)
     for seed in range(-1, options.repeats):  # the first is a warm-up
-        for index, origin in enumerate(windows.origins(options.origins)):
+        for index, origin in enumerate(origins if seed >= 0 else origins[:1]):
             inputs = windows.at(origin[None])
             truth = inputs.pop("future_values")[0]
             for system, run in systems.items():
