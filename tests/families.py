@@ -197,6 +197,21 @@ def plain_model(directory: Path) -> Any:
     ).eval()
 
 
+def write_varied(name: str, directory: Path) -> Path:
+    """A checkpoint of a family whose norms are not ones and whose biases are not zero, which would hide their use."""
+    path = write_checkpoint((FAMILIES | SIMILAR)[name](), directory)
+    model = plain_model(path)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    model.save_pretrained(path)
+    return path
+
+
 def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     """`[position, vocab]` of one uncached causal forward."""
     with torch.no_grad():

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy
-import pytest
 import torch
 
 from continuous_cases import forecast_holds, reflection_holds, rules_hold, verification_holds
+from mutant_cases import Mutant, Patch, check, mutation_test
 from secondguess.continuous import forecast, verification
 from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Gaussian, Mixture, StudentT
 from secondguess.runtime.forecaster import ForecastRuntime
 from secondguess.sampling.noise import KeyedNoise, Purpose
-from test_mutants import Mutant, Patch, check, purposes_share_numbers
+from test_mutants import purposes_share_numbers
 
 
 def corrections_are_drawn_from_the_target(patch: Patch) -> None:
@@ -142,9 +142,4 @@ MUTANTS = [
     Mutant(large_drafts_are_withdrawn, check(forecast_holds)),
 ]
 
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
-    assert mutant.check.holds_unchanged, "the code as it ships must pass"
-    mutant.mutate(monkeypatch)
-    assert not mutant.check(), "the mutant survived"
+test_the_check_passes_and_fails_with_the_mutant = mutation_test(MUTANTS)

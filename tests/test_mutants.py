@@ -7,11 +7,10 @@ check passes on the code as it ships and fails with the mutant in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +31,7 @@ from distribution_cases import (
 )
 from families import FAMILIES
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
+from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess import rounds
 from secondguess.controllers import make_controller
@@ -77,8 +77,6 @@ from secondguess.sampling.noise import KeyedNoise, Purpose
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
-
-Patch = pytest.MonkeyPatch
 
 # Checks: each returns whether the code passes.
 
@@ -946,44 +944,6 @@ def entries_of_the_copy_are_kept(patch: Patch) -> None:
     patch.setattr(NativeRuntime, "keep", restore)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A mistake and the proof that must notice it."""
-
-    mutate: Callable[[Patch], None]
-    check: Check
-    name: str = ""
-
-    def __str__(self) -> str:
-        return self.name or self.mutate.__name__.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Check:
-    """A proof with its arguments; proofs of equal arguments run once on the code as it ships."""
-
-    function: Callable[..., bool]
-    args: tuple[object, ...]
-    settings: tuple[tuple[str, object], ...]
-
-    def __call__(self) -> bool:
-        return self.function(*self.args, **dict(self.settings))
-
-    @property
-    def holds_unchanged(self) -> bool:
-        key = repr(self)
-        if key not in KNOWN:
-            KNOWN[key] = self()
-        return KNOWN[key]
-
-
-KNOWN: dict[str, bool] = {}
-
-
-def check(function: Callable[..., bool], *args: object, **settings: object) -> Check:
-    return Check(function, args, tuple(settings.items()))
-
-
 def dist(*args: object, **settings: object) -> Check:
     return check(dist_holds, *args, **settings)
 
@@ -1083,9 +1043,4 @@ MUTANTS = [
     Mutant(steps_of_training_see_no_earlier_steps, check(drafts_as_it_learned, "eagle3")),
 ]
 
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
-    assert mutant.check.holds_unchanged, "the code as it ships must pass"
-    mutant.mutate(monkeypatch)
-    assert not mutant.check(), "the mutant survived"
+test_the_check_passes_and_fails_with_the_mutant = mutation_test(MUTANTS)

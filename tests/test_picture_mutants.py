@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from distribution_cases import (
     dist_error,
     make_pair_drafter,
 )
+from mutant_cases import Mutant, Patch, check, mutation_test
 from secondguess.controllers import make_controller
 from secondguess.core import Guidance, Row, Verdict
 from secondguess.decode import Components, decode
@@ -28,7 +28,6 @@ from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import coupled, make_verifier
-from test_mutants import Mutant, Patch, check
 
 WIDTH, NUM_TOKENS = 5, 80
 
@@ -199,9 +198,4 @@ MUTANTS = [
     Mutant(guidance_at_the_pending_token_alone, check(guided_dist_holds)),
 ]
 
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
-    assert mutant.check.holds_unchanged, "the code as it ships must pass"
-    mutant.mutate(monkeypatch)
-    assert not mutant.check(), "the mutant survived"
+test_the_check_passes_and_fails_with_the_mutant = mutation_test(MUTANTS)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy
-import pytest
 import torch
 
 from distribution_cases import (
@@ -19,6 +18,7 @@ from distribution_cases import (
     make_tree_drafter,
     play,
 )
+from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import TREE, chained_text_p_value
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
@@ -36,15 +36,7 @@ from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier, shapes, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier
-from test_mutants import (
-    Check,
-    Mutant,
-    Patch,
-    check,
-    exact_model_dist,
-    places_share_accept_numbers,
-    siblings_see_each_other,
-)
+from test_mutants import exact_model_dist, places_share_accept_numbers, siblings_see_each_other
 from tree_drafter import DistTreeDrafter
 
 # Checks: each returns whether the code passes.
@@ -352,9 +344,4 @@ MUTANTS = [
     ),
 ]
 
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_the_check_passes_and_fails_with_the_mutant(mutant, monkeypatch):
-    assert mutant.check.holds_unchanged, "the code as it ships must pass"
-    mutant.mutate(monkeypatch)
-    assert not mutant.check(), "the mutant survived"
+test_the_check_passes_and_fails_with_the_mutant = mutation_test(MUTANTS)

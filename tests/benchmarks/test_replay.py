@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from replay import Replayed, ReplayRow, replay
@@ -141,17 +142,6 @@ def test_traces_of_trees_are_refused() -> None:
         record(table, trees, make_verifier("auto"), Row([1], SamplingParams(max_tokens=20)), 4)
 
 
-class CountingClock:
-    """A clock that advances by a second per call."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -> None:
     target = TableModel(8, random_probs(8, seed=1))
     params = SamplingParams(max_tokens=10**6, temperature=0)
@@ -160,7 +150,7 @@ def test_rounds_are_timed_by_length_in_turns_and_the_first_ones_are_left_out() -
         ScriptedDrafter(lambda row: [1] * 9),
         make_verifier("auto"),
         lambda: Row([1, 2, 3], params),
-        CountingClock(),
+        count(1.0).__next__,
     )
     cell = Cell(stage, Candidate(deterministic=True), False, (0, 1, 3))
     for _ in range(3):

@@ -18,12 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import secondguess
-from drop_in_cases import BATCH, END, LENGTH, PROMPT, ours, theirs, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
+from drop_in_cases import BATCH, END, LENGTH, PROMPT, ours, theirs
 
 
 class Steps(BaseStreamer):

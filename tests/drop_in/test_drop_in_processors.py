@@ -14,12 +14,7 @@ from transformers import (
 )
 
 import secondguess
-from drop_in_cases import BATCH, BATCH_MASK, END, LENGTH, PROMPT, ours, theirs, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
+from drop_in_cases import BATCH, BATCH_MASK, END, LENGTH, PROMPT, ours, theirs
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,6 @@ from drop_in_cases import BATCH, BATCH_MASK, END, LENGTH, PROMPT, ours, theirs, 
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
 def model_without_padding():
     return tiny_model(pad_token_id=None)
 

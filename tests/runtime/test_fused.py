@@ -20,6 +20,7 @@ from families import (
     row_of,
     runtime_of,
     write_checkpoint,
+    write_varied,
 )
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import read_module
@@ -43,23 +44,6 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return write_varied("llama", tmp_path_factory.mktemp("fused"))
-
-
-def write_varied(name, directory):
-    path = write_checkpoint((FAMILIES | SIMILAR)[name](), directory)
-    model = plain_model(path)
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(),
-    ):  # norms of ones and biases of zero would hide where they are used
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.2)
-    model.save_pretrained(path)
-    return path
 
 
 def scores(path, runtime, dtype, num_nodes=4):

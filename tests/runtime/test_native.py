@@ -20,6 +20,7 @@ from families import (
     row_of,
     trees,
     write_checkpoint,
+    write_varied,
 )
 from secondguess import load
 from secondguess.checkpoint.checkpoint import Checkpoint
@@ -64,23 +65,6 @@ def some_checkpoint(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return write_varied("llama", tmp_path_factory.mktemp("native"))
-
-
-def write_varied(name, directory):
-    path = write_checkpoint((FAMILIES | SIMILAR)[name](), directory)
-    model = plain_model(path)
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(),
-    ):  # norms of ones and biases of zero would hide where they are used
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-    model.save_pretrained(path)
-    return path
 
 
 def native_runtime(path, weight_format=BFLOAT16, unit=None, **options):
