@@ -5,6 +5,7 @@ Glossary:
     target      model whose output distribution is preserved
     drafter     proposes draft tokens, which the target verifies
     row         one sequence of the batch
+    slot        place of a row in a KV cache
     pending     last committed token of a row: not in the target's KV cache yet, first input of the
                 next forward pass
     node        one draft token
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "context", "grammar"]
 """Reason why a row ended.
 
-`stop`: an end token, a stop string, or the end of the grammar. `length`: `max_tokens` tokens were generated. `context`: the
-model's context is full. `grammar`: the grammar left no token to go on with, so the text is incomplete.
+`stop`: an end token, a stop string, or the end of the grammar. `length`: `max_tokens` tokens were
+generated. `context`: the model's context is full. `grammar`: the grammar left no token to go on with,
+so the text is incomplete.
 """
 
 
@@ -76,6 +78,7 @@ class DraftSource(Protocol):
     """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
 
     part: int
+    """Negative number of its candidates (`Candidate.part`)."""
 
     def candidate(self, row: Row) -> Candidate:
         """Return the candidate after the row's tokens; of length 0 if there is none."""
@@ -509,7 +512,8 @@ class Budgets:
             drafter trained to predict acceptance probabilities can pass them as third argument,
             and one that has computed the largest probability per row can pass it as fourth.
         uses_probs: False if `keep_drafting` always returns True, so that drafters can skip the call.
-        parts: per row, index of the component drafter to use; empty for the first one everywhere.
+        parts: per row, the component drafter or, if negative, the row's own source to use
+            (`Candidate.part`); empty for the first drafter everywhere.
     """
 
     lengths: list[int]

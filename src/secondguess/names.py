@@ -74,7 +74,7 @@ def refuse_options(name: Name, what: str) -> None:
 def refuse_argument(name: Name, what: str) -> None:
     """Refuse an argument after the colon with a `BadInputError`, for a kind that takes none."""
     if name.argument is not None:
-        raise BadInputError(f"expected nothing behind the {what} {name.kind}, got ':{name.argument}'")
+        raise BadInputError(f"expected no argument of the {what} {name.kind}, got ':{name.argument}'")
 
 
 def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose: str) -> OptionsT:
@@ -111,7 +111,7 @@ def options_with_argument(name: Name, option: str) -> Mapping[str, str]:
     if name.argument is None:
         return name.options
     if option in name.options:
-        raise BadInputError(f"expected {option} of {name.kind} once, got it behind the colon and as option")
+        raise BadInputError(f"expected {option} of {name.kind} once, got it after the colon and as option")
     return {option: name.argument, **name.options}
 
 

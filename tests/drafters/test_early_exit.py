@@ -179,7 +179,7 @@ def interrupt(*_: object) -> None:
 def test_invalid_numbers_of_first_layers_are_refused() -> None:
     target = fused_target()
     for num_layers in (0, 4):
-        with pytest.raises(BadInputError, match="behind layer 1 to 3"):
+        with pytest.raises(BadInputError, match="after layer 1 to 3"):
             drafter_of(target, num_layers)
 
 

@@ -36,9 +36,8 @@ def export(
 ) -> int:
     """Print a target and its drafter as a configuration for another engine.
 
-    Standard output gets command lines; standard error gets
-    notes on where that engine differs. No model is loaded, and the engine need
-    not be installed.
+    Standard output gets command lines; standard error gets notes on where that engine differs.
+    No model is loaded, and the engine need not be installed.
     """
     from secondguess.configuration import LoadSettings
     from secondguess.export import export as export_to

@@ -55,7 +55,7 @@ class EarlyExitDrafter(SamplingDrafter):
         target.require_partial_forward()
         if not 0 < num_layers < target.num_layers:
             raise BadInputError(
-                f"expected an exit behind layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
+                f"expected an exit after layer 1 to {target.num_layers - 1} of the target's {target.num_layers}, "
                 f"got {num_layers}"
             )
         super().__init__(name, target.vocab_size, target.device, shape)
@@ -71,7 +71,7 @@ class EarlyExitDrafter(SamplingDrafter):
         read_tree_options(name)
         exit_layer = int(name.argument)
         if exit_layer < 1:
-            raise BadInputError(f"expected an exit behind layer 1 or a later one, got {exit_layer}")
+            raise BadInputError(f"expected an exit after layer 1 or a later one, got {exit_layer}")
         return Requirements(num_target_layers=exit_layer + 1)
 
     @classmethod

@@ -45,7 +45,7 @@ class JacobiOptions:
 
 
 class SampledAhead:
-    """Text of a row, and the tokens that the last rounds sampled behind it."""
+    """Text of a row, and the tokens that the last rounds sampled after it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

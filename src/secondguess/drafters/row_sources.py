@@ -25,7 +25,7 @@ MAX_COMPARED = 32
 MAX_MATCH = 16
 """Number of last tokens of the output that are compared at each place."""
 MIN_MATCH = 2
-"""Number of tokens that match behind a divergence once it is known what was replaced."""
+"""Number of tokens that match after a divergence once it is known what was replaced."""
 MAX_REPLACED = 8
 """Maximum number of tokens on either side of a replacement that is expected again."""
 
@@ -52,8 +52,8 @@ class Prediction:
     """The client's guess of the output, from where the output has got to in it.
 
     After a divergence, the place is that whose preceding tokens match most of the last tokens of
-    the output; among equals, the next one behind the last place. Where the last token does not
-    occur at all, one token is taken to be replaced. A place behind which the output went on otherwise
+    the output; among equals, the next one after the last place. Where the last token does not
+    occur at all, one token is taken to be replaced. A place after which the output went on otherwise
     is returned to only with a longer match.
 
     What the output has put in place of a few tokens, such as another name, is expected instead of
@@ -70,7 +70,7 @@ class Prediction:
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self._tokens):
             self._places.setdefault(token, []).append(place)
-        # Places behind which the output went on otherwise, with the number of tokens that matched there.
+        # Places after which the output went on otherwise, with the number of tokens that matched there.
         self._refuted: dict[int, int] = {}
         # Replaced tokens and what is expected instead, by the first replaced token.
         self._replaced: dict[int, tuple[list[int], list[int]]] = {}
@@ -120,7 +120,7 @@ class Prediction:
             self._diverged = None
 
     def _follow(self, token: int) -> bool:
-        """Go on behind the next output token, and return True, if it is the expected one or the predicted one."""
+        """Go on after the next output token, and return True, if it is the expected one or the predicted one."""
         if self._next >= len(self._tokens):
             return False
         num_tokens, expected = self._expected(self._next)
@@ -137,7 +137,7 @@ class Prediction:
         return goes_on
 
     def _resynchronise(self, last: Sequence[int]) -> None:
-        """Find the place in the prediction behind the last tokens of the output."""
+        """Find the place in the prediction after the last tokens of the output."""
         places = self._places.get(last[-1], ())
         behind = bisect_left(places, self._next)
         near = [

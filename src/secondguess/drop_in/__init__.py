@@ -190,7 +190,7 @@ def _sampling_params(
     if min_tokens and ending.stop_strings:
         raise BadInputError(
             "expected no min_length or min_new_tokens beside stop strings, got both: custom_generate would let a row "
-            "go on behind a stop string until it is long enough; leave one out"
+            "go on after a stop string until it is long enough; leave one out"
         )
     return SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, **settings)
 

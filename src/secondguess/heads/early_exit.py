@@ -50,7 +50,7 @@ class EarlyExitHead(Head):
         super().__init__()
         if min(exit_layer, width, mlp_size) < 1:
             raise BadInputError(
-                f"expected an exit behind layer 1 or later and sizes of at least 1, got layer {exit_layer}, width {width}, "
+                f"expected an exit after layer 1 or later and sizes of at least 1, got layer {exit_layer}, width {width}, "
                 f"feed-forward {mlp_size}"
             )
         self.exit_layer = exit_layer

@@ -163,7 +163,7 @@ def _probe_states(*shape: int) -> Tensor:
 
 
 def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, head: DsparkHead) -> Tensor:
-    """Return the logits of blocks behind two texts of different lengths."""
+    """Return the logits of blocks after two texts of different lengths."""
     lengths = (tokens.shape[1], tokens.shape[1] // 2)
     rows = [
         Row(of_row[:length].tolist(), SamplingParams())

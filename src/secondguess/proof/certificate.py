@@ -125,7 +125,7 @@ class Certificate:
         acceptance_rate: accepted over drafted nodes; None when nothing was drafted.
         acceptance_length: tokens per target pass.
         accepted_per_position: accepted draft tokens at position 0, 1, ... of a draft.
-        rejected_per_position: drafts whose first rejected token was at this position. Tokens behind
+        rejected_per_position: drafts whose first rejected token was at this position. Tokens after
             it were never compared with the target, so they are in neither list.
     """
 

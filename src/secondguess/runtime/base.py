@@ -65,7 +65,7 @@ class QuantisedCopy(ABC):
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
     The entries of committed tokens are the target's. The copy writes those of pending and of nodes
-    behind them, where the target's next pass overwrites them.
+    after them, where the target's next pass overwrites them.
     """
 
     @abstractmethod

@@ -146,7 +146,7 @@ class Family:
         has_qk_norm: whether queries and keys are normalised, per head (Qwen3) or all heads together
             (OLMo 2), as the size of the weight says.
         linears: names of a layer's linear layers.
-        attention, final_norm: names of the attention in a layer, and of the norm behind the layers.
+        attention, final_norm: names of the attention in a layer, and of the norm after the layers.
         has_interleaved_heads: whether the joined projection lists query, key and value of each head
             in turn (GPT-NeoX), not all queries first.
         is_gated: whether the first half of the feed-forward inputs gates the second one.

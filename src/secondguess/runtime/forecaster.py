@@ -68,7 +68,7 @@ class ForecastRuntime:
     def score(self, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
 
-        There are as many queries as the longest draft has values, and one; those behind a row's own
+        There are as many queries as the longest draft has values, and one; those after a row's own
         draft are meaningless. Arguments and results are on the host, in float64.
 
         Args:

@@ -16,7 +16,7 @@ class GuidedRuntime(Runtime):
     """Target of the decoding loop, which scores guided rows with their negative prompt as well.
 
     A guided row (`Row.guidance`) has a twin in the target: its negative prompt and the same output.
-    Each pass scores the draft in both. Everything behind the logits is as for other rows, so that
+    Each pass scores the draft in both. Everything after the logits is as for other rows, so that
     any drafter and verifier keeps the guided distribution. Drafters use the target itself.
 
     Args:

@@ -33,7 +33,7 @@ class RecurrentRuntime(RowByRowRuntime):
     """Runtime over a Transformers module whose layers have recurrent states.
 
     The cached length of a row is always that of a snapshot of its states. `score` runs the
-    committed tokens behind it and the draft in one pass, which leaves the snapshot unchanged. If
+    committed tokens after it and the draft in one pass, which leaves the snapshot unchanged. If
     the states after the accepted path are known, they are the next snapshot; otherwise the row
     stays at the old one, and the next pass begins with the accepted tokens. The states are known
     at the end of a path, and after each of its tokens if the layers are convolutions or have scans

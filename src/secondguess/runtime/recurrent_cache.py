@@ -1,4 +1,4 @@
-"""KV cache of models whose layers also have recurrent states (linear attention, short convolutions).
+"""KV cache of models whose layers also have recurrent states (Mamba, linear attention, convolutions).
 
 A recurrent state is a sum over all tokens before it, so it cannot forget rejected ones. The cache
 keeps snapshots of the states at some lengths of a row, and a row continues from one of these. No
@@ -57,7 +57,7 @@ class RecurrentCache(KeyValueCache):
 
     Args:
         snapshots: by slot, in ascending order of their lengths.
-        records: whether the present pass keeps the states after each token.
+        records: True if the current pass keeps the states after each token.
     """
 
     snapshots: dict[int, list[Snapshot]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class RecurrentCache(KeyValueCache):
         Args:
             states: states at its start, none at the start of a row.
             num_tokens: number of tokens of the pass.
-            records: whether to keep the states after each token, as far as they are known.
+            records: True to keep the states after each token, as far as they are known.
         """
         self._num_tokens, self.records = num_tokens, records
         self._before, self._after = states, dict(states)

@@ -167,6 +167,6 @@ def last_norm(model: Any) -> Any:
     ]
     if not norms:
         raise UnsupportedModelError(
-            f"expected a norm behind the layers of a {type(model).__name__}, got none; use a drafter that needs none"
+            f"expected a norm after the layers of a {type(model).__name__}, got none; use a drafter that needs none"
         )
     return norms[-1]

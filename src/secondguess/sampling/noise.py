@@ -299,7 +299,7 @@ def _place_hash(place: int, purpose: int) -> int:
 
 
 def _race_hashes(keys: IntArray, positions: IntArray, depths: IntArray) -> IntArray:
-    """Return the hashes `[...]` of races at `depths` `[row, ...]` behind `positions` `[row]`."""
+    """Return the hashes `[...]` of races at `depths` `[row, ...]` after `positions` `[row]`."""
     shape = (-1, *([1] * (depths.ndim - 1)))
     return _hash(keys.reshape(shape), positions.reshape(shape) + depths, Purpose.RACE)
 

@@ -178,7 +178,7 @@ class StopSearch:
         self.match = min(matches, default=None)
 
     def skip_match(self) -> None:
-        """Continue the search behind the match, if there is one."""
+        """Continue the search after the match, if there is one."""
         if self.match is not None:
             self._search_from, self.match = self.match[1], None
 

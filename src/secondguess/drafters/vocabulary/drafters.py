@@ -168,7 +168,7 @@ class StringDrafter(TranslatingDrafter):
     def _encoded(self, chain: list[int]) -> list[int]:
         """Return the target's tokens of a draft, up to a last one that a longer text might change.
 
-        That one is complete if both vocabularies have it, or if the text ends behind it.
+        That one is complete if both vocabularies have it, or if the text ends after it.
         """
         target, draft = self.pair.target, self.pair.draft
         data = [draft.bytes_of(token) for token in chain]

@@ -1,7 +1,7 @@
 """Tokens of a tokenizer as bytes, and its encoding of text.
 
 Tokens of two vocabularies are compared by the bytes that they add to a text: `Ġthe` of byte-level
-BPE, `▁the` of SentencePiece and `the` of WordPiece (behind another word) are all " the".
+BPE, `▁the` of SentencePiece and `the` of WordPiece (after another word) are all " the".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer
 from secondguess.errors import CheckpointError
 
 DERIVED = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
-"""Decoders under which a token adds the same bytes behind any other token."""
+"""Decoders under which a token adds the same bytes after any other token."""
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """Token of a single byte in a vocabulary with byte fallback."""
