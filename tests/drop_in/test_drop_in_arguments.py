@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import secondguess
-from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
+from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs
 from secondguess.drop_in import arguments
 
 ENDING = {"eos_token_id": END, **LENGTH}
@@ -96,11 +96,6 @@ REFUSED = {
     "watermarking_config": WatermarkingConfig(),
 }
 """Fields that are refused, some of them by Transformers before it calls us."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 def test_every_field_of_the_generation_config_is_in_the_matrix():
@@ -233,8 +228,9 @@ INPUTS_WITHOUT_EFFECT = {
 
 @pytest.mark.parametrize("name", INPUTS_REFUSED)
 def test_an_input_that_would_change_the_text_or_the_result_is_refused_by_name(model, name):
+    prompt = () if name == "inputs_embeds" else (PROMPT,)  # embeddings replace the tokens
     with pytest.raises(secondguess.BadInputError, match=f"expected {name} "):
-        ours(model, PROMPT, **{name: INPUTS_REFUSED[name](model)}, **LENGTH)
+        ours(model, *prompt, **{name: INPUTS_REFUSED[name](model)}, **LENGTH)
 
 
 @pytest.mark.parametrize("name", INPUTS_WITHOUT_EFFECT)
