@@ -83,6 +83,30 @@ def secondguess_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     return run
 
 
+@pytest.fixture
+def loaded(
+    secondguess_command: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, object]]:
+    """Runs a command and gives what it called `load` with."""
+
+    class EnoughError(Exception):
+        pass
+
+    def run(*arguments: object) -> dict[str, object]:
+        seen: dict[str, object] = {}
+
+        def load(**settings: object) -> None:
+            seen.update(settings)
+            raise EnoughError
+
+        monkeypatch.setattr("secondguess.api.load", load)
+        done = secondguess_command(*arguments)
+        assert "EnoughError" in done.err, done
+        return seen
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random vision-language model with its processor."""

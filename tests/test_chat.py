@@ -238,17 +238,7 @@ def test_messages_to_the_built_in_target_are_comments(secondguess_command, monke
     assert prompts == ["# user: two\n# lines\n\n"]
 
 
-def test_options_reach_load(secondguess_command, monkeypatch, tmp_path):
-    class EnoughError(Exception):
-        pass
-
-    seen = {}
-
-    def load(**settings):
-        seen.update(settings)
-        raise EnoughError
-
-    monkeypatch.setattr("secondguess.api.load", load)
+def test_options_reach_load(loaded):
     given = {
         "model": "builtin",
         "drafter": "ngram",
@@ -261,8 +251,7 @@ def test_options_reach_load(secondguess_command, monkeypatch, tmp_path):
         "runtime": "fused",
     }
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    secondguess_command("chat", *options)
-    assert seen == given
+    assert loaded("chat", *options) == given
 
 
 def test_a_real_terminal(components, monkeypatch):

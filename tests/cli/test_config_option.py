@@ -47,28 +47,6 @@ def write(tmp_path):
     return write_file
 
 
-@pytest.fixture
-def loaded(secondguess_command, monkeypatch):
-    """Runs a command and gives what it called `load` with."""
-
-    class EnoughError(Exception):
-        pass
-
-    def run(*arguments):
-        seen = {}
-
-        def load(**settings):
-            seen.update(settings)
-            raise EnoughError
-
-        monkeypatch.setattr("secondguess.api.load", load)
-        done = secondguess_command(*arguments)
-        assert "EnoughError" in done.err, done
-        return seen
-
-    return run
-
-
 @pytest.mark.parametrize("command", LOADING, ids=lambda command: command[0])
 def test_every_key_reaches_load(loaded, write, command):
     assert loaded(*command, "--config", write("somewhere", **KEYS)) == {"model": "somewhere", **KEYS}
