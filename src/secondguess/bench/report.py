@@ -12,9 +12,9 @@ SCHEMA = 5
 """Schema version of the JSON.
 
 2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
-3: possessions.
+3: `possessions`, the size and the training time of each drafter.
 4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
-5: without possessions.
+5: without `possessions`.
 """
 
 
