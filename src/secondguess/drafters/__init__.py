@@ -1,6 +1,4 @@
-"""Drafters by name. Adding one takes one file and one line in `DRAFTERS`
-(docs/adding-a-drafter.md).
-"""
+"""Drafters by name; docs/adding-a-drafter.md describes how to add one."""
 
 from __future__ import annotations
 
