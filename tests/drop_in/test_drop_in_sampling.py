@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from drop_in_cases import LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
 
-
 FEW_TOKENS = {"vocab_size": 8, "eos_token_id": None}
 SHORT = torch.tensor([[3, 4, 5]])
 
