@@ -115,10 +115,14 @@ class ForecastRuntime:
 
     def _cache(self, series: Tensor) -> EncoderDecoderCache:
         """Return a cache with the encoder's keys and values, and no self-attention entries."""
-        if self._rows is None or not torch.equal(series, self._rows):  # copied only when rows have finished
-            self._rows = series
+        num_rows = len(series)
+        if self._rows is None or not torch.equal(series, self._rows[:num_rows]):
             for layer, keys, values in self._encoder_keys:
                 layer.keys, layer.values = keys[series], values[series]
+        # Rows of one series are alike, so that fewer of them need no copy.
+        for layer, *_ in self._encoder_keys:
+            layer.keys, layer.values = layer.keys[:num_rows], layer.values[:num_rows]
+        self._rows = series
         return EncoderDecoderCache(DynamicCache(), self._cross_attention)
 
 
