@@ -1,6 +1,7 @@
 """`secondguess serve` as a process: address, signals, drain."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -10,10 +11,12 @@ import time
 
 import httpx2
 import pytest
+from fake_engine import FakeEngine
 
 from forked import start_command
 from secondguess.errors import BadInputError
-from secondguess.server.run import open_socket
+from secondguess.server.app import create_app
+from secondguess.server.run import DrainingServer, open_socket, serve_until_signal
 
 
 @contextlib.contextmanager
@@ -93,3 +96,12 @@ def test_bad_options_are_refused_in_one_line(secondguess_command, options, named
 def test_a_host_that_does_not_exist_is_refused():
     with pytest.raises(BadInputError, match="expected a free address"):
         open_socket("256.0.0.1", 8000)
+
+
+def test_collections_leave_out_the_objects_of_the_start(monkeypatch):
+    counts, engine = [], FakeEngine()
+    monkeypatch.setattr(DrainingServer, "run", lambda *_: counts.append(gc.get_freeze_count()))
+    with open_socket("127.0.0.1", 0) as opened:
+        serve_until_signal(create_app(engine), engine, opened, drain_seconds=1)
+    gc.unfreeze()
+    assert counts[0] > 10_000

@@ -110,7 +110,9 @@ class SleepingEngine:
         engine.close()
         del engine
         self._engine = None
+        gc.unfreeze()
         gc.collect()  # models are part of reference cycles
+        gc.freeze()
         torch.cuda.empty_cache()
         logger.info("released the models after %g s without a request", self._idle_seconds)
 
