@@ -800,6 +800,7 @@ def test_a_limited_draft_of_the_api(real_url, open_page):
 def test_screenshots_for_the_documentation(real_url, open_page):
     page = open_page(real_url, color_scheme="light")
     is_ready(page)
+    screenshot(page, "idle")
     page.keyboard.press("Control+Enter")
     wait_for_end(page)
     screenshot(page, "completion", full_page=True)
@@ -809,7 +810,7 @@ def test_screenshots_for_the_documentation(real_url, open_page):
     page.fill("#max-tokens", "240")
     page.click("[data-run=race]")
     # Not `wait_for_function`, which the page's policy refuses.
-    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.5:
+    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.2:
         pass
     screenshot(page, "race", full_page=True)
     page.keyboard.press("Escape")
