@@ -32,6 +32,8 @@ WAYS = (
     {"speculation": {"draft_length": 1}},
     {"speculation": {"draft_length": 4}},
     {"speculation": {"max_draft": 2}},
+    {"speculation": {"drafter": "ngram", "draft_length": 2}},
+    {"speculation": {"drafter": "model", "draft_length": 2}},
     {"prediction": {"type": "content", "content": "a b c"}},
 )
 

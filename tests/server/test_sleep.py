@@ -18,7 +18,7 @@ PROMPT = "def read_lines(path):\n"
 
 @pytest.fixture
 def engine():
-    engine = SleepingEngine(lambda: Engine(load()), idle_seconds=0.3)
+    engine = SleepingEngine(lambda: Engine(load(controller="fixed:3")), idle_seconds=0.3)
     yield engine
     engine.close()
 
@@ -33,7 +33,7 @@ def test_row_13_sleep_and_wake(engine):
                 model="builtin", prompt=PROMPT, max_tokens=40, extra_body={"report": True}, **fields
             )
             sample = reply.secondguess["samples"][0]
-            return reply.choices[0].text, sample["num_tokens"]
+            return reply.choices[0].text, sample["num_drafted"], sample["num_accepted"]
 
         fields = ({"temperature": 0}, {"seed": 3})
         before = [complete(**each) for each in fields]
