@@ -1,9 +1,9 @@
 """Distributions of continuous values, in batches.
 
 Unlike those of `torch.distributions`, their samples are functions of given uniforms, so that the keyed
-noise determines them, and a batch can be indexed. Densities are computed here too: to construct an
-object of `torch.distributions` takes longer than the densities of a round. All tensors are float64,
-since acceptance depends on ratios of densities.
+noise determines them, and a batch can be indexed. Densities are computed here too, which takes half
+the time for the few values of a round. All tensors are float64, since acceptance depends on ratios
+of densities.
 """
 
 from __future__ import annotations
