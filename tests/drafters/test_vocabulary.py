@@ -24,7 +24,6 @@ from vocabulary_cases import (
     tiny_vocabulary,
     trained,
     vocabulary,
-    wordpiece,
 )
 
 few = settings(max_examples=20, deadline=None)
@@ -295,4 +294,3 @@ def test_spaces_and_continued_words_are_the_same_in_all_kinds() -> None:
     for kind in list(wanted)[1:]:
         pair = VocabularyPair.of(vocabulary("byte-level"), vocabulary(kind), "intersection")
         assert pair.shared[ids["byte-level"]] == ids[kind]
-    assert wordpiece().token_to_id("self") == ids["wordpiece"]
