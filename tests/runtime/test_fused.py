@@ -31,6 +31,7 @@ from secondguess.runtime.attention import masked_attention
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.packing import can_pack
+from secondguess.runtime.row_by_row import RowByRowRuntime
 
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
@@ -46,20 +47,30 @@ def llama(tmp_path_factory):
     return write_varied("llama", tmp_path_factory.mktemp("fused"))
 
 
-def scores(path, runtime, dtype, num_nodes=4):
+def load(path, runtime, dtype):
     loaded = Checkpoint.resolve(path, runtime=runtime, dtype=dtype, device="cpu").load()
     assert loaded.kind == runtime
+    return loaded.runtime
+
+
+def scores(runtime, num_nodes=4):
     row = row_of(PROMPT)
-    loaded.runtime.begin([row])
-    return loaded.runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0]
+    runtime.begin([row])
+    return runtime.score([row], Draft.chains([NODES[:num_nodes]])).logits[0]
 
 
 def test_bfloat16_logits_are_bit_identical_to_the_module(checkpoint, monkeypatch):
-    """Both with packed weights where there are bfloat16 products, else both without."""
+    """Both with packed weights where there are bfloat16 products, else both without.
+
+    Modules that run row by row have torch's own attention, which may add in another order.
+    """
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_pack_for_kernels", lambda *_: False)
-    assert torch.equal(
-        scores(checkpoint, "fused", "bfloat16"), scores(checkpoint, "transformers", "bfloat16")
-    )
+    module = load(checkpoint, "transformers", "bfloat16")
+    found, expected = scores(load(checkpoint, "fused", "bfloat16")), scores(module)
+    if isinstance(module, RowByRowRuntime):
+        assert_near(found, expected, 2**-6)
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
@@ -110,7 +121,10 @@ def test_a_tokens_bits_do_not_depend_on_the_number_of_scored_tokens(name, num_kv
 def test_other_dtypes_differ_by_rounding(checkpoint, dtype):
     tolerance = {"float32": 1e-5, "float64": 1e-5, "float16": 0.02}[dtype]
     torch.testing.assert_close(
-        scores(checkpoint, "fused", dtype), scores(checkpoint, "transformers", dtype), rtol=0, atol=tolerance
+        scores(load(checkpoint, "fused", dtype)),
+        scores(load(checkpoint, "transformers", dtype)),
+        rtol=0,
+        atol=tolerance,
     )
 
 
@@ -249,7 +263,10 @@ def test_rope_scalings_equal_the_module(rope, tmp_path):
     config.rope_parameters = rope
     path = write_checkpoint(config, tmp_path)
     torch.testing.assert_close(
-        scores(path, "fused", "float32"), scores(path, "transformers", "float32"), rtol=1e-5, atol=1e-5
+        scores(load(path, "fused", "float32")),
+        scores(load(path, "transformers", "float32")),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -288,8 +305,8 @@ def test_the_reference_module_is_read_again(llama):
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here")
-def test_a_single_query_is_rounded_as_among_others():
-    """Plain attention is off in some of these: a product with one row takes other instructions."""
+def test_the_rounding_of_a_query_does_not_depend_on_their_number():
+    """Plain attention fails in some of these: a product with few rows uses other instructions."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape):
@@ -301,5 +318,6 @@ def test_a_single_query_is_rounded_as_among_others():
         mask = torch.zeros(1, 1, 5, num_keys, dtype=torch.bfloat16)
         mask[..., num_keys - 7 :] = -torch.inf
         together = masked_attention(queries, keys, values, mask)
-        alone = masked_attention(queries[:, :, :1], keys, values, mask[:, :, :1])
-        assert torch.equal(alone, together[:, :, :1])
+        for few in (1, 2, 3):
+            alone = masked_attention(queries[:, :, :few], keys, values, mask[:, :, :few])
+            assert torch.equal(alone, together[:, :, :few])

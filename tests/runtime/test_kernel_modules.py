@@ -234,7 +234,7 @@ def bfloat16_runtime(family):
     config = {
         "qwen3-next": lambda: transformers.Qwen3NextConfig(
             **LLAMA_LIKE, head_dim=8, layer_types=["linear_attention"] * 2, linear_num_key_heads=8,
-            linear_num_value_heads=16, linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0, 1],
+            linear_num_value_heads=32, linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0, 1],
         ),
         "mamba2": RECURRENT["mamba2"],
         "lfm2": lambda: transformers.Lfm2Config(

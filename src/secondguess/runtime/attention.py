@@ -24,6 +24,8 @@ with quiet():
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 IMPLEMENTATION = "secondguess"
+MIN_QUERIES = 4
+"""Bits were seen to depend on the number of queries below 2 with AMX, and below 4 with AVX-512 bfloat16."""
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -193,14 +195,21 @@ def masked_attention(
 ) -> Tensor:
     """Compute masked attention `[row, kv_head, query, size]`.
 
-    The bits of a query do not depend on whether it is the only one. On a CPU a product with a
-    single row uses other instructions than one with several rows, so a single query is computed
-    twice.
+    The bits of a query do not depend on how many there are. On a CPU, products of fewer than
+    `MIN_QUERIES` rows use other instructions than products of more rows, so the last query is
+    repeated up to this number.
     """
-    if query.shape[2] > 1 or query.device.type != "cpu":
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    twice = query.expand(-1, -1, 2, -1)
-    return scaled_dot_product_attention(twice, key, value, attn_mask=mask, scale=scaling)[:, :, :1]
+    num_queries = query.shape[2]
+    if num_queries < MIN_QUERIES and query.device.type == "cpu":
+        query = repeat_last(query)
+        mask = mask if mask is None or mask.shape[2] == 1 else repeat_last(mask)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, :num_queries]
+
+
+def repeat_last(numbers: Tensor) -> Tensor:
+    """Return `[row, head, query, size]` with the last query repeated up to `MIN_QUERIES`."""
+    last = numbers[:, :, -1:]
+    return torch.cat([numbers, last.expand(-1, -1, MIN_QUERIES - numbers.shape[2], -1)], dim=2)
 
 
 def explicit_attention(

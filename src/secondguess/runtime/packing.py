@@ -126,9 +126,10 @@ def pack(weight: Tensor) -> Tensor:
 def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Return `values @ weight.T + bias` for a packed weight, `[..., output]`.
 
-    A row's bits depend on that row alone. The exception is a single prompt of more than
-    `MAX_DRAFT_QUERIES` tokens: it is always prefilled on its own, and one product over all its tokens
-    is faster.
+    A row's bits depend on that row alone. A single row is computed twice, because with AVX-512
+    bfloat16 a product of one row adds in another order than products of more rows. The exception is
+    a single prompt of more than `MAX_DRAFT_QUERIES` tokens: it is always prefilled on its own, and
+    one product over all its tokens is faster.
 
     Args:
         values: `[..., input]`.
@@ -136,6 +137,8 @@ def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         bias: `[output]` or None.
     """
     num_rows = values.shape[:-1].numel()
+    if num_rows == 1:
+        return _linear(values.reshape(1, -1).expand(2, -1), packed, bias)[0].view(*values.shape[:-1], -1)
     if num_rows <= MAX_ROWS_SAME_ORDER or (values.shape[0] == 1 and num_rows > MAX_DRAFT_QUERIES):
         return _linear(values, packed, bias)
     parts = torch.split(values.reshape(num_rows, -1), MAX_ROWS_SAME_ORDER)
