@@ -1,24 +1,33 @@
 // Products by the vector units of AVX-512: up to 8 rows with one block at once.
 #pragma once
 
+// Prefetch, for each line that is read of both tiles, two lines of the step `PREFETCH_BYTES` ahead.
+// Lines are requested between products and in the order of their addresses, into the second cache: a
+// step's lines all at once hold up the products, and so do requests for more lines than the first cache
+// can wait for (five rows took 1.4 times as long as one).
+inline void prefetch_ahead(const char* tile, int line) {
+    _mm_prefetch(tile + PREFETCH_BYTES + line * 128, _MM_HINT_T1);
+    _mm_prefetch(tile + PREFETCH_BYTES + line * 128 + 64, _MM_HINT_T1);
+}
+
 template <int COUNT>
 inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
     __m512 low[COUNT], high[COUNT];
-    for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_ps();
+    UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_ps();
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * 2 * TILE_BYTES;
-        prefetch(tile + PREFETCH_BYTES);
         for (int pair = 0; pair < 16; pair++) {
+            prefetch_ahead(tile, pair);
             const __m512bh first = (__m512bh)_mm512_loadu_si512(tile + pair * 64);
             const __m512bh second = (__m512bh)_mm512_loadu_si512(tile + TILE_BYTES + pair * 64);
-            for (int row = 0; row < COUNT; row++) {
+            UNROLLED for (int row = 0; row < COUNT; row++) {
                 const __m512bh both = (__m512bh)_mm512_set1_epi32(four_bytes(rows + row * stride + step * 32 + pair * 2));
                 low[row] = _mm512_dpbf16_ps(low[row], both, first);
                 high[row] = _mm512_dpbf16_ps(high[row], both, second);
             }
         }
     }
-    for (int row = 0; row < COUNT; row++) {
+    UNROLLED for (int row = 0; row < COUNT; row++) {
         _mm512_storeu_ps(sums + row * BLOCK, low[row]);
         _mm512_storeu_ps(sums + row * BLOCK + TILE, high[row]);
     }
@@ -29,15 +38,15 @@ inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int
 template <int COUNT>
 inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
     __m512i low[COUNT], high[COUNT];
-    for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
+    UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
     const __m512i shift = _mm512_set1_epi32((int)0x80808080);
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * 2 * TILE_BYTES;
-        prefetch(tile + PREFETCH_BYTES);
         for (int four = 0; four < 16; four++) {
+            prefetch_ahead(tile, four);
             const __m512i first = _mm512_loadu_si512(tile + four * 64);
             const __m512i second = _mm512_loadu_si512(tile + TILE_BYTES + four * 64);
-            for (int row = 0; row < COUNT; row++) {
+            UNROLLED for (int row = 0; row < COUNT; row++) {
                 const int all_four = four_bytes(rows + row * stride + step * 64 + four * 4);
                 const __m512i shifted = _mm512_xor_si512(_mm512_set1_epi32(all_four), shift);
                 low[row] = _mm512_dpbusd_epi32(low[row], shifted, first);
@@ -45,7 +54,7 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
             }
         }
     }
-    for (int row = 0; row < COUNT; row++) {
+    UNROLLED for (int row = 0; row < COUNT; row++) {
         _mm512_storeu_si512(sums + row * BLOCK, low[row]);
         _mm512_storeu_si512(sums + row * BLOCK + TILE, high[row]);
     }
