@@ -24,8 +24,7 @@ SAMPLING = (
 )
 TRAINING = (
     "--out {folder}/head --model {target} --data {texts} --num-prompts 2 --length 32 --capture-gb 0 --loss kl "
-    "--minutes 1 --steps 1 --set batch_size=2 --evaluate-steps 1 --patience 1 --checkpoint-seconds 9 "
-    "--checkpoint-steps 1 --seed 1 --dtype float32 --device cpu"
+    "--minutes 1 --steps 1 --set batch_size=2 --evaluate-steps 1 --patience 1 --seed 1 --dtype float32 --device cpu"
 )
 ANSWERS = "--max-tokens 4 --temperature 0 --answer-batch 2"
 KINDS = ("draft", "early-exit", "medusa", "mtp", "eagle", "dspark")

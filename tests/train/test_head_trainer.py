@@ -30,7 +30,6 @@ from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
-    TrainingObjective,
     TrainSettings,
     acceptance_length,
     nothing,
@@ -46,7 +45,6 @@ SETTINGS = TrainSettings(
     warmup_steps=2,
     batch_size=2,
     evaluate_steps=4,
-    checkpoint_seconds=1e9,
 )
 TEXTS = TextSplit.split(
     [
@@ -107,14 +105,14 @@ def make(target) -> Callable[..., HeadTrainer]:
             torch.manual_seed(1)
             trainable = TwoAhead(embedding_and_head)
         capture = LiveCapture(target, trainable.hidden_layers)
-        aim = TrainingObjective(loss, weights)
         return HeadTrainer(
             trainable,
             embedding_and_head,
             TEXTS,
             capture,
             capture,
-            aim,
+            loss,
+            weights,
             settings,
             folder,
             progress=progress,
@@ -270,11 +268,12 @@ def test_a_killed_run_resumes_to_the_same_log_and_weights(
     tiny_checkpoint: Path, tmp_path: Path, secondguess_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secondguess.train.head_training.measure_speed", lambda *_: {})
+    monkeypatch.setattr("secondguess.train.head_trainer.CHECKPOINT_SECONDS", 0.02)
     texts = tmp_path / "texts.txt"
     texts.write_text("def quicksort(items):\n    return items\n" * 60)
 
     def arguments(out: Path) -> list[str]:
-        options = "--as-is --length 32 --steps 60 --checkpoint-steps 5 --evaluate-steps 15 --patience 0"
+        options = "--as-is --length 32 --steps 60 --evaluate-steps 15 --patience 0"
         changes = "--set num_layers=1 --set width=64 --set batch_size=2"
         paths = ["--out", str(out), "--model", str(tiny_checkpoint), "--data", str(texts)]
         return ["train", "draft", *paths, *options.split(), *changes.split()]

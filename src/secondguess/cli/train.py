@@ -140,8 +140,6 @@ def _command(kind: str) -> Callable[..., int]:
         patience: Annotated[
             int, training_option("Evaluations without improvement after which the run ends; 0: never.")
         ] = 5,
-        checkpoint_seconds: Annotated[float, training_option("Between checkpoints.")] = 120.0,
-        checkpoint_steps: Annotated[int, training_option("Steps between checkpoints; 0: by time only.")] = 0,
         seed: Annotated[int, training_option("Seed of weights, answers and order.")] = 0,
         dtype: options.Dtype = "auto",
         device: options.Device = "auto",

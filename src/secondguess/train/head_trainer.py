@@ -36,6 +36,8 @@ from secondguess.train.schedule import Budget
 from secondguess.train.training_data import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+CHECKPOINT_SECONDS = 120.0
+"""Interval between checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,6 @@ class TrainSettings:
             Neighbouring positions carry similar information, and computing a distribution at
             every position is most of the cost of a step.
         seed: seed of the order of the texts and of the learner's random numbers.
-        checkpoint_seconds, checkpoint_steps: intervals between checkpoints, whichever ends first;
-            0 steps for seconds only.
         evaluate_steps: steps between evaluations on the held-out texts.
         patience: evaluations without improvement after which the run ends; 0 for no early end.
 
@@ -68,8 +68,6 @@ class TrainSettings:
     batch_size: int = 8
     places: float = 1.0
     seed: int = 0
-    checkpoint_seconds: float = 120.0
-    checkpoint_steps: int = 0
     evaluate_steps: int = 100
     patience: int = 5
 
@@ -80,8 +78,6 @@ class TrainSettings:
         check_range("the batch size", self.batch_size, 1, 65_536)
         check_range("the share of places", self.places, 0.001, 1)
         check_range("the seed", self.seed, 0, 2**31 - 1)
-        check_range("the seconds between checkpoints", self.checkpoint_seconds, 1, 1e9)
-        check_range("the steps between checkpoints", self.checkpoint_steps, 0, 1_000_000_000)
         check_range("the steps between looks at held-out text", self.evaluate_steps, 1, 1_000_000_000)
         check_range("the patience", self.patience, 0, 1_000_000)
 
@@ -105,19 +101,6 @@ class Progress:
     accepted: list[float]
     tokens_per_second: float
     seconds_left: float
-
-
-@dataclass(frozen=True)
-class TrainingObjective:
-    """Objective of a training run.
-
-    Args:
-        objective: loss of one drafted position.
-        weights: function from a number of depths to the weights of their losses, from 1 downwards.
-    """
-
-    objective: Objective
-    weights: Callable[[int], Sequence[float]]
 
 
 @dataclass
@@ -154,7 +137,8 @@ class HeadTrainer:
         target: embeddings, final norm and LM head of the target, with float32 outputs.
         texts: training texts and held-out texts.
         capture, held_out_capture: sources of the target's hidden states for them.
-        aim: loss and weights by depth.
+        objective: loss of one drafted position.
+        weights: function from a number of depths to the weights of their losses, from 1 downwards.
         settings: settings of the run.
         folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
         progress: called after every step.
@@ -173,14 +157,16 @@ class HeadTrainer:
         texts: TextSplit,
         capture: Capture,
         held_out_capture: Capture,
-        aim: TrainingObjective,
+        objective: Objective,
+        weights: Callable[[int], Sequence[float]],
         settings: TrainSettings,
         folder: Path,
         *,
         progress: Callable[[Progress], None],
         pause: Callable[[], None] = nothing,
     ) -> None:
-        self.trainable, self.target, self.texts, self.aim = trainable, target, texts, aim
+        self.trainable, self.target, self.texts = trainable, target, texts
+        self._objective, self._weights = objective, weights
         self.capture, self.held_out_capture = capture, held_out_capture
         self.settings, self.folder = settings, folder
         self._tell, self._pause = progress, pause
@@ -231,8 +217,7 @@ class HeadTrainer:
                 self._evaluate(log)
             now = time.monotonic()
             standing.seconds += now - begun
-            due = settings.checkpoint_steps and standing.step % settings.checkpoint_steps == 0
-            if due or now - last_save > settings.checkpoint_seconds:
+            if now - last_save > CHECKPOINT_SECONDS:
                 self.save(log)
                 last_save = time.monotonic()
             try:
@@ -251,7 +236,7 @@ class HeadTrainer:
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
-            marks = self.trainable.learn(training_batch, self.target, self.aim.objective)
+            marks = self.trainable.learn(training_batch, self.target, self._objective)
             loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -294,7 +279,7 @@ class HeadTrainer:
         return replace(
             training_batch,
             counts=training_batch.counts & (lots < self.settings.places),
-            num_depths=sum(deepest < weight for weight in self.aim.weights(MAX_DRAFT_LENGTH)),
+            num_depths=sum(deepest < weight for weight in self._weights(MAX_DRAFT_LENGTH)),
         )
 
     def _rate(self) -> float:
@@ -309,7 +294,7 @@ class HeadTrainer:
             self.target,
             self.texts.held_out,
             self.held_out_capture,
-            self.aim,
+            self._objective,
             self.settings.batch_size,
         )
         score = acceptance_length(accepted)
@@ -384,14 +369,14 @@ def held_out_acceptance(
     target: EmbeddingAndHead,
     texts: Sequence[TrainingText],
     capture: Capture,
-    aim: TrainingObjective,
+    objective: Objective,
     batch_size: int,
 ) -> list[float]:
     """Return the mean acceptance by depth over texts, weighting all counted tokens equally."""
     trainable.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
-        marks = trainable.learn(capture.training_batch(batch), target, aim.objective)
+        marks = trainable.learn(capture.training_batch(batch), target, objective)
         accepted = torch.stack([each.float().cpu() for each in marks.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted

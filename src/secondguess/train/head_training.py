@@ -32,7 +32,6 @@ from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
     RunState,
-    TrainingObjective,
     TrainSettings,
     acceptance_length,
 )
@@ -77,7 +76,7 @@ class HeadJob:
         seed: seed of weights, texts and order.
         capture_gb: maximum disk space for hidden states of the target; 0 computes them for every
             batch.
-        patience, evaluate_steps, checkpoint_seconds, checkpoint_steps: as in `TrainSettings`.
+        patience, evaluate_steps: as in `TrainSettings`.
 
     Raises:
         BadInputError: an invalid option, or options that cannot be combined.
@@ -99,8 +98,6 @@ class HeadJob:
     capture_gb: float = 0.0
     patience: int = 5
     evaluate_steps: int = 100
-    checkpoint_seconds: float = 120.0
-    checkpoint_steps: int = 0
 
     def __post_init__(self) -> None:
         require_folder(self.out, "--out")
@@ -235,13 +232,13 @@ def _learn(
         _capture(job, llm, texts.training, layers, run / "states"),
         _capture(job, llm, texts.held_out, layers, run / "held-out-states"),
     )
-    aim = TrainingObjective(objective(job.loss), recipe.weights)
     trainer = HeadTrainer(
         trainable,
         target,
         texts,
         *captures,
-        aim,
+        objective(job.loss),
+        recipe.weights,
         job.settings(),
         run,
         progress=show.training,
