@@ -9,6 +9,7 @@ average of accepted lengths.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 PRIOR_WEIGHT = 4.0
 """Weight of the prior expectation, in observations."""
@@ -18,14 +19,12 @@ AGE_DECAY = 1 - 1 / 300
 """Decay of observations after a round that could have added another one and did not."""
 
 
+@dataclass(slots=True)
 class StatCell:
     """Decayed sum and decayed number of observations."""
 
-    __slots__ = ("count", "total")
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0.0
+    total: float = 0.0
+    count: float = 0.0
 
 
 Path = tuple[StatCell, ...]

@@ -5,6 +5,8 @@ A plain round is a round without drafts; it is the unit of the costs of drafts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 AVERAGE_WINDOW = 16
 """Approximate number of values in an average."""
 OUTLIER_CLIP = 1.3
@@ -82,6 +84,37 @@ class Average:
         return share
 
 
+class DecayedLine:
+    """Least-squares line through recent points, whose weights decay with every further point."""
+
+    __slots__ = ("_xx", "_xy", "weight", "x", "y")
+
+    def __init__(self) -> None:
+        self.weight = self.x = self.y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.weight = self.weight * DECAY + 1
+        self.x = self.x * DECAY + x
+        self.y = self.y * DECAY + y
+        self._xx = self._xx * DECAY + x * x
+        self._xy = self._xy * DECAY + x * y
+
+    def slope(self, mean: float) -> float:
+        """Return the slope, or a share of the `mean` y per x while only one x was seen."""
+        spread = self._xx * self.weight - self.x * self.x
+        if spread < 1e-6 * self._xx * self.weight:
+            return FIRST_SLOPE * mean
+        return (self._xy * self.weight - self.x * self.y) / spread
+
+    def reset_weight(self) -> None:
+        """Keep the line, but only with the weight of a single point."""
+        if self.weight > 1:
+            scale = 1 / self.weight
+            self.weight = 1.0
+            self.x, self.y = self.x * scale, self.y * scale
+            self._xx, self._xy = self._xx * scale, self._xy * scale
+
+
 class LinearCost:
     """Cost of a draft: a fixed cost plus a cost per step.
 
@@ -94,12 +127,12 @@ class LinearCost:
         slope: cost per step; 0 before the second draft.
     """
 
-    __slots__ = ("_was_fast", "_weight", "_x", "_xx", "_xy", "_y", "count", "slope", "start")
+    __slots__ = ("_line", "_was_fast", "count", "slope", "start")
 
     def __init__(self) -> None:
         self.count = 0
         self._was_fast = False
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._line = DecayedLine()
         self.start = self.slope = 0.0
 
     def at(self, num_steps: float) -> float:
@@ -110,36 +143,22 @@ class LinearCost:
         self.count += 1
         if self.count == 1:
             return
-        if self._weight:
+        line = self._line
+        if line.weight:
             expected = self.at(num_steps)
             is_fast = cost * OUTLIER_CLIP < expected
             if is_fast and self._was_fast:
-                self.reset_weight()  # disturbances only make drafts slower: the earlier ones were disturbed
+                line.reset_weight()  # disturbances only make drafts slower: the earlier ones were disturbed
             self._was_fast = is_fast
             cost = min(cost, expected * OUTLIER_CLIP)
-        self._weight = self._weight * DECAY + 1
-        self._x = self._x * DECAY + num_steps
-        self._y = self._y * DECAY + cost
-        self._xx = self._xx * DECAY + num_steps * num_steps
-        self._xy = self._xy * DECAY + num_steps * cost
-        self.slope = self._fitted_slope()
-        self.start = max(self._y - self.slope * self._x, 0.0) / self._weight
+        line.add(num_steps, cost)
+        mean = line.y / line.x
+        self.slope = min(max(line.slope(mean), 0.1 * mean), mean)
+        self.start = max(line.y - self.slope * line.x, 0.0) / line.weight
 
     def reset_weight(self) -> None:
         """Keep the estimate, but only with the weight of a single draft."""
-        if self._weight > 1:
-            scale = 1 / self._weight
-            self._weight = 1.0
-            self._x, self._y = self._x * scale, self._y * scale
-            self._xx, self._xy = self._xx * scale, self._xy * scale
-
-    def _fitted_slope(self) -> float:
-        mean = self._y / self._x
-        spread = self._xx * self._weight - self._x * self._x
-        if spread < 1e-6 * self._xx * self._weight:
-            return FIRST_SLOPE * mean  # only one length was seen: the line is not determined
-        slope = (self._xy * self._weight - self._x * self._y) / spread
-        return min(max(slope, 0.1 * mean), mean)
+        self._line.reset_weight()
 
 
 class CostCurve:
@@ -153,8 +172,7 @@ class CostCurve:
     def __init__(self) -> None:
         self._now = 0
         self._cells: dict[int, _LengthCost] = {}
-        # Sums of a least-squares line through the costs beyond a plain round.
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._excess = DecayedLine()  # through the costs beyond a plain round
         self._start, self._slope = 0.0, FIRST_NODE_COST
 
     def at(self, length: int) -> float:
@@ -196,34 +214,24 @@ class CostCurve:
             cell.weight = min(cell.weight, 1.0)
 
     def _fit(self, length: int, slowdown: float) -> None:
-        self._weight = self._weight * DECAY + 1
-        self._x = self._x * DECAY + length
-        self._y = self._y * DECAY + slowdown
-        self._xx = self._xx * DECAY + length * length
-        self._xy = self._xy * DECAY + length * slowdown
-        mean = self._y / self._x
-        spread = self._xx * self._weight - self._x * self._x
-        if spread < 1e-6 * self._xx * self._weight:
-            slope = FIRST_SLOPE * mean  # only one length was seen
-        else:
-            slope = (self._xy * self._weight - self._x * self._y) / spread
-        self._slope = min(max(slope, min(FIRST_NODE_COST, mean)), mean)
-        self._start = (self._y - self._slope * self._x) / self._weight
+        line = self._excess
+        line.add(length, slowdown)
+        mean = line.y / line.x
+        self._slope = min(max(line.slope(mean), min(FIRST_NODE_COST, mean)), mean)
+        self._start = (line.y - self._slope * line.x) / line.weight
 
     def _line(self, length: int) -> float:
         return 1 + self._start + self._slope * length
 
 
+@dataclass(slots=True)
 class _LengthCost:
     """Average cost of one draft length, its weight in rounds, and the time of its last update."""
 
-    __slots__ = ("cost", "time", "was_fast", "weight")
-
-    def __init__(self, cost: float) -> None:
-        self.cost = cost
-        self.was_fast = False
-        self.weight = 0.0
-        self.time = 0
+    cost: float
+    was_fast: bool = False
+    weight: float = 0.0
+    time: int = 0
 
 
 class PlainTime:

@@ -10,6 +10,7 @@ match, or of another row is evaluated at once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from secondguess.core import Candidate, Row
 
@@ -81,6 +82,7 @@ class Backoffs:
         self._of.pop(row, None)
 
 
+@dataclass(slots=True)
 class Backoff:
     """Backoff of one row's candidates of one kind.
 
@@ -89,10 +91,8 @@ class Backoff:
         doublings: number of times that the length of the next backoff is doubled.
     """
 
-    __slots__ = ("doublings", "until")
-
-    def __init__(self) -> None:
-        self.until = self.doublings = 0
+    until: int = 0
+    doublings: int = 0
 
 
 NO_BACKOFFS: Mapping[Hashable, Backoff] = {}

@@ -325,7 +325,7 @@ class CostController(Controller):
         changed = self.times.add_plain(len(rows), rounds.context, rounds.seconds)
         plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
         for place, num in rounds.places.items():
-            self._cost_model.book_plain(place, 1.0, num)
+            self._cost_model.book_plain(place, num)
         self.probe_budget.earn(total / plain)
         self.guard.wait(rows, rounds.num, total)
         if changed:

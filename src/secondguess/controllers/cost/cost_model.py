@@ -10,6 +10,7 @@ row, kinds of draft candidates. A plain round is a round without drafts.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from secondguess.controllers.cost.round_times import RoundTimes
 
@@ -26,13 +27,12 @@ CACHE_ROUNDS = 16
 """Number of rounds after which costs are recomputed; initially after every round with a draft."""
 
 
+@dataclass(slots=True)
 class RecentSpeed:
     """Average duration, in plain rounds, and average tokens per row of recent rounds."""
 
-    __slots__ = ("seconds", "tokens")
-
-    def __init__(self) -> None:
-        self.seconds = self.tokens = 1.0
+    seconds: float = 1.0
+    tokens: float = 1.0
 
     @property
     def speedup(self) -> float:
@@ -95,9 +95,9 @@ class CostModel:
         elif tokens > seconds:
             self._num_idle //= 2
 
-    def book_plain(self, place: Hashable, seconds: float, num_rounds: int) -> None:
-        """Record rounds without drafts; `seconds` is the duration of each in plain rounds."""
-        self._add(place, seconds, 1.0, num_rounds)
+    def book_plain(self, place: Hashable, num_rounds: int) -> None:
+        """Record rounds without drafts."""
+        self._add(place, 1.0, 1.0, num_rounds)
         self._num_idle += num_rounds
 
     def _add(self, place: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:

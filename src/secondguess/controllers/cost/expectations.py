@@ -43,13 +43,13 @@ MAX_POSITION = 8
 """Position from which all nodes of a lookup draft share their statistics."""
 
 
+@dataclass(slots=True)
 class DraftAverages:
     """Decayed sums of tokens gained, nodes drafted and number of drafts."""
 
-    __slots__ = ("count", "gain", "width")
-
-    def __init__(self) -> None:
-        self.count = self.gain = self.width = 0.0
+    count: float = 0.0
+    gain: float = 0.0
+    width: float = 0.0
 
     def add(self, gain: float, width: float) -> None:
         self.count = self.count * DRAFTS_DECAY + 1.0

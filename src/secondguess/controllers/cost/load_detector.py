@@ -50,7 +50,7 @@ class LoadDetector:
         """
         self._count = min(self._count + 1, WINDOW)
         self.slowdown = max(self.slowdown + (ratio - self.slowdown) / self._count, 1.0)
-        return self._add(ratio)
+        return self.add_drafted(ratio)
 
     def add_drafted(self, ratio: float) -> bool:
         """Add the ratio of a round with drafts to its expected time; `slowdown` is not updated.
@@ -58,9 +58,6 @@ class LoadDetector:
         Returns:
             True if a busy machine became quiet.
         """
-        return self._add(ratio)
-
-    def _add(self, ratio: float) -> bool:
         self._slow = (self._slow << 1 | (ratio > SLOW)) & (1 << WINDOW) - 1
         self._num_seen += 1
         if not self._slow and not self._was_busy and self.slowdown <= QUIET_EXCESS:

@@ -7,6 +7,7 @@ similar drafts. A lookup candidate is evaluated node by node in advance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import Expectations, KindStats
@@ -21,6 +22,7 @@ The cut applies even if the row has to wait for longer drafts of other rows anyw
 """
 
 
+@dataclass(slots=True, eq=False)
 class DraftProposal:
     """Best draft candidate of one row in a round.
 
@@ -34,52 +36,34 @@ class DraftProposal:
         exploration_bonus: tokens that it might gain beyond the expectation.
         prefill_seconds: seconds of drafter prefill, amortised over the row's remaining rounds.
         net: expected tokens, bonus included, less the cost converted to tokens.
+        part, deterministic: those of the candidate.
+        seen, survival, goes_on: confidence bins of the nodes drafted, the probability that all of
+            them are accepted, and whether drafting goes on.
     """
 
-    __slots__ = (
-        "candidate",
-        "deterministic",
-        "exploration_bonus",
-        "gain",
-        "goes_on",
-        "kind",
-        "length",
-        "net",
-        "part",
-        "prefill_seconds",
-        "row",
-        "seen",
-        "survival",
-        "survivals",
-        "width",
-    )
+    row: int
+    candidate: Candidate
+    kind: KindStats
+    length: int
+    gain: float
+    width: int
+    survivals: Sequence[float]
+    exploration_bonus: float
+    prefill_seconds: float
+    net: float
+    part: int = field(init=False)
+    deterministic: bool = field(init=False)
+    seen: list[int] = field(init=False)
+    survival: float = field(init=False)
+    goes_on: bool = field(init=False)
 
-    def __init__(
-        self,
-        row: int,
-        candidate: Candidate,
-        kind: KindStats,
-        length: int,
-        gain: float,
-        width: int,
-        survivals: Sequence[float],
-        exploration_bonus: float,
-        prefill_seconds: float,
-        net: float,
-    ) -> None:
-        self.row, self.candidate, self.kind, self.length = row, candidate, kind, length
-        self.part, self.deterministic = candidate.part, candidate.deterministic
-        self.gain, self.width, self.survivals = gain, width, survivals
-        self.exploration_bonus, self.prefill_seconds, self.net = exploration_bonus, prefill_seconds, net
+    def __post_init__(self) -> None:
+        self.part, self.deterministic = self.candidate.part, self.candidate.deterministic
         self.restart()
 
     def restart(self) -> None:
         """Begin a draft."""
-        # Confidence bins of its nodes, the probability that all of them are accepted, and whether
-        # it goes on.
-        self.seen: list[int] = []
-        self.survival = 1.0
-        self.goes_on = True
+        self.seen, self.survival, self.goes_on = [], 1.0, True
 
     @property
     def num_likely(self) -> int:
