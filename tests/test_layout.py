@@ -200,3 +200,11 @@ def test_committed_files_do_not_name_this_machine():
         for path in (REPOSITORY / folder).rglob(suffix)
     )
     assert not re.search(r"(?<![\w.])/(?:work|root|home)/", text)
+
+
+def test_pages_have_no_merge_conflicts():
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")]
+    pages += [*(REPOSITORY / "benchmarks").rglob("*.md"), *(REPOSITORY / "tools").rglob("*.md")]
+    marked = [page.name for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
+    assert len(pages) > 20
+    assert not marked, "resolve the conflict"
