@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Context
+
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
 from secondguess.cli.options import model_option, output_option, panel
@@ -28,6 +30,7 @@ def _check_drafters(names: list[str] | None) -> list[str] | None:
 
 
 def bench(
+    context: Context,
     against: Annotated[
         list[str] | None,
         workload_option("Library to compare with: transformers; repeatable."),
@@ -41,38 +44,47 @@ def bench(
             show_default=PROMPTS_DEFAULT,
         ),
     ] = None,
-    task: Annotated[
-        list[str] | None, workload_option("Only prompts of this task; repeatable.", show_default="all")
+    tasks: Annotated[
+        list[str] | None,
+        workload_option("Only prompts of this task; repeatable.", "--task", show_default="all"),
     ] = None,
     num_prompts: Annotated[int, workload_option("Number of prompts, evenly spread within each task.")] = 40,
-    max_tokens: Annotated[int, workload_option("New tokens per prompt, exactly.")] = 128,
-    temperature: Annotated[
+    num_tokens: Annotated[int, workload_option("New tokens per prompt, exactly.", "--max-tokens")] = 128,
+    temperatures: Annotated[
         list[float] | None,
-        workload_option("Temperature, each with its own table; repeatable.", show_default="0 and 1"),
+        workload_option(
+            "Temperature, each with its own table; repeatable.", "--temperature", show_default="0 and 1"
+        ),
     ] = None,
-    batch_size: Annotated[
+    batch_sizes: Annotated[
         list[int] | None,
-        workload_option("Batch size of secondguess (other systems run at 1); repeatable.", show_default="1"),
+        workload_option(
+            "Batch size of secondguess (other systems run at 1); repeatable.",
+            "--batch-size",
+            show_default="1",
+        ),
     ] = None,
-    draft_length: Annotated[
+    draft_lengths: Annotated[
         list[int] | None,
         workload_option(
             "Constant draft length to measure beside the default controller; repeatable.",
+            "--draft-length",
             show_default="3, 5 and 8",
         ),
     ] = None,
-    controller: Annotated[
+    controllers: Annotated[
         list[str] | None,
         workload_option(
             "A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
             "repeatable.",
+            "--controller",
             callback=options.check_controller,
             show_default="none",
         ),
     ] = None,
     seed: Annotated[int, workload_option("Seed of sampled texts and intervals.")] = 0,
     model: options.Model = "builtin",
-    drafter: Annotated[
+    drafters: Annotated[
         list[str] | None,
         model_option(
             f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
@@ -85,7 +97,7 @@ def bench(
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: options.Threads = None,
+    num_threads: options.Threads = None,
     output: Annotated[Path, output_option("Folder for the report as JSON and Markdown.")] = Path(
         "benchmarks/results"
     ),
@@ -100,31 +112,11 @@ def bench(
     from secondguess.bench import BenchConfig, as_markdown, run_bench
     from secondguess.train.files import require_folder
 
-    given = {
-        "drafters": drafter,
-        "temperatures": temperature,
-        "draft_lengths": draft_length,
-        "prompts": prompts,
-        "batch_sizes": batch_size,
-    }
-    config = BenchConfig(
-        model=model,
-        against=tuple(against or ()),
-        num_prompts=num_prompts,
-        num_tokens=max_tokens,
-        dtype=dtype,
-        device=device,
-        num_threads=threads,
-        seed=seed,
-        name=name,
-        tasks=tuple(task or ()),
-        controllers=tuple(controller or ()),
-        **{field: tuple(values) for field, values in given.items() if values},  # type: ignore[arg-type]
-    )
+    config = options.settings_of(context, BenchConfig)
     require_folder(output, "--output")
-    if draft_length and config.runs_all and "transformers" not in config.against:
+    if draft_lengths and config.runs_all and "transformers" not in config.against:
         raise BadInputError(
-            f"expected --controller fixed:K with --drafters all, got --draft-length {draft_length[0]}, which only "
+            f"expected --controller fixed:K with --drafters all, got --draft-length {draft_lengths[0]}, which only "
             "Transformers would read there"
         )
     with progress_bar("loading") as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Context, Option
 
@@ -13,6 +13,9 @@ from secondguess.cli.output import print_note
 
 if TYPE_CHECKING:
     from secondguess.configuration import Configuration, TuningRecord
+    from secondguess.validation import Settings
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
 
 MODEL_OPTIONS = "Models and decoding"
 SAMPLING = "Sampling"
@@ -116,7 +119,8 @@ ShareHistory = Annotated[
     model_option("Draft from recent outputs, too, with the drafter suffix.", "--share-history"),
 ]
 Threads = Annotated[
-    int | None, model_option("CPU threads, for all systems.", show_default="PyTorch's own number")
+    int | None,
+    model_option("CPU threads, for all systems.", "--threads", show_default="PyTorch's own number"),
 ]
 ChatTemplate = Annotated[
     Path | None,
@@ -182,6 +186,16 @@ def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict
         settings |= keys | given
         tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
     return {name: value for name, value in settings.items() if value is not None}, tuned
+
+
+def settings_of(context: Context, kind: type[SettingsT], **more: object) -> SettingsT:
+    """Return the settings that a command's parameters of the same names give, and `more`.
+
+    Lists become tuples. A parameter that is None, or an empty list, leaves the default.
+    """
+    given = {name: context.params.get(name) for name in kind.model_fields} | more
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return kind(**{name: value for name, value in (given | lists).items() if value not in (None, ())})
 
 
 def is_given(context: Context, name: str) -> bool:

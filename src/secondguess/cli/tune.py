@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument
+from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.bench import PROMPTS_DEFAULT, save_and_print, workload_option
@@ -19,6 +19,7 @@ CONFIGURATION = Path("secondguess.toml")
 
 
 def tune(
+    context: Context,
     model: Annotated[
         str,
         Argument(
@@ -28,10 +29,11 @@ def tune(
             show_default=False,
         ),
     ],
-    drafter: Annotated[
+    drafters: Annotated[
         list[str] | None,
         model_option(
             f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
+            "--drafter",
             callback=options.check_drafter,
             show_default="the target's own, suffix, ngram, and suffix+model:PATH",
         ),
@@ -46,10 +48,13 @@ def tune(
     num_prompts: Annotated[
         int, workload_option("Maximum number of prompts, evenly spread over the file.")
     ] = 12,
-    max_tokens: Annotated[int, workload_option("Maximum number of new tokens per prompt.")] = 96,
+    num_tokens: Annotated[
+        int, workload_option("Maximum number of new tokens per prompt.", "--max-tokens")
+    ] = 96,
     temperature: options.Temperature = 0.0,
-    batch_size: Annotated[
-        list[int] | None, workload_option("Batch size; repeatable.", show_default="1, 4 and 16")
+    batch_sizes: Annotated[
+        list[int] | None,
+        workload_option("Batch size; repeatable.", "--batch-size", show_default="1, 4 and 16"),
     ] = None,
     minutes: Annotated[float, workload_option("Time budget; with less, fewer prompts and runs.")] = 5.0,
     seed: Annotated[int, workload_option("Of sampled texts.")] = 0,
@@ -69,20 +74,9 @@ def tune(
     """
     from secondguess.bench.config import TuneConfig
 
-    config = TuneConfig(
-        model=model,
-        drafters=tuple(drafter or ()),
-        prompts=prompts,
-        num_prompts=num_prompts,
-        num_tokens=max_tokens,
-        temperature=temperature,
-        batch_sizes=tuple(sorted(batch_size)) if batch_size else (1, 4, 16),
-        dtype=dtype,
-        device=device,
-        num_threads=threads if threads is not None else os.cpu_count() or 1,
-        minutes=minutes,
-        seed=seed,
-    )
+    num_threads = threads if threads is not None else os.cpu_count() or 1
+    sizes = sorted(batch_sizes or ())
+    config = options.settings_of(context, TuneConfig, batch_sizes=sizes, num_threads=num_threads)
     _check_output_paths(output, config_out)
 
     from secondguess.bench import as_markdown, tuning

@@ -45,9 +45,9 @@ def verify(
     device: options.Device = "auto",
     prompt: Annotated[str, test_option("Prompt, for --model.")] = "def quicksort(items):",
     temperature: Annotated[float, test_option("Temperature of the tested distribution.")] = 1.0,
-    samples: Annotated[int, test_option("Texts to draw.")] = 200_000,
-    max_tokens: Annotated[int, test_option("Tokens per text.")] = 4,
-    cells: Annotated[int, test_option("About how many kinds of text to tell apart.")] = 81,
+    num_samples: Annotated[int, test_option("Texts to draw.", "--samples")] = 200_000,
+    num_tokens: Annotated[int, test_option("Tokens per text.", "--max-tokens")] = 4,
+    num_cells: Annotated[int, test_option("About how many kinds of text to tell apart.", "--cells")] = 81,
     limit: Annotated[float, test_option("Largest total variation to certify.")] = 0.01,
     delta: Annotated[float, test_option("Chance that the bound is wrong.")] = 1e-6,
     batch_size: Annotated[int, test_option("Rows that decode together.")] = 1024,
@@ -64,16 +64,7 @@ def verify(
         from secondguess.proof.certificate import CertifyOptions, certify
         from secondguess.sampling import SamplingParams
 
-        how = CertifyOptions(
-            num_samples=samples,
-            num_tokens=max_tokens,
-            num_cells=cells,
-            temperature=temperature,
-            limit=limit,
-            delta=delta,
-            batch_size=batch_size,
-            seed=seed,
-        )
+        how = options.settings_of(context, CertifyOptions)
         settings, _ = options.load_settings_and_tuned(context, config)
         if "model" not in settings:
             for name in ("dtype", "device", "prompt"):
@@ -82,12 +73,12 @@ def verify(
                     raise BadInputError(f"expected --model together with --{name}, got {got} alone")
             subject = _random_subject(drafter, verifier, controller)
         else:
-            params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+            params = SamplingParams(temperature=temperature, max_tokens=num_tokens)
             subject = _loaded_subject(settings, prompt, params)
         room = subject.components.target.context_length - len(subject.prompt)
-        if max_tokens > room:
+        if num_tokens > room:
             raise BadInputError(
-                f"expected --max-tokens of at most {room} (the model's context), got {max_tokens}"
+                f"expected --max-tokens of at most {room} (the model's context), got {num_tokens}"
             )
         certificate = certify(subject, how, progress)
     if json:

@@ -189,12 +189,11 @@ class Certificate:
 
 
 def tiny_system(
-    drafter: str = "model", verifier: str = "auto", controller: str = "fixed:2", seed: int = 3
+    drafter: str = "model", verifier: str = "auto", controller: str = "fixed:2"
 ) -> CertifiedSystem:
     """Return a random model with a vocabulary of three tokens and a real KV cache.
 
-    The parts are given by name; the drafter `model` is a perturbed copy of the target. `seed` is
-    that of the weights.
+    The parts are given by name; the drafter `model` is a perturbed copy of the target.
 
     Raises:
         BadInputError: an unknown name, or a drafter with a model of its own.
@@ -202,12 +201,12 @@ def tiny_system(
     from secondguess.checkpoint.checkpoint import Checkpoint
     from secondguess.runtime.tiny import tiny_pair
 
-    model, _ = tiny_pair(seed=seed)
+    model, _ = tiny_pair()
 
     def runtime(which: int) -> Runtime:
         # `make_runtime` may modify its model; the reference model must stay intact.
-        own = tiny_pair(seed=seed)[which]
-        return Checkpoint.of_module(own).make_runtime(own, lambda: tiny_pair(seed=seed)[which])
+        own = tiny_pair()[which]
+        return Checkpoint.of_module(own).make_runtime(own, lambda: tiny_pair()[which])
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":
