@@ -145,16 +145,16 @@ def test_public_names_of_stats():
         "num_tokens",
         "num_drafted",
         "num_accepted",
-        "acceptance_rate",
-        "acceptance_length",
-        "accepted_per_position",
         "drafted_per_position",
+        "accepted_per_position",
         "accepted_prediction_tokens",
         "rejected_prediction_tokens",
-        "tokens_per_second",
         "seconds",
         "drafting_seconds",
         "num_reused",
+        "acceptance_rate",
+        "acceptance_length",
+        "tokens_per_second",
     ]
     stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
     assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"

@@ -92,22 +92,8 @@ class Stats:
 
     def as_dict(self) -> dict[str, object]:
         """Return counters and ratios by their public names."""
-        return {
-            "num_rounds": self.num_rounds,
-            "num_tokens": self.num_tokens,
-            "num_drafted": self.num_drafted,
-            "num_accepted": self.num_accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_length": self.acceptance_length,
-            "accepted_per_position": self.accepted_per_position,
-            "drafted_per_position": self.drafted_per_position,
-            "accepted_prediction_tokens": self.accepted_prediction_tokens,
-            "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds,
-            "drafting_seconds": self.drafting_seconds,
-            "num_reused": self.num_reused,
-        }
+        ratios = ("acceptance_rate", "acceptance_length", "tokens_per_second")
+        return vars(self) | {name: getattr(self, name) for name in ratios}
 
     def __str__(self) -> str:
         rate = self.acceptance_rate
