@@ -70,7 +70,6 @@ from secondguess.runtime.recurrent import RecurrentRuntime
 from secondguess.runtime.recurrent_cache import RecurrentCache
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
-from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise, Purpose
@@ -163,9 +162,7 @@ def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
         each._prefills_together = True  # one pass for all branches instead of one per branch
     components = Components(
         runtime,
-        SelfDrafter(runtime, INT4, "self:int4")
-        if is_copied
-        else ModelDrafter(draft_runtime, "model:tiny", 2),
+        SelfDrafter(runtime, "self:int4") if is_copied else ModelDrafter(draft_runtime, "model:tiny", 2),
         make_verifier("block"),
         make_controller("fixed:2"),
     )

@@ -28,7 +28,6 @@ from secondguess.heads.feature import FeatureHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.weight_format import INT4
 
 
 def tiny_target(vocab_size: int = 31, num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
@@ -60,7 +59,7 @@ def layer_skip_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 
 def self_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return SelfDrafter(target, INT4, "self:int4", shape)
+    return SelfDrafter(target, "self:int4", shape)
 
 
 def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:

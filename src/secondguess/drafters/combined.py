@@ -177,8 +177,4 @@ def one_hot_probs(tokens: Tensor, vocab_size: int) -> Tensor:
 def _ordered_candidates(*of_parts: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """Return the candidates of all parts in order of preference; cached, as the same few recur."""
     choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
-    return tuple(sorted(choices, key=_is_empty))
-
-
-def _is_empty(candidate: Candidate) -> bool:
-    return candidate.longest == 0
+    return tuple(sorted(choices, key=lambda choice: choice.longest == 0))

@@ -11,7 +11,6 @@ when the row is next drafted for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,20 +20,20 @@ from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.drafters.sampling_drafter import (
     PREFILL_THRESHOLD,
     HeadDrafter,
-    at_least_float32,
     expand_to_batch,
 )
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.base import TargetModel
 from secondguess.heads.blocks import Block
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.native import block_runtime
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.sampling.probs import at_least_float32
 
 
 class DsparkDrafter(HeadDrafter):
     """Drafter that uses a DSpark or DFlash head: its levels are the positions of a block."""
 
+    load_head = staticmethod(DsparkHead.load)
     head: DsparkHead
 
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
@@ -45,10 +44,6 @@ class DsparkDrafter(HeadDrafter):
         self._longest = 0
         self._block: Block | None = None
         self._previous: list[list[int]] = []
-
-    @classmethod
-    def load_head(cls, folder: Path, target: TargetModel) -> DsparkHead:
-        return DsparkHead.load(folder, target)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         return list(self.runtime.context.admit(rows))

@@ -6,17 +6,11 @@ EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from secondguess.drafters.mirroring import FeatureDrafter
-from secondguess.heads.base import TargetModel
 from secondguess.heads.eagle import load_eagle
-from secondguess.heads.feature import FeatureHead
 
 
 class EagleDrafter(FeatureDrafter):
     """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
-    @classmethod
-    def load_head(cls, folder: Path, target: TargetModel) -> FeatureHead:
-        return load_eagle(folder, target)
+    load_head = staticmethod(load_eagle)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.drafters.base import DrafterResources, Requirements
-from secondguess.drafters.sampling_drafter import SamplingDrafter, at_least_float32, load_trained
+from secondguess.drafters.sampling_drafter import SamplingDrafter, load_trained
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.native import exit_logits
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
+from secondguess.sampling.probs import at_least_float32
 
 
 class EarlyExitDrafter(SamplingDrafter):
@@ -62,7 +63,6 @@ class EarlyExitDrafter(SamplingDrafter):
         self._target = target
         self._num_layers = num_layers
         self._exit_logits = exit_logits(head, target)
-        self._chains: list[list[int]] = []
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
@@ -84,15 +84,8 @@ class EarlyExitDrafter(SamplingDrafter):
         head, target = load_trained(EarlyExitHead.load, name, resources)
         return cls(target, head.exit_layer, shown, shape, head.eval().requires_grad_(False))
 
-    def start(self, rows: Sequence[Row], longest: int) -> None:
-        self._chains = [[] for _ in rows]
-
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        return self._logits(self._read(rows, Draft.chains(self._chains, device=self.device))[:, -1])
-
-    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        for index in active:
-            self._chains[index].append(tokens[index])
+        return self._logits(self._read(rows, Draft.chains(self.chains, device=self.device))[:, -1])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return self._logits(self._read(rows, tree))

@@ -10,24 +10,24 @@ paper's typical acceptance changes the output distribution and is not offered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.sampling_drafter import HeadDrafter, at_least_float32, expand_to_batch
+from secondguess.drafters.sampling_drafter import HeadDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.medusa import MedusaHead
 from secondguess.heads.native import medusa_logits
 from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.sampling.probs import at_least_float32
 
 
 class MedusaDrafter(HeadDrafter):
     """Drafter that uses a set of Medusa heads; it keeps one hidden state per row."""
 
+    load_head = staticmethod(MedusaHead.load)
     head: MedusaHead
 
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
@@ -35,11 +35,6 @@ class MedusaDrafter(HeadDrafter):
         self.hidden_layers = head.hidden_layers
         self._logits = medusa_logits(head, target)
         self._states: dict[Row, Tensor] = {}
-        self._depth = 0
-
-    @classmethod
-    def load_head(cls, folder: Path, target: TargetModel) -> MedusaHead:
-        return MedusaHead.load(folder, target)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         return [max(0, len(row.tokens) - 2) for row in rows]
@@ -69,14 +64,8 @@ class MedusaDrafter(HeadDrafter):
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
         return min(self.head.shape.num_heads, row.room) if row in self._states else 0
 
-    def start(self, rows: Sequence[Row], longest: int) -> None:
-        self._depth = 0
-
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        return self._level_logits(rows, active, self._depth)
-
-    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        self._depth += 1
+        return self._level_logits(rows, active, len(self.chains[active[0]]))
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         level = int(tree.depths.max()) if tree.num_nodes else 0

@@ -6,17 +6,11 @@ that was trained for it, and `mtp,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from secondguess.drafters.mirroring import FeatureDrafter
-from secondguess.heads.base import TargetModel
-from secondguess.heads.feature import FeatureHead
 from secondguess.heads.mtp import MtpHead
 
 
 class MtpDrafter(FeatureDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
-    @classmethod
-    def load_head(cls, folder: Path, target: TargetModel) -> FeatureHead:
-        return MtpHead.load(folder, target)
+    load_head = staticmethod(MtpHead.load)

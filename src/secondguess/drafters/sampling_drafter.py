@@ -46,6 +46,9 @@ class SamplingDrafter(Drafter):
             never drafted) or narrower (the missing tokens get probability zero).
         device: device of the logits.
         shape: shape of the trees; None for chains.
+
+    Attributes:
+        chains: tokens drafted so far in this round, per row, unless trees are drafted.
     """
 
     deterministic = False
@@ -58,6 +61,7 @@ class SamplingDrafter(Drafter):
         self.device = device
         self.shape = shape
         self.can_draft_trees = shape is not None
+        self.chains: list[list[int]] = []
         self._unfinished: dict[Row, None] = {}
 
     @classmethod
@@ -82,15 +86,14 @@ class SamplingDrafter(Drafter):
 
     @abstractmethod
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        """Return logits `[row, vocab]` after the last token of each row's chain.
+        """Return logits `[row, vocab]` after the last token of each row's chain (`chains`).
 
-        That token is pending, or the last one passed to `extend`. Logits of inactive rows are
-        finite numbers without meaning.
+        That token is pending if the chain is empty. Logits of inactive rows are finite numbers
+        without meaning.
         """
 
-    @abstractmethod
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        """Append `tokens` `[row]` to the chains of the active rows."""
+        """Process `tokens` `[row]`, which were appended to the chains of the active rows."""
 
     @abstractmethod
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
@@ -146,6 +149,7 @@ class SamplingDrafter(Drafter):
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
+        self.chains = [[] for _ in rows]
         self.start(rows, budgets.longest)
         if self.shape is None:
             return self._draw_chains(rows, limits, budgets, noise)
@@ -155,7 +159,7 @@ class SamplingDrafter(Drafter):
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
         plain = noise.all_greedy and not edits
-        chains: list[list[int]] = [[] for _ in rows]
+        chains = self.chains
         drawn: list[Tensor] = []
         dists: list[Tensor] = []
         while active:
@@ -223,16 +227,16 @@ class HeadDrafter(SamplingDrafter):
         head: on the target's device and in its dtype.
         target: target that the head was trained for.
         name, shape: as in `SamplingDrafter`.
+
+    Attributes:
+        load_head: reads the head in a folder.
     """
+
+    load_head: Callable[[Path, TargetModel], Head]
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
         self.head = head.eval().requires_grad_(False)
-
-    @classmethod
-    @abstractmethod
-    def load_head(cls, folder: Path, target: TargetModel) -> Head:
-        """Read the head in a folder."""
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
@@ -263,8 +267,3 @@ def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
     expanded = values.new_zeros(num_rows, *values.shape[1:])
     expanded[active] = values
     return expanded
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Return logits in float32, or unchanged in float64."""
-    return logits if logits.dtype == torch.float64 else logits.float()

@@ -20,9 +20,7 @@ from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.weight_format import INT4, WeightFormat
-
-FORMATS = {each.name: each for each in (INT4,)}
+from secondguess.runtime.weight_format import INT4
 
 
 class SelfDrafter(SamplingDrafter):
@@ -30,7 +28,6 @@ class SelfDrafter(SamplingDrafter):
 
     Args:
         target: target to copy; the kernels must run it in bfloat16.
-        weight_format: encoding of the copy's weights.
         name, shape: as in `SamplingDrafter`.
 
     Raises:
@@ -40,36 +37,30 @@ class SelfDrafter(SamplingDrafter):
     uses_target_layers = True
     argument = INT4.name
 
-    def __init__(
-        self, target: Runtime, weight_format: WeightFormat, name: str, shape: TreeShape | None = None
-    ) -> None:
+    def __init__(self, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
-        self._copy = target.quantised_copy(weight_format)
-        self._chains: list[list[int]] = []
+        self._copy = target.quantised_copy(INT4)
         self._nums_known: list[int] = []
         """Number of queries per row, pending and nodes, that the copy has run in this round."""
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         read_tree_options(name)
-        return Requirements(target_copy=_format_of(name))
+        if name.argument != INT4.name:
+            raise BadInputError(f"expected the encoding of the copied weights, self:{INT4.name}, got {name}")
+        return Requirements(target_copy=INT4)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> SelfDrafter:
         shown, shape = read_tree_options(name)
-        return cls(resources.require_target(name), _format_of(name), shown, shape)
+        return cls(resources.require_target(name), shown, shape)
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
-        self._chains = [[] for _ in rows]
         self._nums_known = [0] * len(rows)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        chains = Draft.chains([self._chains[index] for index in active], device=self.device)
+        chains = Draft.chains([self.chains[index] for index in active], device=self.device)
         return expand_to_batch(self._run(rows, active, chains)[:, -1], len(rows), active)
-
-    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        for index in active:
-            self._chains[index].append(tokens[index])
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         found = self._run(rows, active, tree.select(tree.lengths.new_tensor(active)))
@@ -84,11 +75,3 @@ class SelfDrafter(SamplingDrafter):
         for index, length in zip(active, draft.lengths.tolist(), strict=True):
             self._nums_known[index] = length + 1
         return logits
-
-
-def _format_of(name: Name) -> WeightFormat:
-    if name.argument not in FORMATS:
-        raise BadInputError(
-            f"expected the encoding of the copied weights, {' or '.join(f'self:{each}' for each in FORMATS)}, got {name}"
-        )
-    return FORMATS[name.argument]

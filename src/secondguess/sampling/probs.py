@@ -125,7 +125,7 @@ def _edited(
     visible: Callable[[], Tensor],
 ) -> Tensor:
     """Return logits after all settings but temperature, top-k, top-p and min-p."""
-    scores = _at_least_float32(logits)
+    scores = at_least_float32(logits)
     return edits.apply(scores, rows, nodes, visible()) if edits.change_logits(rows) else scores
 
 
@@ -161,7 +161,7 @@ def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[i
     if num_alternatives is None:
         return commit
     queries = [0, *(node + 1 for node in path)][: len(commit.tokens)]
-    logprobs = _at_least_float32(logits[index, queries]).log_softmax(-1)
+    logprobs = at_least_float32(logits[index, queries]).log_softmax(-1)
     tokens = torch.tensor(commit.tokens, device=logits.device)
     own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     top = logprobs.topk(min(num_alternatives, logprobs.shape[-1]))
@@ -181,8 +181,9 @@ def _setting_tensors(
     return LogitProcessors.of(params, vocab_size, device), make_rule(params, device)
 
 
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Return logits in float32, or unchanged in float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _has_nan(dists: Tensor) -> bool:
