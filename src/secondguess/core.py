@@ -274,15 +274,17 @@ class Draft:
     probs: Tensor | None = None
     without_replacement: bool = True
 
-    @classmethod
-    def empty(cls, num_rows: int, device: torch.device | str = "cpu", vocab_size: int | None = None) -> Draft:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def empty(num_rows: int, device: torch.device | str = "cpu", vocab_size: int | None = None) -> Draft:
         """Return a draft without nodes, which makes the round plain decoding.
 
         `vocab_size` is that of `probs`; None for a deterministic draft, without `probs`. It selects
         the verification rule, and a row's text must not depend on whether another row had room to
-        draft.
+        draft. Cached, because rounds in backoff use the same one.
         """
-        return _empty_draft(num_rows, torch.device(device), vocab_size)
+        probs = None if vocab_size is None else torch.empty(num_rows, 0, vocab_size, device=device)
+        return Draft.chains([()] * num_rows, probs, device)
 
     @classmethod
     def chains(
@@ -396,13 +398,6 @@ def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.devi
     width = max(map(len, rows), default=0)
     padded = [[*row, *([filler] * (width - len(row)))] for row in rows]
     return token_tensor(padded, device).reshape(len(rows), width)
-
-
-@lru_cache(maxsize=256)
-def _empty_draft(num_rows: int, device: torch.device, vocab_size: int | None) -> Draft:
-    """Build an empty draft; cached, because rounds in backoff use the same one."""
-    dists = None if vocab_size is None else torch.empty(num_rows, 0, vocab_size, device=device)
-    return Draft.chains([()] * num_rows, dists, device)
 
 
 @lru_cache(maxsize=256)
@@ -521,21 +516,16 @@ class Budgets:
     uses_probs: bool = True
     parts: Sequence[int] = ()
 
-    @classmethod
-    def empty(cls, num_rows: int) -> Budgets:
-        """Return the budgets of a round without drafts."""
-        return _empty_budgets(num_rows)
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def empty(num_rows: int) -> Budgets:
+        """Return the budgets of a round without drafts; cached like `Draft.empty`."""
+        return Budgets([0] * num_rows, lambda *_: [False] * num_rows, uses_probs=False, parts=[0] * num_rows)
 
     @property
     def longest(self) -> int:
         """Largest draft length of all rows."""
         return max(self.lengths, default=0)
-
-
-@lru_cache(maxsize=256)
-def _empty_budgets(num_rows: int) -> Budgets:
-    """Build empty budgets; cached, because rounds in backoff use the same ones."""
-    return Budgets([0] * num_rows, lambda *_: [False] * num_rows, uses_probs=False, parts=[0] * num_rows)
 
 
 @dataclass(frozen=True)

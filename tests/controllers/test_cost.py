@@ -5,6 +5,7 @@ Rounds are played on simulation: a drafter whose nodes are accepted with a given
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
@@ -26,11 +27,16 @@ from secondguess.controllers.cost.loss_limits import (
     STOP_ROUNDS,
     LossGuard,
     ProbeBudget,
-    loss_bound,
 )
 from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, NUM_DEVIATIONS, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
+
+
+def loss_bound(num_rounds: int, worst_round: float) -> float:
+    """Return the largest loss over any rounds that `loss_limits` promises, in plain rounds."""
+    num_further_stops = math.log2(1 + num_rounds / STOP_ROUNDS)
+    return MAX_BALANCE + MAX_LOSS + worst_round + (MAX_LOSS / 2 + worst_round) * num_further_stops
 
 
 def best_fixed(chance: float, step: float, node: float) -> float:

@@ -10,6 +10,7 @@ can be taken, ties are broken by their tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.proposals import DraftProposal
@@ -53,7 +54,7 @@ def _together(
     models = [
         (proposal.expected_tokens(width), proposal) for proposal in proposals if not proposal.deterministic
     ]
-    models.sort(key=_first, reverse=True)
+    models.sort(key=itemgetter(0), reverse=True)
     total, best, best_count = 0.0, 0.0, 0
     for count, (expected_tokens, proposal) in enumerate(models, start=1):
         total += expected_tokens - rate * proposal.prefill_seconds
@@ -103,7 +104,7 @@ def select_extensions(
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
-    ordered = sorted(chances, key=_first, reverse=True)
+    ordered = sorted(chances, key=itemgetter(0), reverse=True)
     total, best, best_count = 0.0, 0.0, 0
     for count, (chance, proposal) in enumerate(ordered, start=1):
         total += chance
@@ -112,10 +113,6 @@ def select_extensions(
             best, best_count = net, count
     best_count = _with_equals([chance for chance, _ in ordered], best_count)
     return [proposal for _, proposal in ordered[:best_count]]
-
-
-def _first(pair: tuple[float, DraftProposal]) -> float:
-    return pair[0]
 
 
 def _with_equals(values: Sequence[float], count: int) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.backoff import Backoffs
@@ -188,7 +189,7 @@ class CostController(Controller):
             if proposal is not None:
                 proposals.append(proposal)
         if num_rows > 1:
-            proposals.sort(key=_net, reverse=True)
+            proposals.sort(key=attrgetter("net"), reverse=True)
         return proposals
 
     def _probe(
@@ -427,10 +428,6 @@ class CostController(Controller):
         self._backoffs.forget(row)
         self.expectations.row_histories.pop(row, None)
         self.guard.release(row)
-
-
-def _net(proposal: DraftProposal) -> float:
-    return proposal.net
 
 
 def _is_settled(proposal: DraftProposal) -> bool:

@@ -18,7 +18,7 @@ drafting plus all of that prefill, the loss over any N rounds is, in plain round
 
     MAX_BALANCE + MAX_LOSS + R  +  (MAX_LOSS / 2 + R) * log2(1 + N / STOP_ROUNDS)
 
-(`loss_bound`; for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
+(for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
 at most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is
 either outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in
 both cases. (Rounds that are booked together are booked before they would exceed the limit.)
@@ -29,7 +29,6 @@ between two such changes.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -59,18 +58,6 @@ NUM_REVIEWED = 16
 """Number of rounds before a stop, and of plain rounds after it, that are compared."""
 MAX_AMORTISATION = 256
 """Maximum number of rounds over which prefill is amortised, as a row may end early."""
-
-
-def loss_bound(num_rounds: int, worst_round: float) -> float:
-    """Return the maximum loss from drafting over any `num_rounds` rounds, in plain rounds.
-
-    Args:
-        num_rounds: number of rounds.
-        worst_round: maximum loss of a single round, in plain rounds: drafting at full length, and
-            the drafter's prefill of all rows in flight.
-    """
-    num_further_stops = math.log2(1 + num_rounds / STOP_ROUNDS)
-    return MAX_BALANCE + MAX_LOSS + worst_round + (MAX_LOSS / 2 + worst_round) * num_further_stops
 
 
 class ProbeBudget:
