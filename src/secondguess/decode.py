@@ -7,7 +7,6 @@ benchmarks all run this loop.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Sequence
 
 from torch import inference_mode
@@ -125,9 +124,7 @@ class Batch:
                 self.components.drafter.prefill(rows, self.max_prefill_tokens)
 
 
-def decode(
-    components: Components, rows: Sequence[Row], max_rows: int | None = None
-) -> Generator[list[Commit], None, None]:
+def decode(components: Components, rows: Sequence[Row]) -> Generator[list[Commit], None, None]:
     """Decode rows until all are finished, yielding the commits of each round.
 
     If the generator is closed early, the state of all unfinished rows is released.
@@ -135,26 +132,17 @@ def decode(
     Args:
         components: components of the loop.
         rows: extended in place, with a finish reason at the end. Finished rows are skipped.
-        max_rows: maximum number of rows that decode at the same time; the others join when a row
-            has finished. None for no limit.
 
     Yields:
         One `Commit` per row that took part in the round.
 
     Raises:
-        BadInputError: a draft or a row that the verifier cannot verify exactly, or `max_rows`
-            below 1.
+        BadInputError: a draft or a row that the verifier cannot verify exactly.
     """
-    if max_rows is not None and max_rows < 1:
-        raise BadInputError(f"expected max_rows of at least 1, got {max_rows}")
-    waiting = deque(row for row in rows if not row.finished)
     batch = Batch(components)
     try:
-        while waiting or batch:
-            num_free = len(waiting) if max_rows is None else max_rows - len(batch)
-            joining = [waiting.popleft() for _ in range(min(num_free, len(waiting)))]
-            if joining:
-                batch.add(joining)
+        batch.add([row for row in rows if not row.finished])
+        while batch:
             yield batch.step()
     finally:
         batch.close()
