@@ -22,14 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.heads.learning import TrainingBatch
+from secondguess.heads.learning import LAST_HIDDEN, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.train.files import write_atomically
 from secondguess.train.training_data import Batch, TrainingText
 
-LAST_LAYER = -1
-"""Index of the last, normalised hidden states, from which the LM head computes the logits."""
 GIGABYTE = 1_000_000_000
 
 
@@ -54,7 +52,7 @@ class LiveCapture:
 
     def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
         self.target = target
-        self.layers = tuple(dict.fromkeys([*layers, LAST_LAYER]))
+        self.layers = tuple(dict.fromkeys([*layers, LAST_HIDDEN]))
         target.request_hidden_states(self.layers)
 
     def training_batch(self, batch: Batch) -> TrainingBatch:

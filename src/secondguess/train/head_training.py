@@ -191,9 +191,13 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
     del trainable, llm
-    figures = _figures(job, standing) | _speed(job, texts, show)
+    show.line("measuring the speed")
+    drafter = NAMED.get(job.kind, job.kind)
+    speed = measure_speed(job.model, f"{drafter}:{job.out}", texts.held_out, job.dtype, job.device)
+    figures = _figures(job, standing) | speed
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
-    write_card(job.out, provenance, _usage(job))
+    usage = f"secondguess generate PROMPT --model {public_name(job.model)} --drafter {drafter}:FOLDER"
+    write_card(job.out, provenance, usage)
     return provenance
 
 
@@ -267,22 +271,6 @@ def _figures(job: HeadJob, standing: RunState) -> dict[str, Any]:
     }
 
 
-def _drafter_kind(job: HeadJob) -> str:
-    """Return the kind of drafter to load the result as."""
-    return NAMED.get(job.kind, job.kind)
-
-
-def _speed(job: HeadJob, texts: TextSplit, show: ProgressDisplay) -> dict[str, Any]:
-    show.line("measuring the speed")
-    return measure_speed(job.model, f"{_drafter_kind(job)}:{job.out}", texts.held_out, job.dtype, job.device)
-
-
-def _usage(job: HeadJob) -> str:
-    return (
-        f"secondguess generate PROMPT --model {public_name(job.model)} --drafter {_drafter_kind(job)}:FOLDER"
-    )
-
-
 def _provenance(
     job: HeadJob,
     target: Path,
@@ -315,7 +303,7 @@ def _provenance(
         "seed": job.seed,
         **{
             name: value
-            for name, value in where.as_dict().items()
+            for name, value in asdict(where).items()
             if name in ("date", "command", "commit", "dirty", "versions", "processor", "num_threads", "dtype")
         },
     }
