@@ -1,20 +1,29 @@
-"""Every drafter, verifier, controller, engine and stored format has a test that is named here."""
+"""Every command, drafter, verifier, controller, runtime and format has a test that is named here."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import typer
 
-from secondguess.cli.train import LOSSES
+from secondguess.checkpoint.quantised import DECODED
+from secondguess.checkpoint.resolve import RUNTIMES
+from secondguess.cli import app
+from secondguess.cli.train import LOSSES, SUMMARIES
 from secondguess.controllers import CONTROLLERS
 from secondguess.drafters import DRAFTERS
+from secondguess.drafters.vocabulary.pair import METHODS
 from secondguess.export import ENGINES
+from secondguess.runtime.weight_format import QUANTIZATIONS
+from secondguess.sampling.grammar import GrammarKind
 from secondguess.verifiers import VERIFIERS
 from secondguess.workloads.loading import DATA_SETS
 
 TESTS = Path(__file__).parent
+COMMANDS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 EVERY_DRAFTER = "drafters/test_every_drafter.py::test_greedy_text_equals_plain_decoding"
 EVERY_HEAD = "drafters/test_every_head.py::test_output_distribution_equals_the_targets"
@@ -52,6 +61,50 @@ NAMES = {
     "losses": dict.fromkeys(
         ("lk", "kl", "tv"), "train/test_losses.py::test_the_objectives_equal_values_computed_by_hand"
     ),
+    "commands": {
+        "generate": "cli/test_cli.py::test_the_text_equals_that_of_the_api",
+        "chat": "test_chat.py::test_each_reply_reads_the_whole_conversation",
+        "serve": "server/test_run.py::test_a_signal_finishes_requests_and_refuses_new_ones",
+        "verify": "cli/test_cli.py::test_verify_tests_the_named_model",
+        "inspect": "cli/test_cli.py::test_inspect_describes_a_model_without_loading_it",
+        "train": "train/test_train_heads.py::test_a_trained_draft_model_has_a_card_and_drafts",
+        "bench": "bench/test_run_bench.py::test_every_system_runs_at_every_temperature",
+        "tune": "bench/test_tuning.py::test_the_built_in_pair_is_tuned_from_the_command_line",
+        "export": EXPORT,
+    },
+    "trained": {
+        "draft": "train/test_train_heads.py::test_a_trained_draft_model_has_a_card_and_drafts",
+        **dict.fromkeys(
+            ("early-exit", "medusa", "mtp", "eagle", "dspark"),
+            "train/test_train_heads.py::test_a_trained_head_drafts_and_keeps_the_text",
+        ),
+        "layer-skip": "train/test_skip_command.py::test_the_found_layers_can_be_used_as_a_drafter",
+    },
+    "runtimes": {
+        "native": "runtime/test_native.py::test_a_tokens_bits_depend_only_on_its_prefix",
+        "fused": "runtime/test_fused.py::test_bfloat16_logits_are_bit_identical_to_the_module",
+        "transformers": "test_lossless.py::test_greedy_output_equals_plain_decoding",
+    },
+    "quantizations": dict.fromkeys(
+        ("int8", "int4"), "runtime/test_native.py::test_quantised_weights_differ_by_rounding"
+    ),
+    "vocabulary methods": dict.fromkeys(
+        ("intersection", "string"),
+        "test_distributions.py::test_draft_models_with_another_vocabulary_keep_the_distribution",
+    ),
+    "grammars": {
+        "regex": "test_distributions.py::test_a_grammar_holds_inside_a_draft",
+        "lark": "sampling/test_grammar.py::test_a_limit_during_decoding_ends_the_text_with_its_own_reason",
+        "json_schema": "server/test_structure.py::test_a_json_schema_is_followed_with_and_without_speculation",
+        "json_object": "server/test_structure.py::test_a_json_object_is_streamed",
+    },
+    "encodings": {
+        **dict.fromkeys(
+            ("gptq", "awq", "compressed-tensors pack-quantized"),
+            "checkpoint/test_quantised.py::test_the_weights_are_those_that_the_format_defines",
+        ),
+        "gguf": "checkpoint/test_gguf.py::test_logits_are_those_of_the_dequantised_weights",
+    },
     "datasets": {
         "spec-bench": "workloads/test_workloads.py::test_the_eight_categories_of_mt_bench_are_one_task_of_spec_bench",
         "humaneval": "workloads/test_workloads.py::test_humaneval_is_the_default_if_present",
@@ -60,7 +113,9 @@ NAMES = {
 }
 REGISTRIES = {
     "drafters": DRAFTERS, "verifiers": VERIFIERS, "controllers": CONTROLLERS, "engines": ENGINES, "losses": LOSSES,
-    "datasets": DATA_SETS,
+    "commands": COMMANDS, "trained": (*SUMMARIES, "layer-skip"), "runtimes": set(RUNTIMES) - {"auto"},
+    "quantizations": QUANTIZATIONS, "vocabulary methods": METHODS, "grammars": get_args(GrammarKind),
+    "encodings": DECODED, "datasets": DATA_SETS,
 }  # fmt: skip
 
 FORMATS = {
@@ -80,7 +135,8 @@ def test_every_name_is_in_the_table_and_in_the_readme_or_the_documentation(kind)
     assert set(NAMES[kind]) == set(REGISTRIES[kind])
     pages = [TESTS.parent / "README.md", *(TESTS.parent / "docs").glob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    assert [name for name in NAMES[kind] if not re.search(rf"`{re.escape(name)}\b", text)] == []
+    words = {name: re.escape(name.split()[-1]) for name in NAMES[kind]}
+    assert [name for name, word in words.items() if not re.search(rf"`[^`\n]*\b{word}\b", text)] == []
 
 
 @pytest.mark.parametrize(

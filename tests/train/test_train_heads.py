@@ -63,6 +63,24 @@ def test_a_trained_draft_model_has_a_card_and_drafts(
     assert [json.loads(line)["step"] for line in log if "loss" in json.loads(line)] == list(range(1, 15))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in RECIPES if kind != "draft"])
+def test_a_trained_head_drafts_and_keeps_the_text(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path, kind: str
+) -> None:
+    arguments = ["train", kind, "--out", tmp_path, "--model", tiny_checkpoint, "--data", prompts, *OPTIONS]
+    done = secondguess_command(*arguments, "--steps", 2, "--num-prompts", 8, "--dtype", "float32")
+    assert done.code == 0, done.err
+    texts = {}
+    for drafter in (f"{kind}:{tmp_path}", "none"):
+        llm = load(str(tiny_checkpoint), drafter, dtype="float32")
+        draft_length = 2 if drafter != "none" else None
+        output = llm.generate("def f(items):", max_tokens=20, draft_length=draft_length)
+        texts[drafter] = output.text, output.stats.num_drafted > 0
+    (drafted, has_drafted), (plain, _) = texts.values()
+    assert drafted == plain
+    assert has_drafted
+
+
 def test_training_raises_the_acceptance_of_a_draft_model(
     secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:
