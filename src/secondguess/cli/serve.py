@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Context
 
@@ -12,9 +12,6 @@ from secondguess.cli.options import panel
 from secondguess.cli.output import print_note
 from secondguess.cli.prompts import read_text
 from secondguess.errors import BadInputError
-
-if TYPE_CHECKING:
-    from secondguess.server.settings import ServerSettings
 
 server_option = panel("Server")
 limit_option = panel("Limits per request")
@@ -110,19 +107,6 @@ def serve(
         max_output_tokens=max_output_tokens,
         request_seconds=request_seconds,
     )
-    _run(context, config, settings, (host, port), max_waiting, drain_seconds, sleep_idle)
-    return 0
-
-
-def _run(
-    context: Context,
-    config: Path | None,
-    settings: ServerSettings,
-    address: tuple[str, int],
-    max_waiting: int,
-    drain_seconds: float,
-    sleep_idle: float | None,
-) -> None:
     from secondguess.api import load
     from secondguess.engine import Engine
     from secondguess.server.app import create_app
@@ -130,7 +114,7 @@ def _run(
     from secondguess.server.sleep import SleepingEngine
 
     # Opened first: a port in use is cheap to find, weights are expensive to load.
-    opened = open_socket(*address)
+    opened = open_socket(host, port)
     try:
         loading = options.load_settings_and_tuned(context, config)[0]
 
@@ -139,13 +123,12 @@ def _run(
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)
-        if not settings.api_keys and address[0] not in ("127.0.0.1", "localhost", "::1"):
-            print_note(
-                f"serving at {address[0]} without an API key: all who reach this address can use the model"
-            )
+        if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
+            print_note(f"serving at {host} without an API key: all who reach this address can use the model")
         serve_until_signal(app, engine, opened, drain_seconds)
     finally:
         opened.close()
+    return 0
 
 
 def _require_libraries() -> None:
