@@ -287,21 +287,9 @@ class EagleHead(FeatureHead):
 
 
 class Eagle1Head(MtpHead):
-    """EAGLE-1 and 2 drafter head: an MTP module without norms, in its authors' format.
+    """EAGLE-1 and 2 drafter head: an MTP module without norms, in its authors' format."""
 
-    Args:
-        layer, target, has_bias, num_steps: as in `MtpHead`.
-    """
-
-    def __init__(
-        self,
-        layer: LayerConfig,
-        target: TargetModel,
-        *,
-        has_bias: bool = False,
-        num_steps: int = DEFAULT_STEPS,
-    ) -> None:
-        super().__init__(layer, target, has_norms=False, has_bias=has_bias, num_steps=num_steps)
+    has_norms = False
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Eagle1Head:

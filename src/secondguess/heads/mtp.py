@@ -56,22 +56,25 @@ class MtpHead(FeatureHead):
     Args:
         layer: shape of its decoder layer.
         target: target model.
-        has_norms: whether it has norms other than the one inside the decoder layer.
         has_bias: whether the projection has a bias.
         has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
             the target's.
         norm_output, num_steps: as in `FeatureHead`.
 
+    Attributes:
+        has_norms: whether it has norms other than the one inside the decoder layer.
+
     Raises:
         BadInputError: another hidden size than the target's.
     """
+
+    has_norms = True
 
     def __init__(
         self,
         layer: LayerConfig,
         target: TargetModel,
         *,
-        has_norms: bool = True,
         has_bias: bool = False,
         has_embeddings: bool = False,
         has_head: bool = False,
@@ -81,12 +84,12 @@ class MtpHead(FeatureHead):
         super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
         width, vocab_size = layer.width, target.vocab_size
         make_norm: Callable[[], nn.Module] = (
-            partial(Norm, width, layer.norm_eps) if has_norms else nn.Identity
+            partial(Norm, width, layer.norm_eps) if self.has_norms else nn.Identity
         )
         self.enorm = make_norm()
         self.hnorm = make_norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=has_bias)
-        self.layer = DecoderLayer(layer, has_input_norm=has_norms)
+        self.layer = DecoderLayer(layer, has_input_norm=self.has_norms)
         self.norm = make_norm()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None

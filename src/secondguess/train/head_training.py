@@ -45,10 +45,10 @@ from secondguess.train.training_texts import (
     Document,
     default_documents,
     read_documents,
-    sample_evenly,
     texts_as_they_stand,
     write_answers,
 )
+from secondguess.workloads.loading import evenly_spaced
 from secondguess.workloads.provenance import collect_provenance, public_name
 
 DEFAULT_PROMPTS = 400
@@ -201,11 +201,11 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     return provenance
 
 
-def _documents(job: HeadJob) -> list[Document]:
+def _documents(job: HeadJob) -> Sequence[Document]:
     if not job.data:
         return default_documents(job.num_prompts or DEFAULT_PROMPTS)
     documents = read_documents(job.data, job.as_is)
-    return sample_evenly(documents, job.num_prompts or len(documents))
+    return evenly_spaced(documents, job.num_prompts or len(documents))
 
 
 def _texts(

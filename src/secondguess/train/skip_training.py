@@ -21,9 +21,9 @@ from secondguess.train.training_texts import (
     AnswerSettings,
     default_documents,
     read_documents,
-    sample_evenly,
     write_answers,
 )
+from secondguess.workloads.loading import evenly_spaced
 from secondguess.workloads.provenance import public_name
 
 MAX_SEARCH_TOKENS = 128
@@ -67,7 +67,7 @@ def search_layers(
         raise UnsupportedModelError(
             f"expected a target that the fused runtime covers, got {model}; its layers cannot be left out"
         )
-    chosen = sample_evenly(documents, num_prompts)
+    chosen = evenly_spaced(documents, num_prompts)
     texts = write_answers(llm, chosen, answers, run / "texts", show.writing, show.pause)
     length = min(MAX_SEARCH_TOKENS, max(len(text.tokens) for text in texts))
     search = SkipSearch(target, stack_prefixes([text.tokens for text in texts], length))

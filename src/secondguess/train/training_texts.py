@@ -28,7 +28,6 @@ from secondguess.workloads.files import (
     read_records,
     read_text,
 )
-from secondguess.workloads.loading import evenly_spaced
 
 ANSWER_KEYS = ("completion", "response", "answer", "output")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
@@ -295,8 +294,3 @@ def _answered(
         TrainingText([*prompt, *output.token_ids], [False] * len(prompt) + [True] * len(output.token_ids))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
-
-
-def sample_evenly(documents: Sequence[Document], most: int) -> list[Document]:
-    """Return at most `most` documents, evenly spread."""
-    return list(evenly_spaced(tuple(documents), most))

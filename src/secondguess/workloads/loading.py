@@ -196,7 +196,7 @@ def _sample(by_task: Mapping[str, Sequence[Prompt]], num_prompts: int) -> list[P
         )
     shares = equal_shares([len(prompts) for prompts in by_task.values()], num_prompts)
     groups = zip(by_task.values(), shares, strict=True)
-    return interleave([evenly_spaced(tuple(prompts), share) for prompts, share in groups])
+    return interleave([evenly_spaced(prompts, share) for prompts, share in groups])
 
 
 def equal_shares(sizes: Sequence[int], total: int) -> list[int]:
@@ -226,15 +226,15 @@ def interleave(groups: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for *_, item in sorted(positioned, key=lambda each: each[:3])]
 
 
-def evenly_spaced(prompts: tuple[Item, ...], num_prompts: int) -> tuple[Item, ...]:
+def evenly_spaced(prompts: Sequence[Item], num_prompts: int) -> Sequence[Item]:
     """Return `num_prompts` evenly spaced prompts, so that a small sample covers the whole source.
 
     >>> evenly_spaced(("a", "b", "c", "d", "e"), 2)
-    ('a', 'c')
+    ['a', 'c']
     """
     if num_prompts >= len(prompts):
         return prompts
-    return tuple(prompts[index * len(prompts) // num_prompts] for index in range(num_prompts))
+    return [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]
 
 
 def _list_some(names: Iterable[str], most: int = 12) -> str:
