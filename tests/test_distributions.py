@@ -407,8 +407,15 @@ def test_a_rows_own_sources_keep_the_distribution(regex, controller):
     assert mean_accepted(branches) > 0
 
 
-def test_a_prediction_that_learns_replacements_keeps_the_distribution():
-    """Outputs that begin with 0, 3, 2, 0 replace 1 by 3, which is drafted in the third round."""
+@pytest.mark.parametrize(
+    ("prediction", "texts"),
+    [
+        pytest.param([0, 1, 2, 0, 1, 0], ["", "", "", ""], id="0, 3, 2, 0 replaces 1 by 3"),
+        pytest.param([0, 1, 2, 0, 0, 1, 2], [" ", "a", "a", " a"], id="0, 3, 0, 0 replaces 1, 2 by 3"),
+    ],
+)
+def test_a_prediction_that_learns_replacements_keeps_the_distribution(prediction, texts):
+    """The replacement is drafted in the third round."""
     pair, predictions = PAIRS_WITH_END["four"], []
 
     class Recorded(Prediction):
@@ -417,7 +424,7 @@ def test_a_prediction_that_learns_replacements_keeps_the_distribution():
             return predictions[-1]
 
     def make_rows():
-        return [Row(list(PROMPT), SAMPLED, sources=(Recorded([0, 1, 2, 0, 1, 0]),))]
+        return [Row(list(PROMPT), SAMPLED, sources=(Recorded(prediction, texts.__getitem__),))]
 
     parts = TableModel(4, pair.target), make_pair_drafter("deterministic", pair), make_verifier("auto")
     components = Components(*parts, with_observations("fixed:1"))

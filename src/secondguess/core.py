@@ -461,6 +461,7 @@ class Candidate(NamedTuple):
         num_uncached: number of tokens to prefill before the first level can be drafted.
         certain: True if all its nodes will be accepted, so that it is drafted whatever the
             controller plans.
+        length_factor: factor by which its drafts may be longer than those of other candidates.
     """
 
     part: int = 0
@@ -469,6 +470,7 @@ class Candidate(NamedTuple):
     deterministic: bool = False
     num_uncached: int = 0
     certain: bool = False
+    length_factor: int = 1
 
 
 class Plan(NamedTuple):

@@ -45,6 +45,7 @@ class Simulation:
         deterministic: whether the drafter is a lookup.
         confidence: the drafter's confidence in every node.
         kind: the kind of its candidate, by round.
+        length_factor: that of its candidate.
         pauses: whether paused rounds are run without a plan, as the decoding loop does.
         lost: seconds more than plain decoding, after 0, 1, ... rounds.
         delay: seconds on the clock of a phase that takes so many on a quiet machine; given the round since the
@@ -59,6 +60,7 @@ class Simulation:
     prefill: float = 0.0
     pauses: bool = True
     kind: Callable[[int], str] = lambda number: ""
+    length_factor: int = 1
     delay: Callable[[random.Random, int, float], float] = lambda rng, number, seconds: seconds
     drafted: list[list[int]] = field(default_factory=list)
     lost: list[float] = field(default_factory=lambda: [0.0])
@@ -71,7 +73,11 @@ class Simulation:
         rng = random.Random(seed)
         rows = [Row([0] * 50, SamplingParams(max_tokens=10**6, temperature=1.0)) for _ in range(num_rows)]
         for number in range(num_rounds):
-            candidate = Candidate(kind=self.kind(number), deterministic=self.deterministic)
+            candidate = Candidate(
+                kind=self.kind(number),
+                deterministic=self.deterministic,
+                length_factor=self.length_factor,
+            )
             if self.pauses and controller.is_paused(rows):
                 plans = [Plan(0, 0)] * num_rows
             else:

@@ -533,6 +533,18 @@ def test_the_length_option_limits_the_nodes() -> None:
         assert sum(length for (length,) in simulation.drafted) == 0
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(("length", "factor", "longest"), [(5, 2, 10), (16, 2, 32), (40, 2, 64), (0, 2, 0)])
+def test_a_candidate_may_have_longer_drafts_than_others(
+    length: int, factor: int, longest: int, num_rows: int
+) -> None:
+    simulation = Simulation(
+        lambda number, depth: 1.0, step=0.0, node=0.001, deterministic=True, length_factor=factor
+    )
+    simulation.play(CostController(CostOptions(length)), 300, num_rows)
+    assert max(map(max, simulation.drafted)) == longest
+
+
 def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     times = RoundTimes()
     assert times.needs_plain(1, 10)

@@ -30,19 +30,23 @@ from secondguess.verifiers import make_verifier
 GREEDY = SamplingParams(max_tokens=40)
 
 
-def said(prediction, output, limit=4):
+def said(prediction, output, limit=4, texts=()):
     """Return the draft of a prediction after an output, read token by token, and its candidate."""
-    row, source = Row([0], GREEDY), Prediction(prediction)
+    row, source = Row([0], GREEDY), Prediction(prediction, dict(texts).get if texts else lambda token: "")
     for token in output:
         source.candidate(row)
         row.tokens.append(token)
     return source.chain(limit) if (candidate := source.candidate(row)).longest else [], candidate
 
 
+def candidate_of(kind, longest):
+    return Candidate(PREDICTION_PART, ("prediction", kind), longest, deterministic=True, length_factor=2)
+
+
 def test_a_prediction_is_drafted_from_its_beginning():
     assert said([5, 6, 7, 8, 9], [])[0] == [5, 6, 7, 8]
     assert said([5, 6, 7, 8, 9], [5, 6])[0] == [7, 8, 9]
-    assert said([5, 6], [5, 6]) == ([], Candidate(PREDICTION_PART, ("prediction", 2), 0, True))
+    assert said([5, 6], [5, 6]) == ([], candidate_of(2, 0))
 
 
 @pytest.mark.parametrize(
@@ -80,11 +84,51 @@ def test_a_replaced_name_is_replaced_in_its_next_places_too(old, name):
 
 def test_a_replacement_ends_where_the_output_goes_on_as_predicted():
     prediction = [1, 9, 2, 3, 9, 4, 5, 9, 6]
-    assert said(prediction, [1, 7, 2, 3, 9], 20) == (
-        [4, 5, 9, 6],
-        Candidate(PREDICTION_PART, ("prediction", 2), 4, True),
-    )
+    assert said(prediction, [1, 7, 2, 3, 9], 20) == ([4, 5, 9, 6], candidate_of(2, 4))
     assert said(prediction, [1, 7, 2, 3, 8, 4, 5], 20)[0] == [8, 6]  # the last replacement counts
+
+
+TEXTS = {
+    1: "(",
+    2: " am",
+    3: "ount",
+    4: ")",
+    5: " =",
+    6: " line",
+    7: "s",
+    8: " disc",
+    9: "ple",
+    10: "大",
+    11: "小",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        [6],  # line for amount: after it, the rest of amount is not expected
+        [6, 7],
+        [2],  # shorter: am
+        [2, 3, 7],  # longer: amounts
+        [2, 9],  # another ending: ample
+        [8, 3],  # another beginning: discount
+    ],
+)
+def test_a_word_of_several_tokens_is_replaced_as_a_whole(name):
+    prediction = [1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 5]
+    if name != [2]:  # which is also the beginning of amount
+        assert said(prediction, [1, *name], 2, TEXTS)[0] == [4, 5]
+    assert said(prediction, [1, *name, 4, 5], 20, TEXTS)[0] == [*name, 4, 1, *name, 5]
+
+
+def test_characters_of_a_script_without_spaces_are_replaced_one_by_one():
+    assert said([10, 11, 10, 11, 4], [6], 3, TEXTS)[0] == [11, 10, 11]
+
+
+def test_a_longer_word_is_passed_whatever_occurs_elsewhere():
+    prediction = [1, 2, 4, 5, 3, 4, 1, 5]
+    assert said(prediction, [1, 2, 3], 3, TEXTS)[0] == [4, 5, 3]
+    assert said(prediction, [1, 2, 3, 4], 3, TEXTS)[0] == [5, 3, 4]
 
 
 @pytest.mark.parametrize("output", [[1, 2, 3, 4], [1, 9, 7, 2, 3, 4]])

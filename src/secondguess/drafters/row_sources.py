@@ -8,7 +8,7 @@ deterministic drafts, they do not change the output distribution.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
@@ -27,7 +27,9 @@ MAX_MATCH = 16
 MIN_MATCH = 2
 """Number of tokens that match after a divergence once it is known what was replaced."""
 MAX_REPLACED = 8
-"""Maximum number of tokens on either side of a replacement that is expected again."""
+"""Maximum number of tokens on either side of a replacement that is expected again, and of a word."""
+LENGTH_FACTOR = 2
+"""Factor by which drafts from a prediction may be longer than others: it is made for this very output."""
 
 
 class ForcedTokens:
@@ -53,20 +55,23 @@ class Prediction:
 
     After a divergence, the place is that whose preceding tokens match most of the last tokens of
     the output; among equals, the next one after the last place. Where the last token does not
-    occur at all, one token is taken to be replaced. A place after which the output went on otherwise
-    is returned to only with a longer match.
+    occur at all, one word is taken to be replaced by another. A place after which the output went on
+    otherwise is returned to only with a longer match.
 
     What the output has put in place of a few tokens, such as another name, is expected instead of
     them from then on, until the output goes on otherwise there.
 
     Args:
         tokens: token ids of the guess.
+        text_of: returns the text of a token, by which tokens belong to one word; without it, each token
+            is a word.
     """
 
     part = PREDICTION_PART
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], text_of: Callable[[int], str] = lambda token: "") -> None:
         self._tokens = list(tokens)
+        self._text_of = lru_cache(maxsize=1024)(text_of)
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self._tokens):
             self._places.setdefault(token, []).append(place)
@@ -113,11 +118,23 @@ class Prediction:
         else:
             self._resynchronise(row.tokens[max(row.num_prompt, place + 1 - MAX_MATCH) : place + 1])
         if self._diverged is not None and self._num_matched >= MIN_MATCH and not self._num_begun:
-            (start, begin), (end, stop) = self._diverged, self._met
-            replaced, instead = self._tokens[start:end], row.output[begin:stop]
-            if 0 < len(replaced) <= MAX_REPLACED and 0 < len(instead) <= MAX_REPLACED:
-                self._replaced[replaced[0]] = replaced, instead
+            self._learn_replacement(self._diverged, self._met, row.output)
             self._diverged = None
+
+    def _learn_replacement(
+        self, diverged: tuple[int, int], met: tuple[int, int], output: Sequence[int]
+    ) -> None:
+        """Expect the tokens of the output between two places, from the beginning of the word, in further places."""
+        (start, begin), (end, stop) = diverged, met
+        while (
+            min(start, begin) > 0
+            and self._tokens[start - 1] == output[begin - 1]
+            and (self._is_within_word(self._tokens, start) or self._is_within_word(output, begin))
+        ):
+            start, begin = start - 1, begin - 1
+        replaced, instead = self._tokens[start:end], list(output[begin:stop])
+        if 0 < len(replaced) <= MAX_REPLACED and 0 < len(instead) <= MAX_REPLACED:
+            self._replaced[replaced[0]] = replaced, instead
 
     def _follow(self, token: int) -> bool:
         """Go on after the next output token, and return True, if it is the expected one or the predicted one."""
@@ -149,13 +166,30 @@ class Prediction:
         if self._diverged is None:
             self._diverged = self._next, self._num_read - 1 - self._num_begun
         self._num_matched = self._num_begun = 0
-        found = self._next
+        # In a word that goes on while the predicted one, which has been passed, does not, any token may come.
+        continues = self._is_within_word(last, len(last) - 1)
+        is_longer = continues and not self._is_within_word(self._tokens, self._next)
+        if not is_longer:
+            self._next = self._word_end(self._next)
         for each in near:
             matched = self._match(last, each)
-            if matched > max(self._num_matched, self._refuted.get(each, 0)):
-                self._num_matched, found = matched, each
-        self._next = found + 1
+            if matched > max(self._num_matched, self._refuted.get(each, 0), is_longer):
+                self._num_matched, self._next = matched, each + 1
         self._met = self._next - self._num_matched, self._num_read - self._num_matched
+
+    def _word_end(self, place: int) -> int:
+        """Return the place in the prediction after the word, or the rest of it, at this place."""
+        end = place + 1
+        while end - place < MAX_REPLACED and self._is_within_word(self._tokens, end):
+            end += 1
+        return end
+
+    def _is_within_word(self, tokens: Sequence[int], place: int) -> bool:
+        """Return whether the token at a place continues the word of the token before it."""
+        if not 0 < place < len(tokens):
+            return False
+        before, after = self._text_of(tokens[place - 1])[-1:], self._text_of(tokens[place])[:1]
+        return _is_of_word(before) and _is_of_word(after)
 
     def _match(self, last: Sequence[int], place: int) -> int:
         """Return how many of the last tokens are those of the prediction up to a place."""
@@ -165,6 +199,14 @@ class Prediction:
         return count
 
 
+def _is_of_word(character: str) -> bool:
+    """Return whether a character is a letter of a script with words, a digit or `_`.
+
+    Scripts without spaces between words have letters without case.
+    """
+    return character == "_" or character.isdigit() or character.lower() != character.upper()
+
+
 @lru_cache(maxsize=256)
 def _forced_candidate(longest: int) -> Candidate:
     return Candidate(FORCED_PART, "forced", longest, deterministic=True, certain=True)
@@ -172,7 +214,9 @@ def _forced_candidate(longest: int) -> Candidate:
 
 @lru_cache(maxsize=4096)
 def _predicted_candidate(kind: int, longest: int) -> Candidate:
-    return Candidate(PREDICTION_PART, ("prediction", kind), longest, deterministic=True)
+    return Candidate(
+        PREDICTION_PART, ("prediction", kind), longest, deterministic=True, length_factor=LENGTH_FACTOR
+    )
 
 
 def with_sources(

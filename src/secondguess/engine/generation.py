@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
@@ -295,7 +296,8 @@ def make_row(
     model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
     sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
     if params.prediction is not None:
-        sources.append(Prediction(_prediction_tokens(target, params.prediction)))
+        tokens = _prediction_tokens(target, params.prediction)
+        sources.append(Prediction(tokens, partial(text_of_token, target.tokenizer)))
     return Row(
         tokens=list(ids),
         params=params,

@@ -71,7 +71,7 @@ class CostController(Controller):
         self.probe_budget = ProbeBudget()
         self.guard = LossGuard()
         self.expectations = Expectations()
-        self._cost_model = CostModel(options.length)
+        self._cost_model = CostModel()
         self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
         self._place: Hashable = None
         self._proposals: list[DraftProposal] = []

@@ -48,22 +48,18 @@ class RecentSpeed:
 class CostModel:
     """Token rate and costs of the current round; `enter` begins a round.
 
-    Args:
-        longest: maximum number of nodes of a draft.
-
     Attributes:
         times: measured times of rounds.
         rate: tokens per second that drafts of the current round have to exceed.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self) -> None:
         self.times = RoundTimes()
         self.rate = 0.0
-        self._longest = longest
         self._num_rows = 0
         self._recent_speeds: dict[Hashable, RecentSpeed] = {}
         self._num_idle = 0
-        self._shares: dict[tuple[int, int], list[float]] = {}
+        self._shares: dict[tuple[int, int, int], list[float]] = {}
         self._steps: dict[tuple[int, int], float] = {}
         self._draftings: dict[tuple[int, int, int], float] = {}
         self._widenings: dict[tuple[int, int, int], float] = {}
@@ -119,15 +115,15 @@ class CostModel:
             for known in (self._shares, self._steps, self._draftings, self._widenings):
                 known.clear()
 
-    def shares(self, part: int) -> list[float]:
-        """Return one row's share of the seconds that drafts of 1, 2, ... nodes add to a round."""
-        key = (self._num_rows, part)
+    def shares(self, part: int, longest: int) -> list[float]:
+        """Return one row's share of the seconds that drafts of 1, 2, ... `longest` nodes add to a round."""
+        key = (self._num_rows, part, longest)
         known = self._shares.get(key)
         if known is None:
             known = self._shares[key] = [
                 (self.times.drafting(part, self._num_rows, width) + self.extra_pass_seconds(0, width))
                 / self._num_rows
-                for width in range(1, self._longest + 1)
+                for width in range(1, longest + 1)
             ]
         return known
 

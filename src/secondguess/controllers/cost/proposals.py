@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import Expectations, KindStats
-from secondguess.core import Candidate, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
 
 PREFILL_MARGIN = 1.2
 """Factor by which the gain must exceed the amortised cost of a drafter's prefill."""
@@ -83,7 +83,7 @@ class ProposalMaker:
     Args:
         expectations: acceptance statistics.
         cost_model: costs in the current round.
-        longest: maximum number of nodes of a draft.
+        longest: maximum number of nodes of a draft, unless its `Candidate.length_factor` permits more.
     """
 
     def __init__(self, expectations: Expectations, cost_model: CostModel, longest: int) -> None:
@@ -118,20 +118,19 @@ class ProposalMaker:
         kind = expectations.kind(row, candidate)
         gain, mean_width, exploration_bonus, appears = expectations.of_draft(row, kind)
         limit = row.params.max_draft_length
-        length = min(
-            candidate.longest, self._longest if limit is None else min(limit, self._longest), room - 1
-        )
-        rate, shares = cost_model.rate, cost_model.shares(candidate.part)
+        longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
+        length = min(candidate.longest, longest if limit is None else min(limit, longest), room - 1)
+        rate, shares = cost_model.rate, cost_model.shares(candidate.part, longest)
         survivals: Sequence[float] = ()
         if candidate.deterministic:
             width = length
             survivals = expectations.survivals(kind, length)
-            net, longest = _best_length(survivals, rate, shares)
+            net, best_length = _best_length(survivals, rate, shares)
             if num_rows == 1:
-                length = longest
+                length = best_length
         else:
             width = max(round(mean_width), 1)
-            net = gain - rate * shares[min(width, self._longest) - 1]
+            net = gain - rate * shares[min(width, longest) - 1]
         prefill_seconds = 0.0
         if candidate.num_uncached:
             # Prefill serves all remaining rounds of the row, but takes its time before any gain.
