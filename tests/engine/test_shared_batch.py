@@ -14,6 +14,7 @@ import pytest
 
 from secondguess import LLM, load
 from secondguess.core import Commit, Row
+from secondguess.engine.prefill_budget import MAX_DELAY
 from secondguess.engine.shared_batch import InterruptedRoundError, RowGroup
 from secondguess.sampling import SamplingParams
 
@@ -267,7 +268,8 @@ def test_a_long_prompt_is_prefilled_in_pieces_while_others_decode(llm: LLM, plai
         budget._round_seconds, budget._token_seconds = 1005.0, 100.0
         llm.shared_batch.step()
         left.append(llm.target.runtime.num_to_prefill(late.rows[0]))
-    assert left == [99, 79, 59], "2 rounds' worth of tokens before each round"
+    piece = int(10 * MAX_DELAY)  # a round takes as long as ten tokens
+    assert left == [119 - piece * count for count in (1, 2, 3)]
     assert early.rows[0].num_output >= 4
     assert outputs(llm, early) == [plain[0]]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-MAX_DELAY = 2.0
+MAX_DELAY = 1.5
 """Maximum duration of the prefill between two rounds, in rounds."""
-MIN_TOKENS = 16
+MIN_TOKENS = 8
 """Minimum number of tokens of such a prefill: with fewer, a forward pass costs more per token."""
 MAX_TOKENS = 512
 """Maximum number of tokens: cancellations and arrivals are noticed between two prefills."""
