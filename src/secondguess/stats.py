@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from secondguess.core import Commit, Draft, RoundTime, Row
@@ -90,6 +90,14 @@ class Stats:
             for position in range(reached):
                 counters[position] += 1
 
+    def copy(self) -> Stats:
+        """Return counters that grow on their own; the seconds are shared."""
+        return replace(
+            self,
+            drafted_per_position=list(self.drafted_per_position),
+            accepted_per_position=list(self.accepted_per_position),
+        )
+
     def as_dict(self) -> dict[str, object]:
         """Return counters and ratios by their public names."""
         ratios = ("acceptance_rate", "acceptance_length", "tokens_per_second")
@@ -123,10 +131,16 @@ class _PhaseTimer:
 
 
 class StatsRecorder:
-    """Statistics of rows that decode together."""
+    """Statistics of rows that decode together.
+
+    Attributes:
+        totals: sums over all rows of the rounds since it was set; None for no sums. Each round replaces
+            it, so that other threads read the counters of whole rounds.
+    """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
+        self.totals: Stats | None = None
         # Rows are forgotten with the outputs that refer to them.
         self._stats: WeakKeyDictionary[Row, Stats] = WeakKeyDictionary()
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
@@ -162,14 +176,21 @@ class StatsRecorder:
                 seconds = self.of(row).seconds
                 for name, spent in self._phase_seconds.items():
                     seconds[name] += spent
+            if self.totals is not None:
+                for name, spent in self._phase_seconds.items():
+                    self.totals.seconds[name] += spent * len(rows)
 
     def record(
         self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit], predicted: Sequence[bool] = ()
     ) -> None:
         """Count one round of every row; `predicted` is True for rows drafted from their prediction."""
+        totals = None if self.totals is None else self.totals.copy()
         sizes = zip(draft.lengths.tolist(), draft.depths.tolist(), strict=True)
         for index, (row, (num_drafted, depth), commit) in enumerate(zip(rows, sizes, commits, strict=True)):
-            stats = self.of(row)
-            stats.count(num_drafted, depth, commit, bool(predicted) and predicted[index])
+            stats, is_predicted = self.of(row), bool(predicted) and predicted[index]
+            stats.count(num_drafted, depth, commit, is_predicted)
             if num_drafted:
                 stats.drafting_seconds += self._phase_seconds["draft"]
+            if totals is not None:
+                totals.count(num_drafted, depth, commit, is_predicted)
+        self.totals = totals

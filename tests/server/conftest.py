@@ -10,6 +10,7 @@ import openai
 import pytest
 import uvicorn
 from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
 
 from secondguess.server.app import create_app
 
@@ -82,6 +83,16 @@ def http(clients, engine):
 @pytest.fixture
 def client(clients, engine):
     return clients[1]
+
+
+def metrics_of(http):
+    """Return the values of `/metrics` by name and labels other than the model's."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def openai_client(url):

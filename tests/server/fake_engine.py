@@ -65,6 +65,7 @@ class FakeEngine:
     def __init__(self, target=None, reply=REPLY, round_size=3, pause=0.0):
         self.llm = SimpleNamespace(target=target or fake_target(), cache_bytes=0)
         self.reply, self.round_size, self.pause = reply, round_size, pause
+        self.totals = Stats()
         self.requests: list[Request] = []
         self.tickets: list[FakeTicket] = []
         self.is_full = self.is_draining = False
@@ -91,6 +92,9 @@ class FakeEngine:
 
     def status(self):
         return EngineStatus(1, 2, 3, self.is_draining)
+
+    def cache_usage(self):
+        return 0.25
 
     def drain(self, seconds):
         self.is_draining = True
@@ -132,7 +136,8 @@ class FakeEngine:
     def _round(self, row, detokenizer, pieces, logprobs, left, stats):
         now, left[:] = left[: self.round_size], left[self.round_size :]
         commit = row.commit(now[:-1], now[-1])
-        stats.count(len(now) - 1, len(now) - 1, commit)
+        for each in (stats, self.totals):
+            each.count(len(now) - 1, len(now) - 1, commit)
         found = self._logprobs(row, commit)
         logprobs += found
         pieces.append(detokenizer.take(commit))

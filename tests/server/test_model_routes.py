@@ -4,10 +4,9 @@ import threading
 
 import pytest
 from fake_engine import QUEUE_SECONDS, REPLY, FakeEngine
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from conftest import openai_client, serving
+from conftest import metrics_of, openai_client, serving
 from secondguess.server.app import create_app
 from secondguess.server.model import ServedModel
 from secondguess.server.settings import ServerSettings
@@ -47,15 +46,6 @@ def test_texts_and_conversations_become_tokens_and_back(http, engine):
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 
 
-def metrics_of(client):
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    return {
-        (sample.name, *(value for name, value in sample.labels.items() if name != "model_name")): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
 def test_row_09_statistics_metrics_count_what_was_served_under_the_names_of_vllm():
     engine = FakeEngine(round_size=4)
     with TestClient(create_app(engine)) as client:
@@ -85,6 +75,10 @@ def test_row_09_statistics_metrics_count_what_was_served_under_the_names_of_vllm
     assert found["vllm:inter_token_latency_seconds_count",] > 0
     assert found["vllm:e2e_request_latency_seconds_count",] == 2
     assert found["secondguess:draft_length_count",] == 4 * rounds
+    assert found["secondguess:draft_length_sum",] == drafted
+    assert found["secondguess:draft_length_bucket", "2.0"] < found["secondguess:draft_length_bucket", "3.0"]
+    assert found["secondguess:draft_length_bucket", "64.0"] == 4 * rounds
+    assert found["vllm:kv_cache_usage_perc",] == 0.25
     assert (found["vllm:num_requests_running",], found["vllm:num_requests_waiting",]) == (1, 2)
     assert found["secondguess:http_requests_total", "/v1/completions", "200"] == 2
     assert found["secondguess:http_requests_total", "/v1/completions", "400"] == 1

@@ -2,11 +2,12 @@
 
 import threading
 
+import httpx2
 import openai
 import pytest
 import torch
 
-from conftest import openai_client, serving, wait_for
+from conftest import metrics_of, openai_client, serving, wait_for
 from secondguess import load
 from secondguess.engine import Engine
 from secondguess.sampling import SamplingParams
@@ -119,6 +120,43 @@ def test_row_11_cancel_a_disconnect_leaves_the_batch(served):
     with pytest.raises(openai.APITimeoutError):
         complete(client.with_options(timeout=0.3), max_tokens=1500, extra_body=body)
     wait_for(lambda: engine.status().num_requests == 0)
+
+
+def test_counters_grow_with_every_round_and_count_requests_that_are_abandoned(served):
+    engine, client = served
+    names = [
+        ("secondguess:rounds_total",),
+        ("vllm:spec_decode_num_drafts_total",),
+        ("vllm:spec_decode_num_draft_tokens_total",),
+        ("vllm:spec_decode_num_accepted_tokens_total",),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"),
+        ("secondguess:drafted_tokens_per_pos_total", "0"),
+        ("secondguess:draft_length_sum",),
+        ("secondguess:phase_seconds_total", "score"),
+    ]
+    with httpx2.Client(base_url=str(client.base_url).removesuffix("/v1/")) as http:
+        complete(client, max_tokens=8)
+        before, stats_before = metrics_of(http), engine.totals
+        body = {
+            "min_tokens": 1500,
+            "ignore_eos": True,
+            "speculation": {"drafter": "ngram", "draft_length": 4},
+        }
+        stream = complete(client, prompt=PROMPT * 20, max_tokens=1500, stream=True, extra_body=body)
+        for _ in range(50):
+            next(iter(stream))
+        running = metrics_of(http)
+        assert running["vllm:num_requests_running",] == 1
+        assert before["vllm:kv_cache_usage_perc",] == 0 < running["vllm:kv_cache_usage_perc",] <= 1
+        assert all(running[name] > before[name] for name in names)
+        assert running["secondguess:rounds_total",] >= before["secondguess:rounds_total",] + 50
+        stream.close()
+        wait_for(lambda: engine.status().num_requests == 0)
+        after = metrics_of(http)
+        assert after["vllm:kv_cache_usage_perc",] == 0
+        assert all(after[name] >= running[name] for name in names)
+        assert after["secondguess:rounds_total",] == engine.totals.num_rounds
+    assert stats_before.num_rounds == before["secondguess:rounds_total",], "no round changes what was read"
 
 
 def test_a_chat_and_a_response_have_the_same_text(served):

@@ -7,7 +7,7 @@ import weakref
 import httpx2
 import pytest
 
-from conftest import openai_client, serving, wait_for
+from conftest import metrics_of, openai_client, serving, wait_for
 from secondguess import load
 from secondguess.engine import DrainingError, Engine, Request
 from secondguess.sampling import SamplingParams
@@ -48,7 +48,10 @@ def test_row_13_sleep_and_wake(engine):
         # Tokens need no weights.
         assert http.post("/tokenize", json={"prompt": PROMPT}).json()["count"] > 0
         assert engine.status().is_asleep
+        counted = metrics_of(http)
         assert [complete(**each) for each in fields] == before
+        for name in ("secondguess:rounds_total", "vllm:spec_decode_num_draft_tokens_total"):
+            assert metrics_of(http)[name,] == 2 * counted[name,] > 0
         assert http.get("/health").json()["model"] == "loaded"
         assert 'sleep_state="awake"} 1.0' in http.get("/metrics").text
 

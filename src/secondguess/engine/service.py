@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
-from secondguess.engine.generation import Generation, NewPiece, Output
+from secondguess.engine.generation import MEMORY_SHARE, Generation, NewPiece, Output
 from secondguess.errors import SecondGuessError
 from secondguess.names import check_range
 from secondguess.prompts import Prompt
 from secondguess.sampling import SamplingParams
+from secondguess.stats import Stats
 
 if TYPE_CHECKING:
     from secondguess.api import LLM
@@ -185,6 +186,7 @@ class Engine:
         self._is_draining = self._is_closed = False
         self._seconds_per_request, self._last_end = 1.0, time.monotonic()
         reserve_cache(llm)
+        self.totals = Stats()
         self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
         self._thread.start()
 
@@ -223,6 +225,29 @@ class Engine:
     def status(self) -> EngineStatus:
         shared = self.llm.shared_batch
         return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._tickets), self._is_draining)
+
+    @property
+    def totals(self) -> Stats:
+        """Counters of all rounds so far, those of running and of cancelled requests included."""
+        totals = self.llm.shared_batch.components.recorder.totals
+        assert totals is not None
+        return totals
+
+    @totals.setter
+    def totals(self, totals: Stats) -> None:
+        self.llm.shared_batch.components.recorder.totals = totals
+
+    def cache_usage(self) -> float:
+        """Return the share of the target's KV cache that running requests use.
+
+        The whole is the size to which the memory that is free now lets the cache grow, as for admission.
+        """
+        runtime = self.llm.target.runtime
+        available = memory.available_memory(runtime.device)
+        growth = 0.0
+        if available is not None and self.llm.cache_bytes:
+            growth = MEMORY_SHARE * available / self.llm.cache_bytes
+        return runtime.num_live_tokens / max(runtime.num_allocated_tokens + growth, 1.0)
 
     def drain(self, seconds: float) -> None:
         """Accept no more requests, and wait for those in progress; cancel them after `seconds`."""

@@ -177,6 +177,16 @@ class CachedRuntime(Runtime):
         """Number of rows that have begun and not ended."""
         return len(self.slots)
 
+    @property
+    def num_live_tokens(self) -> int:
+        """Number of tokens that live rows have cached."""
+        return self.slots.num_live_tokens
+
+    @property
+    def num_allocated_tokens(self) -> int:
+        """Number of tokens for which the cache has room."""
+        return self.cache.num_slots * self.cache.capacity
+
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         return [state.length for state in self.slots.admit(rows, reuse_limits)]

@@ -81,6 +81,11 @@ class SlotTable:
         """Return the number of live rows."""
         return len(self._by_slot)
 
+    @property
+    def num_live_tokens(self) -> int:
+        """Number of tokens that live rows have cached; safe to read from any thread."""
+        return sum([state.length for state in list(self._by_slot)])
+
     def __contains__(self, row: Row) -> bool:
         return row in self._rows
 

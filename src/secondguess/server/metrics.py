@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from secondguess.engine import Finished, NewPiece
 from secondguess.server.sleep import ServerEngine
-from secondguess.stats import PHASES, Stats
+from secondguess.stats import Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
 
@@ -27,7 +28,7 @@ class Metrics:
     def __init__(self, engine: ServerEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self.registry.register(_EngineGauges(engine, model))
+        self.registry.register(_EngineMetrics(engine, model))
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that were in the KV cache."
@@ -53,18 +54,6 @@ class Metrics:
         self.output_length = self._histogram(
             "vllm:request_generation_tokens", "Output tokens per sample.", TOKENS
         )
-        self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
-        self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
-        self.num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self.accepted_per_position = self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
-        )
-        self.drafted_per_position = self._counter(
-            "secondguess:drafted_tokens_per_pos", "Rounds with a draft token at a position.", "position"
-        )
-        self.rounds = self._counter("secondguess:rounds", "Target passes, counted per sample.")
-        self.draft_length = self._histogram("secondguess:draft_length", "Draft length per round.", LENGTHS)
-        self.seconds = self._counter("secondguess:phase_seconds", "Time per phase, per sample.", "phase")
 
     def observe(self) -> Observer:
         """Return the observer of a request that was received now."""
@@ -73,22 +62,6 @@ class Metrics:
     def to_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def count_stats(self, stats: Stats) -> None:
-        """Add the counters of a sample that has ended."""
-        drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
-        self.rounds.inc(stats.num_rounds)
-        self.num_drafts.inc(drafted[0] if drafted else 0)
-        self.num_draft_tokens.inc(stats.num_drafted)
-        self.num_accepted.inc(stats.num_accepted)
-        for counter, counts in ((self.drafted_per_position, drafted), (self.accepted_per_position, accepted)):
-            for position, count in enumerate(counts):
-                counter(str(position)).inc(count)
-        for length, count in enumerate(rounds_by_length(stats)):
-            for _ in range(count):
-                self.draft_length.observe(length)
-        for phase in PHASES:
-            self.seconds(phase).inc(stats.seconds[phase])
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         """Return a counter, or with further labels a function from their values to a counter."""
@@ -100,31 +73,69 @@ class Metrics:
         return made.labels(self._model)
 
 
-class _EngineGauges(Collector):
-    """State of the engine at the time of a scrape."""
+class _EngineMetrics(Collector):
+    """State and counters of the engine at the time of a scrape."""
 
     def __init__(self, engine: ServerEngine, model: str) -> None:
         self._engine = engine
         self._model = model
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         status = self._engine.status()
+        usage = self._engine.cache_usage()
         for name, text, value in (
             ("vllm:num_requests_running", "Samples that are prefilled or decode.", status.num_running),
             ("vllm:num_requests_waiting", "Samples in the queue.", status.num_waiting),
             ("secondguess:num_requests", "Requests that are not finished.", status.num_requests),
+            ("vllm:kv_cache_usage_perc", "Used share of the KV cache; 1 is all that memory allows.", usage),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
-            gauge.add_metric([self._model], value)
-            yield gauge
-        sleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
-            "1 for the present state: awake, or with discarded weights.",
-            labels=("model_name", "sleep_state"),
+            yield self._filled(GaugeMetricFamily(name, text, labels=("model_name",)), {"": value})
+        states = {"awake": not status.is_asleep, "discard_all": status.is_asleep}
+        text = "1 for the present state: awake, or with discarded weights."
+        yield self._filled(
+            GaugeMetricFamily("vllm:engine_sleep_state", text, labels=("model_name", "sleep_state")), states
         )
-        sleep.add_metric([self._model, "awake"], not status.is_asleep)
-        sleep.add_metric([self._model, "discard_all"], status.is_asleep)
-        yield sleep
+        yield from self._of_rounds(self._engine.totals)
+
+    def _of_rounds(self, totals: Stats) -> Iterator[Metric]:
+        """Yield the counters of all rounds so far, which grow with each round of a running request."""
+        drafted, accepted = totals.drafted_per_position, totals.accepted_per_position
+        for name, text, value in (
+            ("secondguess:rounds", "Target passes, counted per sample.", totals.num_rounds),
+            ("vllm:spec_decode_num_drafts", "Rounds with a draft.", drafted[0] if drafted else 0),
+            ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", totals.num_drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", totals.num_accepted),
+        ):
+            yield self._filled(CounterMetricFamily(name, text, labels=("model_name",)), {"": value})
+        for name, text, label, values in (
+            (
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens by position.",
+                "position",
+                dict(enumerate(accepted)),
+            ),
+            (
+                "secondguess:drafted_tokens_per_pos",
+                "Rounds with a draft token at a position.",
+                "position",
+                dict(enumerate(drafted)),
+            ),
+            ("secondguess:phase_seconds", "Time per phase, per sample.", "phase", dict(totals.seconds)),
+        ):
+            yield self._filled(CounterMetricFamily(name, text, labels=("model_name", label)), values)
+        by_length = list(accumulate(rounds_by_length(totals)))
+        buckets = [(str(float(most)), by_length[min(most, len(by_length) - 1)]) for most in LENGTHS]
+        lengths = HistogramMetricFamily(
+            "secondguess:draft_length", "Draft length per round.", labels=("model_name",)
+        )
+        lengths.add_metric([self._model], [*buckets, ("+Inf", by_length[-1])], sum(drafted))
+        yield lengths
+
+    def _filled(self, family: FamilyT, values: Mapping[Any, float]) -> FamilyT:
+        """Return a family with these values, by the value of its second label if it has one."""
+        for label, value in values.items():
+            family.add_metric([self._model, str(label)] if label != "" else [self._model], value)
+        return family
 
 
 class Observer:
@@ -162,7 +173,6 @@ class Observer:
         for output in event.outputs:
             self._metrics.requests(output.finish_reason or "cancelled").inc()
             self._metrics.output_length.observe(len(output.token_ids))
-            self._metrics.count_stats(output.stats)
 
 
 def rounds_by_length(stats: Stats) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from secondguess.api import LLM
 from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, Ticket
+from secondguess.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class SleepingEngine:
         self._idle_seconds = idle_seconds
         self._changed = Condition()  # held while the models are loaded or released
         self._engine: Engine | None = make()
+        self._totals = Stats()
         self._num_submitting = 0
         self._last_used = time.monotonic()
         self._is_draining = self._is_closed = False
@@ -67,6 +69,17 @@ class SleepingEngine:
             return EngineStatus(0, 0, 0, self._is_draining, is_asleep=True)
         return engine.status()
 
+    @property
+    def totals(self) -> Stats:
+        """Counters of all rounds so far, those before the models were released included."""
+        engine = self._engine
+        return self._totals if engine is None else engine.totals
+
+    def cache_usage(self) -> float:
+        """Return the share of the target's KV cache that running requests use; 0 while it is released."""
+        engine = self._engine
+        return 0.0 if engine is None else engine.cache_usage()
+
     def drain(self, seconds: float) -> None:
         """Accept no more requests, and wait for those in progress; cancel them after `seconds`."""
         self._is_draining = True
@@ -91,7 +104,9 @@ class SleepingEngine:
             raise DrainingError("the server is shutting down; retry at another one")
         if self._engine is None:
             start = time.monotonic()
-            self._engine = self._make()
+            engine = self._make()
+            engine.totals = self._totals
+            self._engine = engine
             logger.info("loaded the models again in %.1f s", time.monotonic() - start)
         return self._engine
 
@@ -108,6 +123,7 @@ class SleepingEngine:
 
     def _release(self, engine: Engine) -> None:
         engine.close()
+        self._totals = engine.totals
         del engine
         self._engine = None
         gc.unfreeze()
