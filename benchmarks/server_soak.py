@@ -33,6 +33,7 @@ from secondguess import load
 from secondguess.bench.tables import table
 from secondguess.sampling import SamplingParams
 from secondguess.server.chat import ChatTemplate, Conversation
+from secondguess.server.model import ServedModel
 from secondguess.workloads.loading import BUILTIN_PROMPTS
 from secondguess.workloads.provenance import collect_provenance
 
@@ -168,7 +169,7 @@ class Findings:
 def known_answers(num_tokens: int) -> list[Known]:
     """Return requests with the texts that `LLM.generate` gives for them."""
     llm, found = load(), []
-    template = ChatTemplate(llm.target)
+    template = ChatTemplate(ServedModel.of(llm))
     for place, prompt in enumerate(PROMPTS):
         for settings in SETTINGS:
             length = num_tokens * (1 + place % 3) // 2
