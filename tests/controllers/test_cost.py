@@ -589,6 +589,24 @@ def test_one_slow_round_does_not_fix_the_cost_of_a_length() -> None:
     assert curve.at(4) < 1.3, "a faster round shows that the earlier one was disturbed"
 
 
+def test_passes_over_drafts_that_are_cheaper_than_plain_rounds_are_checked_once() -> None:
+    """Such as with AVX-512, where a pass over five tokens was seen to take 0.88 of one over a single token."""
+    times, rng = RoundTimes(), random.Random(0)
+    plain = 0
+    for _ in range(400):
+        if times.needs_plain(1, 10):
+            plain += 1
+            times.add_plain(1, 10, [rng.uniform(0.95, 1.05)])
+        else:
+            times.add(1, 4, rng.uniform(0.8, 0.88))
+    assert plain <= 400 / MAX_PLAIN_AGE + 4 * NUM_CHECKS
+    for _ in range(8):
+        times.add(1, 4, 0.42)
+        while times.needs_plain(1, 10):
+            times.add_plain(1, 10, [0.5])
+    assert times.plain(1) == pytest.approx(0.5, rel=0.1), "a machine that became faster is noticed"
+
+
 @pytest.mark.parametrize("factor", [0.4, 2.5])
 def test_changed_draft_step_times_start_a_check(factor: float) -> None:
     """Their cost was measured in other rounds, such as disturbed ones."""

@@ -37,9 +37,10 @@ NEGLIGIBLE = 0.1
 CHECK_PAUSE = 16
 """Number of rounds with drafts without another check, after a check that found no change."""
 MIN_PASS_COST = 0.9
-"""Minimum cost of a pass over a draft, as a share of a plain round.
+"""Share of the least known cost of a pass over a draft, at first a plain round, below which plain rounds are timed.
 
-If it is measured to be less, plain rounds must have become faster and are timed.
+They have probably become faster. If they have not, such passes are cheaper: some processors run a
+pass over several tokens in less time than one over a single token.
 """
 BATCH_SIZE_TOLERANCE = 1.3
 """Maximum factor between batch sizes at which the time of one is estimated from the other's."""
@@ -64,6 +65,7 @@ class RoundTimes:
         self._has_calmed = False
         self._pass_deviations, self._draft_deviations = Deviations(), Deviations()
         self._num_checks = self._pause = 0
+        self._least_cost = self._suspected_cost = 1.0  # of a pass, in plain rounds: after checks, and before one
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         """Return whether a plain round has to be timed before costs are compared with it.
@@ -115,7 +117,11 @@ class RoundTimes:
         if not self._num_checks:
             return
         self._num_checks = 0 if changed else max(self._num_checks - num_rounds, 0)
-        if not self._num_checks and not changed:
+        if self._num_checks:
+            return
+        self._least_cost = 1.0 if changed else min(self._least_cost, self._suspected_cost)
+        self._suspected_cost = 1.0
+        if not changed:
             self._pause = CHECK_PAUSE
             # The machine is as fast as before, so the costs of drafts have changed.
             for curve in self._curves.values():
@@ -138,7 +144,8 @@ class RoundTimes:
             curve = self._curves[num_rows] = CostCurve()
         plain = self.plain(num_rows)
         cost, expected = seconds / plain, curve.at(width)
-        if cost < MIN_PASS_COST:
+        if cost < MIN_PASS_COST * self._least_cost:
+            self._suspected_cost = cost
             self._num_checks = NUM_CHECKS
             return seconds
         self._has_calmed |= self.load_detector.add_drafted(cost / expected)
