@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event
 from typing import Any
 
 import httpx2
@@ -307,15 +308,15 @@ def _compare(known: Known, text: str) -> None:
         raise CheckError(f"expected the text {known.text!r} for {known.body}, got {text!r}")
 
 
-async def watch(server: ServerProcess, http: httpx2.AsyncClient, findings: Findings) -> None:
-    """Record memory and the time of `/health` until cancelled."""
+def watch(server: ServerProcess, findings: Findings, end: Event) -> None:
+    """Record memory and the time of `/health` until the end; on a thread, as the clients' loop is busy."""
     start = time.monotonic()
-    while True:
-        findings.megabytes.append((time.monotonic() - start, server.resident_megabytes()))
-        before = time.monotonic()
-        (await http.get("/health")).raise_for_status()
-        findings.health_seconds.append(time.monotonic() - before)
-        await asyncio.sleep(SAMPLE_SECONDS)
+    with httpx2.Client(base_url=server.address, timeout=REQUEST_SECONDS, trust_env=False) as http:
+        while not end.wait(SAMPLE_SECONDS):
+            findings.megabytes.append((time.monotonic() - start, server.resident_megabytes()))
+            before = time.monotonic()
+            http.get("/health").raise_for_status()
+            findings.health_seconds.append(time.monotonic() - before)
 
 
 def http_client(server: ServerProcess) -> httpx2.AsyncClient:
@@ -328,15 +329,16 @@ def http_client(server: ServerProcess) -> httpx2.AsyncClient:
 
 async def soak(server: ServerProcess, known: list[Known], options: argparse.Namespace) -> Findings:
     """Load the server for some minutes."""
-    findings = Findings()
-    async with http_client(server) as http, http_client(server) as probe:
-        watcher = asyncio.create_task(watch(server, probe, findings))
-        clients = Soak(http, known, findings, options.seed)
-        end = time.monotonic() + 60 * options.minutes
-        await asyncio.gather(*[clients.run(end) for _ in range(options.clients)])
-        if watcher.done():
-            await watcher
-        watcher.cancel()
+    findings, has_ended = Findings(), Event()
+    watcher = asyncio.create_task(asyncio.to_thread(watch, server, findings, has_ended))
+    try:
+        async with http_client(server) as http:
+            clients = Soak(http, known, findings, options.seed)
+            end = time.monotonic() + 60 * options.minutes
+            await asyncio.gather(*[clients.run(end) for _ in range(options.clients)])
+    finally:
+        has_ended.set()
+        await watcher
     return findings
 
 

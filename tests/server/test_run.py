@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 
+import anyio
 import httpx2
 import pytest
 from fake_engine import FakeEngine
@@ -105,3 +106,17 @@ def test_collections_leave_out_the_objects_of_the_start(monkeypatch):
         serve_until_signal(create_app(engine), engine, opened, drain_seconds=1)
     gc.unfreeze()
     assert counts[0] > 10_000
+
+
+def test_first_requests_find_the_backend_and_the_schema(monkeypatch):
+    """Importing the asynchronous backend and making the schema take 30 and 130 ms on the event loop."""
+    engine, loaded = FakeEngine(), {}
+    app = create_app(engine)
+    monkeypatch.setattr(DrainingServer, "run", lambda *_: None)
+    monkeypatch.setattr(anyio._core._eventloop, "loaded_backends", loaded)
+    assert app.openapi_schema is None
+    with open_socket("127.0.0.1", 0) as opened:
+        serve_until_signal(app, engine, opened, drain_seconds=1)
+    gc.unfreeze()
+    assert app.openapi_schema is not None
+    assert "asyncio" in loaded

@@ -8,6 +8,7 @@ import socket
 from threading import Thread
 from types import FrameType
 
+import anyio
 import uvicorn
 from fastapi import FastAPI
 
@@ -82,6 +83,7 @@ def serve_until_signal(
     app: FastAPI, engine: ServerEngine, opened: socket.socket, drain_seconds: float
 ) -> None:
     """Serve an application on a socket until a signal, then close the engine."""
+    _prepare_first_requests(app)
     # A full collection visits all objects of the libraries and models, and takes 0.3 s.
     gc.collect()
     gc.freeze()
@@ -93,3 +95,9 @@ def serve_until_signal(
         DrainingServer(config, engine, drain_seconds).run([opened])
     finally:
         engine.close()
+
+
+def _prepare_first_requests(app: FastAPI) -> None:
+    """Do beforehand what the first stream and the first reader of the schema would stop the event loop for."""
+    app.openapi()  # keeps its result
+    anyio.run(anyio.sleep, 0)  # imports the backend
