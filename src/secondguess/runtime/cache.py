@@ -197,7 +197,9 @@ class KeyValueCache:
         if not length:
             return
         for block in (*self.keys, *self.values, *self.indexes):
-            block[[first, second], :, :length] = block[[second, first], :, :length]
+            kept = block[first, :, :length].clone()
+            block[first, :, :length] = block[second, :, :length]
+            block[second, :, :length] = kept
 
     def reusable(self, slot: int, length: int) -> int:
         """Return how many of the first `length` positions of a slot a row can start with."""
