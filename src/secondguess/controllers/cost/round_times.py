@@ -65,7 +65,8 @@ class RoundTimes:
         self._has_calmed = False
         self._pass_deviations, self._draft_deviations = Deviations(), Deviations()
         self._num_checks = self._pause = 0
-        self._least_cost = self._suspected_cost = 1.0  # of a pass, in plain rounds: after checks, and before one
+        # Least cost of a pass over a draft, in plain rounds: that a check confirmed, and that began one.
+        self._least_cost = self._suspected_cost = 1.0
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         """Return whether a plain round has to be timed before costs are compared with it.
