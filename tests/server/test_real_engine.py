@@ -53,10 +53,18 @@ def test_a_repeated_prompt_is_cached(served):
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
+def _texts(outputs):
+    return [output.text for output in (outputs if isinstance(outputs, list) else [outputs])]
+
+
 def test_row_06_slots_samples_and_requests_together_equal_each_alone(served):
-    _, client = served
-    fields = [{"seed": seed, "n": 1 + seed % 2, "max_tokens": 16} for seed in range(6)]
+    engine, client = served
+    fields = [{"seed": seed, "n": 1 + seed % 2, "max_tokens": 16} for seed in range(16)]
     alone = [[choice.text for choice in complete(client, **each).choices] for each in fields]
+    params = [SamplingParams(**each, temperature=1.0) for each in fields]
+    assert alone == [_texts(engine.llm.generate(PROMPT, each)) for each in params]
+    for each in fields[::3]:
+        each["extra_body"] = {"speculation": "off"}
     together = [None] * len(fields)
 
     def run(place):
