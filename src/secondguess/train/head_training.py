@@ -303,7 +303,7 @@ def _provenance(
         "seed": job.seed,
         **{
             name: value
-            for name, value in asdict(where).items()
+            for name, value in where.as_dict().items()
             if name in ("date", "command", "commit", "dirty", "versions", "processor", "num_threads", "dtype")
         },
     }

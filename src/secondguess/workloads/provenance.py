@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,6 +46,9 @@ class Provenance:
     seed: int
     model_sha256: dict[str, str]
     runtimes: dict[str, str]
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
 
 
 def collect_provenance(
