@@ -20,11 +20,6 @@ constexpr int TILE = 16;           // rows, or outputs
 constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
 constexpr long PREFETCH_BYTES = 4096;  // prefetch distance in bytes
 
-// Prefetch the tiles that one step reads.
-inline void prefetch(const char* tiles) {
-    for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
-}
-
 inline int four_bytes(const void* from) {
     int bytes;
     std::memcpy(&bytes, from, sizeof bytes);
