@@ -80,6 +80,20 @@ def test_groups_decode_in_the_same_rounds(
     assert max(num_rows) == 3
 
 
+def test_rows_of_one_group_wait_until_all_are_prefilled(
+    llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secondguess.engine.prefill_budget.MAX_TOKENS", 4)  # no two prompts in one step
+    num_rows, score = [], llm.target.runtime.score
+    monkeypatch.setattr(
+        llm.target.runtime, "score", lambda rows, *rest: num_rows.append(len(rows)) or score(rows, *rest)
+    )
+    group = group_of(*PROMPTS)
+    submit(llm, group)
+    assert outputs(llm, group) == plain
+    assert num_rows[0] == len(PROMPTS)
+
+
 def test_a_group_that_is_not_eager_advances_only_while_its_caller_waits(
     llm: LLM, plain: list[list[int]]
 ) -> None:

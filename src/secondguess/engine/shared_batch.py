@@ -219,7 +219,7 @@ class SharedBatch:
         `spent` is the seconds since the last round.
         """
         batch, target = self._batch, self.components.target
-        batch.max_prefill_tokens = self._budget.max_tokens(len(self._taking_part(batch.decoding)), spent)
+        batch.max_prefill_tokens = self._budget.max_tokens(len(self._running()), spent)
         rows = self._taking_part(batch.prefilling)
         if not rows:
             return
@@ -246,7 +246,7 @@ class SharedBatch:
 
     def _run(self) -> None:
         """Run a round, and end only the group for which it fails."""
-        rows = self._taking_part(self._batch.decoding)
+        rows = self._running()
         if not rows:
             return
         groups = self._by_group(rows)
@@ -278,6 +278,14 @@ class SharedBatch:
                 self._deliver(self._batch.run(rows))
             except Exception as own_error:
                 self._fail(group, own_error)
+
+    def _running(self) -> list[Row]:
+        """Return the rows that take part in the next round.
+
+        Those of a group wait for its other rows to be prefilled: it ends sooner if they decode together.
+        """
+        waiting = {self._group_of[row] for row in self._batch.prefilling}
+        return [row for row in self._taking_part(self._batch.decoding) if self._group_of[row] not in waiting]
 
     def _taking_part(self, rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if self._group_of[row].takes_part]
