@@ -77,6 +77,12 @@ struct GroupValues {
     int64_t stride, num_groups;  // numbers and sums per row
 };
 
+// Prefetch the lines of the group that is read some groups after this one.
+template <Encoding ENCODING>
+inline void prefetch_group(const char* data) {
+    for (int64_t line = 0; line < group_bytes(ENCODING); line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
+}
+
 // Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
 inline int even_share(int64_t left, int most) {
     const int64_t parts = (left + most - 1) / most;
@@ -132,14 +138,13 @@ inline void add_groups(const Values& values, int64_t start, int count, const cha
     const float* group_sums = values.group_sums + start * (values.stride / GROUP);
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
-        for (int64_t line = 0; line < BYTES; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
         const GroupValues of_group{rows + group * GROUP, group_sums + group, values.stride, values.stride / GROUP};
-        for (int tile = 0; tile < BLOCK / TILE; tile++) {
-            if (ENCODING == INT4)
-                add_group(data, tile, of_group, count, sums);
-            else
-                add_group_of_bytes(data, tile, of_group, count, sums);
+        if (ENCODING == INT4) {
+            add_group(data, of_group, count, sums);
+            continue;
         }
+        prefetch_group<ENCODING>(data);
+        for (int tile = 0; tile < BLOCK / TILE; tile++) add_group_of_bytes(data, tile, of_group, count, sums);
     }
 }
 

@@ -115,7 +115,7 @@ inline void block_sums(const Number* rows, int64_t stride, const char* block, in
 // Add the products of at most MOST_ROWS rows with a group of one tile in 4 bits to `sums`. Sums of 16
 // products fit into 16 bits: 16 * 15 * 127 < 2^15. They are kept for a row while the codes of half of
 // the inputs are in registers.
-inline void add_group(const char* data, int tile, const GroupValues& values, int count, float* sums) {
+inline void add_tile_of_group(const char* data, int tile, const GroupValues& values, int count, float* sums) {
     const __m256i half_byte = _mm256_set1_epi8(15);
     __m256i twos[MOST_ROWS][2];
     const uint16_t* parameters = (const uint16_t*)(data + CODE_BYTES) + tile * TILE;
@@ -155,6 +155,12 @@ inline void add_group(const char* data, int tile, const GroupValues& values, int
             }
         }
     }
+}
+
+// Add the products of at most MOST_ROWS rows with a group in 4 bits to `sums`.
+inline void add_group(const char* data, const GroupValues& values, int count, float* sums) {
+    prefetch_group<INT4>(data);
+    for (int tile = 0; tile < BLOCK / TILE; tile++) add_tile_of_group(data, tile, values, count, sums);
 }
 
 struct VectorUnit {

@@ -60,28 +60,61 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     }
 }
 
-// Add the products of some rows with a group of one tile in 4 bits to `sums`.
-inline void add_group(const char* data, int tile, const GroupValues& values, int count, float* sums) {
-    const char* lines = data + tile * (CODE_BYTES / 2);
+// Add the products of `COUNT` rows with a group in 4 bits to `sums`. Both tiles use the same four inputs of
+// a row, and the whole sums of all rows stay in registers. One or two rows only wait for memory, so lines are
+// requested into the first cache; with more rows such requests hold up the products.
+template <int COUNT>
+inline void add_group_to(const char* data, const GroupValues& values, float* sums) {
+    constexpr _mm_hint CACHE = COUNT < 3 ? _MM_HINT_T0 : _MM_HINT_T1;
     const __m512i half_byte = _mm512_set1_epi8(15);
-    __m512i fours[8];  // 4 inputs of each output
-    for (int line = 0; line < 4; line++) {
-        const __m512i both = _mm512_loadu_si512(lines + line * 64);
-        fours[2 * line] = _mm512_and_si512(both, half_byte);
-        fours[2 * line + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), half_byte);
-    }
-    const __m256i* parameters = (const __m256i*)(data + CODE_BYTES) + tile;
-    const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters));
-    const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE));
-    for (int row = 0; row < count; row++) {
-        __m512i whole = _mm512_setzero_si512();
-        for (int four = 0; four < 8; four++) {
-            const int each = four_bytes(values.numbers + row * values.stride + four * 4);
-            whole = _mm512_dpbusd_epi32(whole, fours[four], _mm512_set1_epi32(each));
+    __m512i low[COUNT], high[COUNT];
+    UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
+    UNROLLED for (int line = 0; line < 4; line++) {
+        const char* lines = data + line * 64;
+        _mm_prefetch(lines + PREFETCH_BYTES, CACHE);
+        _mm_prefetch(lines + PREFETCH_BYTES + CODE_BYTES / 2, CACHE);
+        __m512i first = _mm512_loadu_si512(lines), second = _mm512_loadu_si512(lines + CODE_BYTES / 2);
+        UNROLLED for (int half = 0; half < 2; half++) {  // 4 inputs of each output
+            const __m512i codes = _mm512_and_si512(first, half_byte), others = _mm512_and_si512(second, half_byte);
+            UNROLLED for (int row = 0; row < COUNT; row++) {
+                const __m512i four = _mm512_set1_epi32(four_bytes(values.numbers + row * values.stride + (2 * line + half) * 4));
+                low[row] = _mm512_dpbusd_epi32(low[row], codes, four);
+                high[row] = _mm512_dpbusd_epi32(high[row], others, four);
+            }
+            first = _mm512_srli_epi16(first, 4);
+            second = _mm512_srli_epi16(second, 4);
         }
-        float* to = sums + row * BLOCK + tile * TILE;
-        const Floats scaled = add_product(load(to), _mm512_cvtepi32_ps(whole), scales);
-        store(to, add_product(scaled, all(values.sums[row * values.num_groups]), minima));
+    }
+    const __m256i* parameters = (const __m256i*)(data + CODE_BYTES);
+    _mm_prefetch(data + PREFETCH_BYTES + CODE_BYTES, CACHE);
+    _mm_prefetch(data + PREFETCH_BYTES + CODE_BYTES + 64, CACHE);
+    UNROLLED for (int tile = 0; tile < BLOCK / TILE; tile++) {
+        const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + tile));
+        const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE + tile));
+        UNROLLED for (int row = 0; row < COUNT; row++) {
+            float* to = sums + row * BLOCK + tile * TILE;
+            const Floats scaled = add_product(load(to), _mm512_cvtepi32_ps(tile ? high[row] : low[row]), scales);
+            store(to, add_product(scaled, all(values.sums[row * values.num_groups]), minima));
+        }
+    }
+}
+
+// Add the products of some rows with a group in 4 bits to `sums`.
+inline void add_group(const char* data, const GroupValues& values, int count, float* sums) {
+    for (int start = 0; start < count; start += 8) {
+        const GroupValues rows{values.numbers + start * values.stride, values.sums + start * values.num_groups, values.stride,
+                               values.num_groups};
+        float* to = sums + start * BLOCK;
+        switch (count - start) {
+            case 1: add_group_to<1>(data, rows, to); break;
+            case 2: add_group_to<2>(data, rows, to); break;
+            case 3: add_group_to<3>(data, rows, to); break;
+            case 4: add_group_to<4>(data, rows, to); break;
+            case 5: add_group_to<5>(data, rows, to); break;
+            case 6: add_group_to<6>(data, rows, to); break;
+            case 7: add_group_to<7>(data, rows, to); break;
+            default: add_group_to<8>(data, rows, to);
+        }
     }
 }
 
