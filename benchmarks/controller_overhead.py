@@ -94,7 +94,7 @@ def plan_round(
     controller: Controller, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
 ) -> Sequence[Plan]:
     """Return the plans of a round; a paused one has none of its own, as in the decoding loop."""
-    return [Plan(0, 0)] * len(rows) if controller.is_paused(rows) else controller.plan(rows, candidates)
+    return controller.plan(rows, candidates) if controller.begin_round(rows) else [Plan(0, 0)] * len(rows)
 
 
 def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) -> None:

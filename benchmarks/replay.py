@@ -101,7 +101,7 @@ def _replay_text(controller: Controller, trace: Trace, costs: RoundCosts) -> Rep
     text = ReplayRow(trace)
     seconds, num_tokens, num_rounds, num_drafted, num_accepted = 0.0, 0, 0, 0, 0
     while not text.finished:
-        paused = controller.is_paused([text.row])
+        paused = not controller.begin_round([text.row])
         (plan,) = [Plan(0, 0)] if paused else controller.plan([text.row], [text.candidates])
         recorded = text.draft(plan.part)
         limit = max(0, min(plan.length, text.row.room - 1, recorded.num_nodes))

@@ -1,6 +1,6 @@
 """Draw digits with an ImageGPT: the same pictures with every drafter, in fewer passes.
 
-    pip install secondguess[examples]
+    pip install '.[examples]'
     python examples/digits.py                  # trains two small models in minutes, draws digits.png
     python examples/digits.py --live           # draws in the terminal, pixel by pixel
     python examples/digits.py --measure digits.json --pictures 200

@@ -1,6 +1,6 @@
 """Several replicas of the server behind Ray Serve: autoscaling on queue length, routing by prefix.
 
-    pip install secondguess[serve,ray]
+    pip install '.[serve,ray]'
     SECONDGUESS_MODEL=Qwen/Qwen3-8B serve run examples.ray_serve:app
 
 The address is http://127.0.0.1:8000 with the same API as `secondguess serve`. Each replica is a process

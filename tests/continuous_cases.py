@@ -104,7 +104,7 @@ def reflection_error(name: str) -> float:
 def noise_of(num_rows: int, num_output: int = 0, seed: int = 5) -> KeyedNoise:
     params = SamplingParams(max_tokens=99, temperature=1.0)
     return KeyedNoise.from_rows(
-        [Row([0] * (1 + num_output), params, seed, stream=stream) for stream in range(num_rows)]
+        [Row([0] * (1 + num_output), params, seed, sample_index=sample) for sample in range(num_rows)]
     )
 
 

@@ -1,6 +1,7 @@
 """Public API: `load()` once, then `generate()` or `stream()`.
 
-This module validates input and loads models; all tokens are decided in `decode.decode`.
+This module validates input and loads models. All tokens are decided in `rounds.run_round`, which
+`engine/shared_batch.py` calls for the rows of all calls.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class LLM:
             BadInputError: a value that is not a prompt, an empty prompt, one that fills the
                 context, messages that cannot be formatted, an invalid setting, or a number of
                 settings that differs from the number of prompts.
-            OutOfMemoryError: the prompts' KV caches do not fit; nothing was allocated.
+            OutOfMemoryError: the KV cache of the longest prompt alone does not fit. (Other prompts
+                wait until rows have finished.)
         """
         single = is_single(prompts)
         batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]

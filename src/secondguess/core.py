@@ -114,7 +114,7 @@ class Row:
         tokens: prompt token ids, at least one; committed tokens are appended.
         params: the request's sampling settings.
         seed: key of the row's noise: the request's seed, or random bits if it has none.
-        stream: index among the samples of one request; second part of the noise key.
+        sample_index: index among the samples of one request; second part of the noise key.
         coupled: draw draft tokens and output tokens from the same exponential race, so that the
             text depends on the seed alone.
         end_tokens: tokens that end the row: the request's stop tokens and, unless it ignores them,
@@ -134,7 +134,7 @@ class Row:
     tokens: list[int]
     params: SamplingParams
     seed: int = 0
-    stream: int = 0
+    sample_index: int = 0
     coupled: bool = False
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
@@ -341,7 +341,7 @@ class Draft:
         return not any(self.branches)
 
     @cached_property
-    def depths(self) -> Tensor:
+    def num_levels(self) -> Tensor:
         """`[row]` int64, number of nodes on the longest path; in a chain, its length."""
         if self.is_chain:
             return self.lengths
@@ -510,7 +510,7 @@ class Budgets:
             and one that has computed the largest probability per row can pass it as fourth.
         uses_probs: False if `keep_drafting` always returns True, so that drafters can skip the call.
         parts: per row, the component drafter or, if negative, the row's own source to use
-            (`Candidate.part`); empty for the first drafter everywhere.
+            (`Candidate.part`). Drafters without components ignore it.
     """
 
     lengths: list[int]

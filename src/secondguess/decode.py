@@ -1,8 +1,8 @@
 """Speculative decoding loop: rows are prefilled, decode in rounds, and are released. Read this first.
 
 `rounds.py` has one round: draft, score, verify, commit. Here, rows join a batch, are prefilled, take
-part in rounds until they are finished, and leave it. `generate`, `stream`, the command line and the
-benchmarks all run this loop.
+part in rounds until they are finished, and leave it. `decode` runs the loop for a fixed set of rows;
+`engine/shared_batch.py` drives the same `Batch` for `generate`, `stream`, the command line and the server.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     The last free position of a row is reserved for the token that the verifier samples.
     """
     controller = components.controller
-    if controller.is_paused(rows):
+    if not controller.begin_round(rows):
         return Budgets.empty(len(rows))
     candidates = with_sources(rows, components.drafter.candidates(rows))
     plans = controller.plan(rows, candidates)
@@ -136,10 +136,11 @@ def _keep_drafting(
     requested: Sequence[int | None],
     logits: Tensor,
     depth: int,
-    *per_row: Sequence[float] | None,
+    acceptance_probs: Sequence[float] | None = None,
+    confidences: Sequence[float] | None = None,
 ) -> list[bool]:
     """Return whether to draft another level, per row; always True for a request's own length."""
-    answers = controller.keep_drafting(rows, DraftProbs(logits, *per_row), depth)
+    answers = controller.keep_drafting(rows, DraftProbs(logits, acceptance_probs, confidences), depth)
     return [answer or wanted is not None for answer, wanted in zip(answers, requested, strict=True)]
 
 

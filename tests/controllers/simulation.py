@@ -78,7 +78,7 @@ class Simulation:
                 deterministic=self.deterministic,
                 length_factor=self.length_factor,
             )
-            if self.pauses and controller.is_paused(rows):
+            if self.pauses and not controller.begin_round(rows):
                 plans = [Plan(0, 0)] * num_rows
             else:
                 plans = controller.plan(rows, [(candidate,)] * num_rows)

@@ -272,12 +272,12 @@ def test_the_drafter_is_not_called_in_paused_rounds(settings: dict[str, object],
 @pytest.mark.parametrize("change", ["row", "second row", "end"])
 def test_a_pause_ends_with_its_rows(change: str) -> None:
     controller, (row, other) = CostController(), make_rows(2)
-    while not controller.is_paused([row]):
+    while controller.begin_round([row]):
         play(controller, [row], [on_offer("model")])
     controller.learn([row], Draft.empty(1), Verdict.from_chain([0], [0]), RoundTime(0.0, 0.0, 1.0))
     if change == "end":
         controller.release(row)
-    assert not controller.is_paused({"row": [other], "second row": [row, other], "end": [row]}[change])
+    assert controller.begin_round({"row": [other], "second row": [row, other], "end": [row]}[change])
 
 
 def test_lookups_are_never_paused() -> None:
@@ -285,7 +285,7 @@ def test_lookups_are_never_paused() -> None:
     controller, rows = CostController(), make_rows(1)
     lookup = Candidate(kind="match", deterministic=True)
     for _ in range(300):
-        assert not controller.is_paused(rows)
+        assert controller.begin_round(rows)
         play(controller, rows, [(lookup, Candidate(part=1))])
 
 

@@ -193,7 +193,7 @@ def test_samples_of_one_prompt_share_its_prefill(drafter, budget, monkeypatch):
     counter = CountsTokens(components.target, monkeypatch)
     samples = [row_of(text(60), temperature=1.0) for _ in range(4)]
     for number, row in enumerate(samples):
-        row.stream = number
+        row.sample_index = number
     batch = Batch(components, budget)
     batch.add(samples)
     while not batch.decoding:
@@ -206,7 +206,7 @@ def test_samples_of_one_prompt_share_its_prefill(drafter, budget, monkeypatch):
     assert drafter != "model" or components.drafter.runtime.num_prefilled <= (59 if budget is None else 75)
     for number, row in enumerate(samples):
         fresh, alone = components_of(drafter), row_of(text(60), temperature=1.0)
-        alone.stream = number
+        alone.sample_index = number
         for _ in decode(fresh, [alone]):
             pass
         assert row.output == alone.output

@@ -129,7 +129,13 @@ def test_races_equal_those_of_all_arrival_times(unit, width):
     depths = torch.arange(5).expand(2, 5)
     for seed in range(20):
         rows = [
-            Row([0] * (1 + stream), SamplingParams(temperature=1.0), stream=stream, seed=seed, coupled=True)
+            Row(
+                [0] * (1 + stream),
+                SamplingParams(temperature=1.0),
+                sample_index=stream,
+                seed=seed,
+                coupled=True,
+            )
             for stream in range(2)
         ]
         noise = KeyedNoise.from_rows(rows)

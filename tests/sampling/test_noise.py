@@ -26,10 +26,10 @@ MIN_P_VALUE = 1e-6
 
 
 @cache
-def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_stream=0):
+def noise_of(num_rows=NUM_ROWS, seed=0, position=7, coupled=False, first_sample=0):
     rows = [
-        Row([0] * position, SAMPLED, seed=seed, stream=first_stream + stream, coupled=coupled)
-        for stream in range(num_rows)
+        Row([0] * position, SAMPLED, seed=seed, sample_index=first_sample + sample, coupled=coupled)
+        for sample in range(num_rows)
     ]
     return KeyedNoise.from_rows(rows)
 
@@ -84,13 +84,13 @@ def test_purposes_are_independent(one, other):
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_positions_rounds_streams_and_seeds_are_independent(purpose):
+def test_positions_rounds_samples_and_seeds_are_independent(purpose):
     here = draws_of(noise_of(), purpose, 1)
     others = {
         "next place": draws_of(noise_of(), purpose, 2),
         "a later round": draws_of(noise_of(position=9), purpose, 1),
-        "other streams": draws_of(noise_of(first_stream=NUM_ROWS), purpose, 1),
-        "neighbouring streams": here.roll(1),
+        "other samples": draws_of(noise_of(first_sample=NUM_ROWS), purpose, 1),
+        "neighbouring samples": here.roll(1),
         "another seed": draws_of(noise_of(seed=1), purpose, 1),
         "a seed with another sign": draws_of(noise_of(seed=2**64 - 1), purpose, 1),
     }
@@ -203,14 +203,14 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
     whole = draws_of(noise_of(num_rows=50), purpose, 1)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(0))
     assert torch.equal(draws_of(noise_of(num_rows=50).select(order), purpose, 1), whole[order])
-    alone = [draws_of(noise_of(num_rows=1, first_stream=stream), purpose, 1) for stream in range(50)]
+    alone = [draws_of(noise_of(num_rows=1, first_sample=sample), purpose, 1) for sample in range(50)]
     assert torch.equal(torch.cat(alone), whole)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
 def test_numbers_hashed_together_equal_those_hashed_one_by_one(seed, monkeypatch):
     params = SamplingParams(temperature=1.0)
-    rows = [Row([0] * (3 + 90 * stream), params, seed=seed, stream=stream) for stream in range(4)]
+    rows = [Row([0] * (3 + 90 * sample), params, seed=seed, sample_index=sample) for sample in range(4)]
     places = [range(20)] * 4
     found = []
     for few in (0, 10**6):

@@ -141,7 +141,7 @@ class FakeEngine:
         found = self._logprobs(row, commit)
         logprobs += found
         pieces.append(detokenizer.take(commit))
-        return NewPiece(row.stream, pieces[-1], found)
+        return NewPiece(row.sample_index, pieces[-1], found)
 
     def _logprobs(self, row: Row, commit: Commit):
         number = row.params.logprobs
@@ -158,4 +158,4 @@ class FakeEngine:
         text = "".join(piece.text for piece in pieces)
         drafted = [flag for piece in pieces for flag in piece.drafted]
         reason = None if self.is_cut else self.end_reason or row.finish_reason
-        return Output(text, row.output, drafted, reason, "lossless", stats, logprobs, row.stream)
+        return Output(text, row.output, drafted, reason, "lossless", stats, logprobs, row.sample_index)

@@ -234,7 +234,7 @@ class SecondguessSystem(System):
     ) -> RunningBatch:
         """Start a measured run whose rounds the caller runs one by one."""
         rows = [
-            self._row(prompt, num_tokens, temperature, seed, stream) for stream, prompt in enumerate(prompts)
+            self._row(prompt, num_tokens, temperature, seed, index) for index, prompt in enumerate(prompts)
         ]
         controller = self.controller(temperature, len(prompts))
         # Every system prefills every prompt, whichever has decoded it before.
@@ -252,11 +252,11 @@ class SecondguessSystem(System):
     def reset(self) -> None:
         self._controllers.clear()
 
-    def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, stream: int) -> Row:
+    def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, index: int) -> Row:
         params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=not self._ends_texts)
         row = make_row(self._target, self._verifier, list(prompt), params)
         # Seeded noise, but the verifier of requests without a seed, which are the common case.
-        row.seed, row.stream = seed, stream
+        row.seed, row.sample_index = seed, index
         return row
 
 

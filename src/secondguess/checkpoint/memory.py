@@ -116,8 +116,8 @@ def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.devi
     needed = num_tokens * bytes_per_token
     if available is not None and needed > available:
         raise OutOfMemoryError(
-            f"expected prompts whose caches fit into the {_gib(available)} available on {device}, got a need of "
-            f"{_gib(needed)} for {num_tokens} cached tokens; decode fewer prompts at once, or shorter ones"
+            f"expected a prompt whose cache fits into the {_gib(available)} available on {device}, got a need of "
+            f"{_gib(needed)} for {num_tokens} cached tokens; shorten the longest prompt, or use a smaller model"
         )
 
 

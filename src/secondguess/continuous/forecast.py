@@ -110,7 +110,7 @@ def forecast(
     seed = secrets.randbits(63) if seed is None else seed
     num_series = len(past_values)
     rows = [
-        Row([VALUE], params, seed, stream=series * MAX_SAMPLES + sample)
+        Row([VALUE], params, seed, sample_index=series * MAX_SAMPLES + sample)
         for series in range(num_series)
         for sample in range(num_samples)
     ]
@@ -172,7 +172,7 @@ class _Sampler:
 
     def _plan(self, rows: Sequence[Row]) -> list[int]:
         """Return the draft length of every row; the last step of a row is the target's."""
-        if self._drafter is None or self._controller.is_paused(rows):
+        if self._drafter is None or not self._controller.begin_round(rows):
             return [0] * len(rows)
         candidates = [[Candidate(kind="values", longest=row.room - 1, deterministic=True)] for row in rows]
         plans = self._controller.plan(rows, candidates)

@@ -45,13 +45,13 @@ class Controller(ABC):
         refuse_options(name, "controller")
         return cls()
 
-    def is_paused(self, rows: Sequence[Row]) -> bool:
-        """Begin a round; return True if nothing is drafted in it, whatever the candidates are.
+    def begin_round(self, rows: Sequence[Row]) -> bool:
+        """Begin a round; return False if nothing is drafted in it, whatever the candidates are.
 
-        Then neither `plan` nor the drafter is called before the target's forward pass. Nothing may
-        be paused for rows with draft lengths or draft sources of their own.
+        Then neither `plan` nor the drafter is called before the target's forward pass. A controller
+        must not return False for rows with draft lengths or draft sources of their own.
         """
-        return False
+        return True
 
     @abstractmethod
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:

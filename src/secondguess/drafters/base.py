@@ -69,7 +69,7 @@ class Requirements:
         head: True if it reads the folder of a trained head (`DrafterResources.find_head_folder`).
         num_target_layers: smallest number of layers that the target must have.
         target_copy: encoding of the weights of a copy of the target, for a drafter that makes one.
-        options: values of all options, for drafters that other engines have too.
+        options: values of the options that `secondguess export` translates for other engines.
     """
 
     draft_model: str | None = None
@@ -92,7 +92,7 @@ class Drafter(ABC):
         uses_target_layers: True if drafting runs layers of the target.
         needs_samples: True if it drafts from the samples of earlier rounds (`Verdict.samples`).
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
-        argument: its argument in lists of names.
+        argument: placeholder of its argument in help texts, such as PATH.
     """
 
     name: str
@@ -240,7 +240,8 @@ def prepare_drafter(
         [rows[index] for index in members], [parts[index] for index in members], max_tokens
     )
     for index, ready in zip(members, is_ready, strict=True):
-        lengths[index] *= ready
+        if not ready:
+            lengths[index] = 0
     return replace(budgets, lengths=lengths)
 
 

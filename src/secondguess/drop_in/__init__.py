@@ -120,7 +120,7 @@ def custom_generate(
             for prompt, own in zip(prompts, _seeded(params, len(prompts), num_samples), strict=True)
         ]
         for index, row in enumerate(rows):
-            row.stream = index % num_samples
+            row.sample_index = index % num_samples
             row.end_tokens = ending.end_tokens
             if ending.stop_strings:
                 row.stop_checker = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())

@@ -43,8 +43,9 @@ class Output:
         text: generated text without the prompt, cut before a stop string.
         token_ids: generated tokens, up to and including the one that ended the row.
         drafted: per token, True if the drafter proposed it.
-        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens) or
-            `context` (the model's context is full); None if generation was interrupted.
+        finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens),
+            `context` (the model's context is full) or `grammar` (the grammar left no token, so the text
+            is incomplete); None if generation was interrupted.
         exactness: guarantee for the text: `lossless`, `drafter-invariant` or `lossy`.
         stats: counters and timings.
         logprobs: per token, if the request asks for them; else empty.
@@ -205,7 +206,7 @@ class Generation:
                 exactness=self._llm.verifier.guarantee(sample.row),
                 stats=self._llm.shared_batch.components.recorder.of(sample.row),
                 logprobs=sample.logprobs,
-                index=sample.row.stream,
+                index=sample.row.sample_index,
             )
             for sample in self._samples.values()
         ]
@@ -302,7 +303,7 @@ def make_row(
         tokens=list(ids),
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
-        stream=sample,
+        sample_index=sample,
         coupled=verifier.uses_coupling(seeded=params.seed is not None),
         end_tokens=model_ends | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,

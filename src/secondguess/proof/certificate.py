@@ -388,7 +388,7 @@ class _TotalRecorder(StatsRecorder):
         self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit], predicted: Sequence[bool] = ()
     ) -> None:
         super().record(rows, draft, commits, predicted)
-        for depth, commit in zip(draft.depths.tolist(), commits, strict=True):
+        for depth, commit in zip(draft.num_levels.tolist(), commits, strict=True):
             if commit.num_accepted < depth:
                 self._rejected[commit.num_accepted] += 1
 
@@ -408,8 +408,8 @@ def _sample(
     for first in range(0, options.num_samples, options.batch_size):
         last = min(first + options.batch_size, options.num_samples)
         rows = [
-            Row(list(subject.prompt), params, seed=options.seed, stream=stream, coupled=coupled)
-            for stream in range(first, last)
+            Row(list(subject.prompt), params, seed=options.seed, sample_index=sample, coupled=coupled)
+            for sample in range(first, last)
         ]
         progress(first, options.num_samples, "drawing texts")
         for _ in decode(components, rows):

@@ -1,4 +1,4 @@
-"""Keyed noise: every random decision is a pure function of (seed, stream, position, purpose).
+"""Keyed noise: every random decision is a pure function of (seed, sample, position, purpose).
 
 There is no generator and no state, so a row's noise does not depend on the other rows of the
 batch. Verifiers and drafters never receive uniforms. They request *decisions* from `Noise` (accept
@@ -104,10 +104,10 @@ class Noise(ABC):
 
 
 class KeyedNoise(Noise):
-    """Noise computed as a hash of a row's seed and stream, the absolute position and the purpose.
+    """Noise computed as a hash of a row's seed and sample index, the absolute position and the purpose.
 
     Args:
-        keys: per row, a hash of seed and stream as a signed 64-bit integer.
+        keys: per row, a hash of seed and sample index as a signed 64-bit integer.
         positions: per row, the position at which the round begins.
         coupled, greedy, device: as in `Noise`.
     """
@@ -130,7 +130,7 @@ class KeyedNoise(Noise):
     def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
         return cls(
-            keys=[_row_key(row.seed, row.stream) for row in rows],
+            keys=[_row_key(row.seed, row.sample_index) for row in rows],
             positions=[len(row.tokens) for row in rows],
             coupled=_bool_tensor(tuple([row.coupled for row in rows])),
             greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
@@ -274,9 +274,9 @@ def _mix(values: IntArray) -> IntArray:
 
 
 @lru_cache(maxsize=4096)
-def _row_key(seed: int, stream: int) -> int:
-    """Return the hash of a row's seed and stream as a signed integer."""
-    key = _mix_integer(_mix_integer(seed) ^ stream)
+def _row_key(seed: int, sample_index: int) -> int:
+    """Return the hash of a row's seed and sample index as a signed integer."""
+    key = _mix_integer(_mix_integer(seed) ^ sample_index)
     return key - (1 << 64) if key >= 1 << 63 else key
 
 

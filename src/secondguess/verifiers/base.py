@@ -96,8 +96,8 @@ class Verifier(ABC):
         return accept_matching(draft, chosen)
 
 
-class IndependentVerifier(Verifier):
-    """Base class of rules that accept a node with a probability.
+class UncoupledVerifier(Verifier):
+    """Base class of rules that accept a node with a probability; coupled rows are refused.
 
     They need noise that is independent of the draft. The nodes of a coupled row are drawn by races
     that later rounds use again, so a rejection here would condition those races.

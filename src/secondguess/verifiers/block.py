@@ -28,14 +28,14 @@ from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,
-    IndependentVerifier,
+    UncoupledVerifier,
     likelihood_ratios,
     make_chain_verdict,
     residual,
 )
 
 
-class BlockVerifier(IndependentVerifier):
+class BlockVerifier(UncoupledVerifier):
     """Verifier that accepts the longest prefix that passes; optimal for a single path (chains)."""
 
     name = "block"
@@ -44,13 +44,14 @@ class BlockVerifier(IndependentVerifier):
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
-        left = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
+        # index i: w_i and the distributions p_{i+1} and q_{i+1}, hence s_i
+        residuals = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         draft_lengths = draft.lengths.tolist()
-        rows = zip(weights.tolist(), left.masses.tolist(), draft_lengths, strict=True)
-        chances = numpy.array([prefix_chances(*row) for row in rows])
+        rows = zip(weights.tolist(), residuals.masses.tolist(), draft_lengths, strict=True)
+        chances = numpy.array([prefix_acceptance_probs(*row) for row in rows])
         accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
-        lengths = numpy.array([_last_true(row[:length]) for row, length in accepted])
-        return make_chain_verdict(draft, target_probs, lengths, left.at, noise)
+        lengths = numpy.array([_longest_passing(row[:length]) for row, length in accepted])
+        return make_chain_verdict(draft, target_probs, lengths, residuals.at, noise)
 
 
 def prefix_weights(ratios: FloatArray) -> FloatArray:
@@ -67,12 +68,12 @@ def _next_log_weight(log_weight: float, ratio: float) -> float:
     return min(0.0, log_weight + math.log(ratio)) if ratio > 0 else -math.inf
 
 
-def _last_true(answers: list[bool]) -> int:
+def _longest_passing(passed: list[bool]) -> int:
     """Return the number of nodes of the longest prefix that passes."""
-    return max((length for length, accepted in enumerate(answers, start=1) if accepted), default=0)
+    return max((length for length, passes in enumerate(passed, start=1) if passes), default=0)
 
 
-def prefix_chances(weights: list[float], masses: list[float], length: int) -> list[float]:
+def prefix_acceptance_probs(weights: list[float], masses: list[float], length: int) -> list[float]:
     """Return `h_1..h_L` for a chain of `length` nodes, given `w_0, w_1, ...` and `s_0, s_1, ...`.
 
     Padding has probability 0. 0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes

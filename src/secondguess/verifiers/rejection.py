@@ -13,8 +13,8 @@ from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
-    IndependentVerifier,
     Residual,
+    UncoupledVerifier,
     accepted_prefix,
     at,
     likelihood_ratios,
@@ -23,7 +23,7 @@ from secondguess.verifiers.base import (
 )
 
 
-class RejectionVerifier(IndependentVerifier):
+class RejectionVerifier(UncoupledVerifier):
     """Verifier that accepts node x with probability min(1, p(x) / q(x)) (chains).
 
     After the first rejection the next token is drawn from max(p - q, 0), normalised. Given that

@@ -23,7 +23,7 @@ from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     SMALLEST,
     FloatArray,
-    IndependentVerifier,
+    UncoupledVerifier,
     at,
     residual,
     to_host,
@@ -32,7 +32,7 @@ from secondguess.verifiers.base import (
 from secondguess.verifiers.shapes import Shape, SiblingRank, shape_of
 
 
-class TreeVerifier(IndependentVerifier):
+class TreeVerifier(UncoupledVerifier):
     """Base class of rules for trees and chains; rows with drafts of the same shape are batched."""
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:

@@ -151,12 +151,12 @@ class CostController(Controller):
         self._drafted.decide(rows, candidates)
         return plans
 
-    def is_paused(self, rows: Sequence[Row]) -> bool:
+    def begin_round(self, rows: Sequence[Row]) -> bool:
         self._is_paused = self._num_pausable > 0 and tuple(rows) == self._buffered.rows
         if self._is_paused:
             self._num_pausable -= 1
             self._num_paused += 1
-        return self._is_paused
+        return not self._is_paused
 
     def _num_undecided(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
         """Return the number of rounds after this backoff round that need no decision of their own."""
@@ -278,7 +278,7 @@ class CostController(Controller):
             return
         num_rows = len(rows)
         # In levels, as in plans: the cost of all nodes of a level is measured together.
-        lengths = draft.depths.tolist() if draft.num_nodes else [0] * num_rows
+        lengths = draft.num_levels.tolist() if draft.num_nodes else [0] * num_rows
         drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
         if num_rows - lengths.count(0) > len(drafted) + self._num_certain:
             return  # rows with their own `draft_length` were drafted for: the plan was not measured

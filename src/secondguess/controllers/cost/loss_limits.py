@@ -3,7 +3,7 @@
 A probe is a short trial draft while nothing pays. Probes are paid from a budget whose income is a
 small share of the elapsed time. Each failed series halves the income until drafting pays again, so
 over N plain rounds (rounds without drafts) probes cost at most PROBE_INCOME * N +
-MAX_PROBE_BALANCE plain rounds.
+MAX_PROBE_BALANCE plain rounds, plus the loss of the last probe.
 
 The guard checks all estimates against the wall clock: it compares the time of rounds with drafts
 with the time plain rounds would have taken for the same tokens. Its balance, in plain rounds, is
