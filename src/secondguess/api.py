@@ -27,8 +27,8 @@ from secondguess.engine.generation import (
     make_row,
 )
 from secondguess.engine.shared_batch import SharedBatch
-from secondguess.errors import BadInputError
-from secondguess.pairing import require_drafter_of_history, resolve_pair
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.pairing import default_drafter, require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
@@ -46,7 +46,6 @@ __all__ = [
     "check_request",
     "check_verifier",
     "choose_controller",
-    "default_drafter",
     "encode",
     "load",
     "make_row",
@@ -207,7 +206,8 @@ def load(
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped
             with the target is used. By default, the built-in target uses `suffix` and its own draft
-            model, any other target `suffix`, which needs no model.
+            model; a target that the compiled kernels run in bfloat16 `suffix+self:int4`, if memory
+            holds the copy; any other target `suffix`, which needs no model.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
             `traversal` or `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
@@ -233,9 +233,13 @@ def load(
         OutOfMemoryError: the models and their KV caches do not fit.
     """
     model = fspath(model) if isinstance(model, PathLike) else model
-    name = default_drafter(model) if drafter is None else drafter
-    texts = {"model": model, "drafter": name, "verifier": verifier, "dtype": dtype, "device": device}
-    optional = {"controller": controller, "quantize": quantize, "drafter_quantize": drafter_quantize}
+    texts = {"model": model, "verifier": verifier, "dtype": dtype, "device": device}
+    optional = {
+        "drafter": drafter,
+        "controller": controller,
+        "quantize": quantize,
+        "drafter_quantize": drafter_quantize,
+    }
     texts |= {"runtime": runtime} | {key: value for key, value in optional.items() if value is not None}
     for option, value in texts.items():
         if not isinstance(value, str):
@@ -246,11 +250,11 @@ def load(
     chosen_verifier = make_verifier(verifier)
     if controller is not None:
         make_controller(controller)
-    if share_history:
-        require_drafter_of_history(name)
+    if share_history and drafter is not None:
+        require_drafter_of_history(drafter)
     pair = resolve_pair(
         model,
-        name,
+        drafter,
         dtype=dtype,
         device=device,
         quantize=quantize,
@@ -258,16 +262,24 @@ def load(
         runtime=runtime,
     )
     checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
+    name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     target, *draft_models = loaded = [each.load() for each in checkpoints]
-    made = make_drafter(
-        name,
+    make = partial(
+        make_drafter,
         target_vocab_size=target.runtime.vocab_size,
         load_draft_model=lambda path: draft_models[0].runtime,
         pair_vocabularies=lambda name: pair.vocabularies,
         target=target,
     )
+    try:
+        made = make(name)
+    except UnsupportedModelError:
+        if drafter is not None:
+            raise
+        # The kernels failed their check at loading, so that the target runs otherwise and has no copy.
+        made = make(default_drafter(model))
     check_verifier(chosen_verifier, made)
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
     chosen_controller = choose_controller(controller, made)
@@ -313,8 +325,3 @@ def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
             f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
             "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
         )
-
-
-def default_drafter(model: str) -> str:
-    """Return the name of the drafter that a target gets when none is given."""
-    return "suffix+model:builtin-draft" if model == "builtin" else "suffix"

@@ -19,6 +19,7 @@ from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import partial_forward_error
+from secondguess.runtime.weight_format import INT4
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,18 @@ class DrafterInfo:
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[DrafterInfo, ...] = ()
+
+
+def default_drafter(model: str, target: Checkpoint | None = None) -> str:
+    """Return the name of the drafter that a target gets when none is given.
+
+    Args:
+        model: name of the target.
+        target: its checkpoint, not loaded; None leaves out a copy of the target.
+    """
+    if model == "builtin":
+        return "suffix+model:builtin-draft"
+    return "suffix+self:int4" if target is not None and target.has_room_for_copy(INT4) else "suffix"
 
 
 def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
@@ -127,7 +140,7 @@ class Pair:
 
 def resolve_pair(
     model: str,
-    drafter: str,
+    drafter: str | None = None,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -137,6 +150,7 @@ def resolve_pair(
 ) -> Pair:
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
+    drafter = default_drafter(model, target) if drafter is None else drafter
     described = resolve_drafter(drafter, target)
     require_model_to_quantize(drafter_quantize, drafter, described.draft_model is not None)
     if described.draft_model is None:

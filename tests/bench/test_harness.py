@@ -150,18 +150,18 @@ def test_invalid_settings_are_refused_by_name(settings, message):
 
 
 def test_the_default_drafters_depend_on_the_model():
-    assert drafters_to_run(BenchConfig()) == (
+    assert drafters_to_run(BenchConfig(), "suffix+model:builtin-draft") == (
         "suffix+model:builtin-draft",
         "suffix",
         "model:builtin-draft",
         "ngram",
     )
-    assert drafters_to_run(BenchConfig(model="some/model")) == ("suffix", "ngram")
-    assert drafters_to_run(BenchConfig(drafters=("ngram",))) == ("ngram",)
+    assert drafters_to_run(BenchConfig(model="some/model"), "suffix") == ("suffix", "ngram")
+    assert drafters_to_run(BenchConfig(drafters=("ngram",)), "suffix") == ("ngram",)
 
 
 def test_all_selects_every_drafter_with_chains_and_trees():
-    names = drafters_to_run(BenchConfig(drafters=("all",)))
+    names = drafters_to_run(BenchConfig(drafters=("all",)), "suffix")
     assert {"suffix", "ngram", "model:builtin-draft"} < set(names)
     assert any(name.startswith("model:builtin-draft,tree=") for name in names)
     assert all(parse_drafter_name(name) for name in names)

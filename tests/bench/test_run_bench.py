@@ -300,7 +300,9 @@ def test_named_controllers_run_with_every_drafter_that_uses_them(models, tiny_dr
         "secondguess plain", ours, f"{ours} fixed:3", f"{ours} confidence:4", "secondguess ngram",
         "secondguess ngram fixed:3",
     ]  # fmt: skip
-    assert coverage_notes(systems, config) == ["ngram is not run with confidence:4, which it would not ask"]
+    assert coverage_notes(systems, config, models.default_drafter) == [
+        "ngram is not run with confidence:4, which it would not ask"
+    ]
 
 
 @pytest.mark.parametrize(

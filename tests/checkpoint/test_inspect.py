@@ -54,7 +54,7 @@ def short_drafter(tmp_path_factory):
 
 
 def test_the_default_drafter_of_load_is_described(inspected, tiny_checkpoint):
-    record = inspected(tiny_checkpoint)
+    record = inspected(tiny_checkpoint, "--dtype", "float32")
     assert record["drafter"] == {
         "name": "suffix",
         "model": None,

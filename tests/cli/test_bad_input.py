@@ -493,7 +493,7 @@ def test_a_prompt_whose_cache_does_not_fit_is_refused_before_it_is_allocated(tin
     llm = load(tiny_checkpoint, "none", dtype="float32")
     monkeypatch.setattr(llm.target.runtime, "admit", lambda *_: pytest.fail("a row was admitted"))
     monkeypatch.setattr(memory, "available_memory", lambda _: 256 * llm.cache_bytes - 1)
-    with pytest.raises(OutOfMemoryError, match=r"256 cached tokens.*shorter"):
+    with pytest.raises(OutOfMemoryError, match=r"256 cached tokens.*shorten"):
         llm.generate([[5] * 200, [6]])
     monkeypatch.setattr(memory, "available_memory", lambda _: 256 * llm.cache_bytes)
     with pytest.raises(pytest.fail.Exception, match="admitted"):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from families import needs_kernels
-from secondguess import load
-from secondguess.errors import UnsupportedModelError
+from secondguess import GuidedPrompt, load
+from secondguess.builtin import builtin_paths
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.memory import peak_memory
+from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.pairing import default_drafter
 from secondguess.runtime.weight_format import INT4
 
 
@@ -31,3 +38,60 @@ def test_a_target_on_another_runtime_is_refused_before_it_is_read() -> None:
         UnsupportedModelError, match=r"bfloat16.*int4.*builtin \(runtime fused, bfloat16\).*suffix"
     ):
         load("builtin", "self:int4", dtype="bfloat16", runtime="fused")
+
+
+@pytest.fixture
+def other_target(tmp_path: Path) -> str:
+    """The built-in target under another name, so that it has no draft model of its own."""
+    return str(shutil.copytree(builtin_paths().target, tmp_path / "target"))
+
+
+@needs_kernels
+def test_a_target_without_a_draft_model_drafts_with_its_copy_by_default(other_target: str) -> None:
+    llm = load(other_target, dtype="bfloat16")
+    assert llm.drafter.kinds == ("suffix", "self")
+    assert load(other_target, dtype="float32").drafter.kinds == ("suffix",)
+    assert load(other_target, dtype="bfloat16", quantize="int4").drafter.kinds == ("suffix",)
+    out = llm.generate("def read_lines(path):", max_tokens=64)
+    assert out.stats.num_accepted > 0
+    assert (
+        out.text
+        == load(other_target, "none", dtype="bfloat16").generate("def read_lines(path):", max_tokens=64).text
+    )
+
+
+@needs_kernels
+def test_a_copy_without_room_in_memory_is_left_out(
+    other_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Checkpoint.resolve(other_target, dtype="bfloat16", device="cpu")
+    needed = peak_memory([target.memory()])
+    for room, expected in ((needed // 100, "suffix"), (needed, "suffix+self:int4")):
+        monkeypatch.setattr(
+            "secondguess.checkpoint.checkpoint.available_memory", lambda device, room=room: needed + room
+        )
+        assert default_drafter(other_target, target) == expected
+
+
+@needs_kernels
+def test_a_target_whose_kernels_fail_their_check_drafts_without_a_copy(
+    other_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda decoder, weight_format: None)
+    assert load(other_target, dtype="bfloat16").drafter.kinds == ("suffix",)
+    with pytest.raises(UnsupportedModelError, match="int4"):
+        load(other_target, "self:int4", dtype="bfloat16")
+
+
+@needs_kernels
+def test_a_guided_prompt_uses_the_parts_that_run_no_layers_of_the_target(other_target: str) -> None:
+    texts, prompts = [], [GuidedPrompt("def add(a, b):", negative="def", scale=1.5)]
+    for drafter in ("none", "suffix+self:int4"):
+        llm = load(
+            other_target, drafter, dtype="bfloat16", controller=None if drafter == "none" else "fixed:3"
+        )
+        texts.append(llm.generate(prompts, max_tokens=32)[0].text)
+    assert texts[0] == texts[1]
+    for refused in ("self:int4", "suffix+self:int4"):
+        with pytest.raises(BadInputError, match="guided prompt, got self"):
+            load(other_target, refused, dtype="bfloat16").generate(prompts, draft_with="self")

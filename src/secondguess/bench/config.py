@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from secondguess.api import default_drafter
-from secondguess.drafters import draft_model_paths, parse_drafter_name
+from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
 from secondguess.validation import Count, Different, Seed, Settings, Temperature
@@ -76,8 +75,8 @@ class TuneConfig(Settings):
     """Model, prompts, candidates and time budget of a tuning.
 
     Args:
-        drafters: names of the drafters to compare; empty for the target's default drafter, its draft
-            model alone and joined with `suffix` if it has one, `suffix`, and `ngram`.
+        drafters: names of the drafters to compare; empty for the target's default drafter, its
+            parts, `ngram` and `suffix`.
         prompts: one source of prompts (see `load_workload`).
         num_tokens: maximum number of new tokens per prompt; an end token ends a text before.
         minutes: time budget; with less of it, fewer prompts and runs.
@@ -100,17 +99,18 @@ class TuneConfig(Settings):
     seed: Seed = 0
 
     def model_post_init(self, context: Any) -> None:
-        for name in self.drafters_to_compare:
+        for name in self.drafters:
             if any(part.kind == "none" for part in parse_drafter_name(name)):
                 raise BadInputError(
                     f"expected drafters that draft, got {name!r}; plain decoding is always measured, leave it out"
                 )
 
-    @property
-    def drafters_to_compare(self) -> tuple[str, ...]:
-        if self.drafters:
-            return self.drafters
-        default = default_drafter(self.model)
-        models = [f"model:{path}" for path in draft_model_paths(default)]
-        joined = [f"suffix+{model}" for model in models]
-        return tuple(dict.fromkeys([default, *models, "suffix", "ngram", *joined]))
+    def drafters_to_compare(self, default: str) -> tuple[str, ...]:
+        """Return the named drafters, or those that are compared by default."""
+        return self.drafters or compared_by_default(default)
+
+
+def compared_by_default(default: str) -> tuple[str, ...]:
+    """Return a target's default drafter, its parts, and look-ups."""
+    parts = map(str, parse_drafter_name(default))
+    return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))

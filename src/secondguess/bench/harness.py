@@ -51,7 +51,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         )
         complete = measured.run(systems, probe, progress)
     report = make_report(config.name, systems, measured, probe, models, workload, encoded, num_threads)
-    notes = [*encoded.notes, *coverage_notes(systems, config), *measured.notes]
+    notes = [*encoded.notes, *coverage_notes(systems, config, models.default_drafter), *measured.notes]
     return replace(report, complete=complete, workbench=replace(report.workbench, notes=notes))
 
 

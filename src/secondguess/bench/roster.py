@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from secondguess.api import default_drafter
-from secondguess.bench.config import BenchConfig
+from secondguess.bench.config import BenchConfig, compared_by_default
 from secondguess.bench.systems import (
     Models,
     SecondguessSystem,
@@ -22,7 +21,7 @@ from secondguess.builtin import head_path
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.controllers import make_controller
-from secondguess.drafters import DRAFTERS, parse_drafter_name
+from secondguess.drafters import DRAFTERS
 from secondguess.errors import BadInputError
 from secondguess.heads.mtp import contains_mtp
 from secondguess.workloads.provenance import public_name
@@ -31,15 +30,13 @@ TREE = "tree=2x2x1"
 """Tree shape in which drafters with draft probabilities are compared, besides the chain."""
 
 
-def drafters_to_run(config: BenchConfig) -> tuple[str, ...]:
+def drafters_to_run(config: BenchConfig, default: str) -> tuple[str, ...]:
     """Return the drafters of a benchmark: the named ones, all, or the target's default and its components."""
     if config.runs_all:
         return all_drafters(config.model)
     if config.drafters is not None:
         return config.drafters
-    default = default_drafter(config.model)
-    parts = map(str, parse_drafter_name(default))
-    return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
+    return compared_by_default(default)
 
 
 def all_drafters(model: str) -> tuple[str, ...]:
@@ -73,7 +70,7 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     fixed = [f"fixed:{length}" for length in config.draft_lengths]
     for name in (*config.controllers, *fixed):
         make_controller(name)  # refuses an unknown name
-    drafters = drafters_to_run(config)
+    drafters = drafters_to_run(config, models.default_drafter)
     systems: list[System] = [SecondguessSystem(models, "none")]
     for drafter in drafters:
         default = SecondguessSystem(models, drafter)
@@ -85,7 +82,7 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
             # A controller that needs draft probabilities is left out for a drafter without; `coverage_notes` says so.
             with suppress(BadInputError):
                 systems.append(SecondguessSystem(models, drafter, controller))
-    unused = _unused_controllers(systems, config)
+    unused = _unused_controllers(systems, config, drafters)
     for controller in config.controllers:
         if all((drafter, controller) in unused for drafter in drafters):
             found = ", ".join(map(public_name, drafters)) or "none at all"
@@ -99,11 +96,11 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     return systems
 
 
-def coverage_notes(systems: Sequence[System], config: BenchConfig) -> list[str]:
-    """Return notes on systems that are missing in some settings."""
+def coverage_notes(systems: Sequence[System], config: BenchConfig, default: str) -> list[str]:
+    """Return notes on systems that are missing in some settings; `default` is the target's default drafter."""
     notes = [
         f"{public_name(drafter)} is not run with {controller}, which it would not ask"
-        for drafter, controller in _unused_controllers(systems, config)
+        for drafter, controller in _unused_controllers(systems, config, drafters_to_run(config, default))
     ]
     alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
     if alone and config.batch_sizes != (1,):
@@ -111,12 +108,14 @@ def coverage_notes(systems: Sequence[System], config: BenchConfig) -> list[str]:
     return notes
 
 
-def _unused_controllers(systems: Sequence[System], config: BenchConfig) -> list[tuple[str, str]]:
+def _unused_controllers(
+    systems: Sequence[System], config: BenchConfig, drafters: Sequence[str]
+) -> list[tuple[str, str]]:
     """Return the pairs of drafter and named controller that do not run together."""
     names = {system.name for system in systems}
     return [
         (drafter, controller)
-        for drafter in drafters_to_run(config)
+        for drafter in drafters
         for controller in config.controllers
         if speculator_name(drafter, controller) not in names
     ]

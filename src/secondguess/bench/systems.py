@@ -26,7 +26,7 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.pairing import pair_vocabularies
+from secondguess.pairing import default_drafter, pair_vocabularies
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -110,7 +110,9 @@ class Models:
     """Models of one benchmark, each loaded once and shared by all systems of this package."""
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
-        self.target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize).load()
+        checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
+        self.default_drafter = default_drafter(model, checkpoint)
+        self.target = checkpoint.load()
         self._name, self._dtype, self._device = model, dtype, device
         self._draft_models: dict[str, LoadedModel] = {}
 

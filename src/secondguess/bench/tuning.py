@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
-from secondguess.api import default_drafter
 from secondguess.bench.config import TuneConfig
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.harness import make_probe, make_report
@@ -30,7 +29,7 @@ from secondguess.bench.systems import (
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.controllers import CONTROLLERS, make_controller
-from secondguess.pairing import resolve_drafter
+from secondguess.pairing import default_drafter, resolve_drafter
 from secondguess.stats import Clock
 from secondguess.workloads.loading import Workload, load_workload
 
@@ -153,7 +152,7 @@ def run_tune(
     with threads(config.num_threads):
         progress(0, total, "loading the models")
         checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
-        for drafter in config.drafters_to_compare:
+        for drafter in config.drafters_to_compare(default_drafter(config.model, checkpoint)):
             resolve_drafter(drafter, checkpoint)
         tuner = Tuner(config, workload, Models(config.model, config.dtype, config.device), budget)
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
@@ -186,7 +185,10 @@ class Tuner:
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
         for size in self._config.batch_sizes:
-            systems = [self._system(size, name, "cost") for name in self._config.drafters_to_compare]
+            systems = [
+                self._system(size, name, "cost")
+                for name in self._config.drafters_to_compare(self._models.default_drafter)
+            ]
             require_different_names(systems)
             self._best[size] = self.halve(size, systems, NUM_DRAFTERS, SHARE_OF_DRAFTERS)
 
@@ -223,7 +225,7 @@ class Tuner:
 
     def run_best(self) -> None:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
-        found = [("none", None), (default_drafter(self._config.model), "cost")]
+        found = [("none", None), (self._models.default_drafter, "cost")]
         found += [self._drafters[each.name] for best in self._best.values() for each in best]
         found = list(dict.fromkeys(found))
         self.measurement.forget_runs()

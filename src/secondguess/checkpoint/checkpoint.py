@@ -15,7 +15,13 @@ import torch
 from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.gguf import count_stored
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.memory import MemoryEstimate, check_memory
+from secondguess.checkpoint.memory import (
+    MemoryEstimate,
+    available_memory,
+    check_memory,
+    head_memory,
+    peak_memory,
+)
 from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
     check_loadable,
@@ -284,12 +290,28 @@ class Checkpoint:
         Raises:
             UnsupportedModelError: if the kernels do not run this model in bfloat16.
         """
-        if self.runtimes[0] != "native" or self.weight_formats != [BFLOAT16]:
+        if not self._can_be_copied:
             described = f"{self.name} (runtime {self.runtimes[0]}, {self.quantize or self.dtype_name})"
             raise quantised_copy_error(weight_format, described)
         text = self.config.get_text_config()
         num_shared = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
+
+    @property
+    def _can_be_copied(self) -> bool:
+        return self.runtimes[0] == "native" and self.weight_formats == [BFLOAT16]
+
+    def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
+        """Return whether the kernels run this model in bfloat16 and memory holds a copy beside it.
+
+        Args:
+            weight_format: encoding of the copy's weights.
+        """
+        if not self._can_be_copied:
+            return False
+        available = available_memory(self.device)
+        copy = head_memory(self.name, self.copy_bytes(weight_format))
+        return available is None or peak_memory([self.memory(), copy]) <= available
 
     @property
     def _num_parameters(self) -> int:

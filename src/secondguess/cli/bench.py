@@ -92,7 +92,7 @@ def bench(
             "--drafter",
             "--drafters",
             callback=_check_drafters,
-            show_default="the target's own, ngram and suffix",
+            show_default="the target's own, its parts, ngram and suffix",
         ),
     ] = None,
     dtype: options.Dtype = "auto",

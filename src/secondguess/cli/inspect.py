@@ -12,6 +12,7 @@ from secondguess.cli.output import print_json
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
+    from secondguess.checkpoint.checkpoint import Checkpoint
     from secondguess.checkpoint.description import MemoryPlan, ModelDescription
     from secondguess.configuration import TuningRecord
     from secondguess.pairing import DrafterInfo, Pair
@@ -65,13 +66,12 @@ def inspect(
             "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
         )
 
-    from secondguess.api import default_drafter
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
     from secondguess.controllers import make_controller
     from secondguess.pairing import resolve_pair
     from secondguess.verifiers import make_verifier
 
-    loading = {"drafter": default_drafter(settings["model"]), **settings}
+    loading = dict(settings)
     make_verifier(loading.pop("verifier", "auto"))
     if "controller" in loading:
         make_controller(loading.pop("controller"))
@@ -83,7 +83,7 @@ def inspect(
     plan = plan_memory(
         pair.target, pair.draft_model, rows=rows, context=num_tokens, head_bytes=pair.drafter.head_bytes
     )
-    drafters = compatible_drafters(target.name)
+    drafters = compatible_drafters(pair.target)
     if json:
         print_json(
             asdict(target)
@@ -112,19 +112,19 @@ def inspect(
     return 0
 
 
-def compatible_drafters(model: str) -> list[str]:
+def compatible_drafters(target: Checkpoint) -> list[str]:
     """Return names for `--drafter`, the default first.
 
     `PATH` stands for a smaller model or for a trained drafter.
     """
-    from secondguess.api import default_drafter
     from secondguess.builtin import head_path
     from secondguess.drafters import DRAFTERS, drafter_class
+    from secondguess.pairing import default_drafter
 
-    names = [default_drafter(model)]
+    names = [default_drafter(target.name, target)]
     for kind in DRAFTERS:
         drafter = drafter_class(kind)
-        has_builtin_head = model == "builtin" and head_path(kind) is not None
+        has_builtin_head = target.name == "builtin" and head_path(kind) is not None
         is_lookup = getattr(drafter, "deterministic", False)
         names.append(kind if has_builtin_head or is_lookup else f"{kind}:{drafter.argument}")
     return list(dict.fromkeys(names))

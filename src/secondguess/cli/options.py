@@ -83,7 +83,7 @@ Drafter = Annotated[
     model_option(
         DRAFTER_HELP,
         callback=check_drafter,
-        show_default="suffix+model:builtin-draft for builtin, else suffix",
+        show_default="suffix+model:builtin-draft for builtin; suffix+self:int4 where kernels and memory allow; else suffix",
     ),
 ]
 Verifier = Annotated[

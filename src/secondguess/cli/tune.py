@@ -35,7 +35,7 @@ def tune(
             f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
             "--drafter",
             callback=options.check_drafter,
-            show_default="the target's own, suffix, ngram, and suffix+model:PATH",
+            show_default="the target's own, its parts, ngram and suffix",
         ),
     ] = None,
     prompts: Annotated[

@@ -110,6 +110,11 @@ class Drafter(ABC):
         """Kinds of its parts, by part number (`Candidate.part`)."""
         return (self.name.partition(",")[0].partition(":")[0],)
 
+    @property
+    def parts_without_target(self) -> frozenset[int]:
+        """Numbers of its parts that run no layers of the target."""
+        return frozenset() if self.uses_target_layers else frozenset({0})
+
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         """Check a user's name and return what it requires, before anything is loaded.

@@ -62,6 +62,10 @@ class CombinedDrafter(Drafter):
     def kinds(self) -> tuple[str, ...]:
         return tuple(kind for part in self.parts for kind in part.kinds)
 
+    @property
+    def parts_without_target(self) -> frozenset[int]:
+        return frozenset(number for number, part in enumerate(self.parts) if not part.uses_target_layers)
+
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
         return [min((limit for limit in of_row if limit is not None), default=None) for of_row in limits]

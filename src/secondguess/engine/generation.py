@@ -118,11 +118,9 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             prompt, guidance = split_guidance(llm.target, prompt)
-            if guidance is not None and llm.drafter.uses_target_layers:
-                raise BadInputError(
-                    f"expected a drafter that runs no layers of the target for a guided prompt, got {llm.drafter.name}; "
-                    "use another one, such as model:PATH or suffix"
-                )
+            usable = llm.drafter.parts_without_target
+            if guidance is not None and not usable:
+                raise _guided_drafter_error(llm.drafter.name)
             ids, images = encode_with_images(llm.target, prompt)
             if isinstance(settings.prediction, str):  # tokenized once for all samples
                 tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
@@ -133,10 +131,12 @@ class Generation:
                 row.images = images
                 if guidance is not None:
                     check_request(llm.target, llm.verifier, guidance.negative, settings)
-                    row.guidance = guidance
+                    row.guidance, row.parts = guidance, usable
                     row.context_length -= max(0, len(guidance.negative) - len(ids))
                 if settings.draft_with is not None:
                     row.parts, sources = select_parts(llm.drafter, settings.draft_with)
+                    if guidance is not None and not row.parts <= usable:
+                        raise _guided_drafter_error(settings.draft_with)
                     row.sources += sources
                 if llm.share_history and may_share(llm.verifier, row):
                     row.history = owner
@@ -216,6 +216,13 @@ class Generation:
         alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
         text = text_of_token(tokenizer, logprob.token)
         return replace(logprob, text=text, alternative_texts=alternative_texts)
+
+
+def _guided_drafter_error(drafter: str) -> BadInputError:
+    return BadInputError(
+        f"expected a drafter that runs no layers of the target for a guided prompt, got {drafter}; "
+        "use another one, such as model:PATH or suffix"
+    )
 
 
 def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from secondguess.api import default_drafter
 from secondguess.builtin import builtin_paths
 from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 from secondguess.names import parse_name
-from secondguess.pairing import DrafterInfo, require_model_to_quantize, resolve_drafter
+from secondguess.pairing import DrafterInfo, default_drafter, require_model_to_quantize, resolve_drafter
 
 NOT_EXPORTED = ("verifier", "controller", "device", "runtime", "share_history")
 """Settings of `load` that each engine has in its own way, or not at all."""
@@ -197,7 +196,7 @@ def recommend(
     Raises:
         BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
     """
-    name = settings.drafter or default_drafter(settings.model)
+    name = settings.drafter or default_drafter(settings.model)  # other engines have no copy of the target
     drafter = resolve_drafter(name)
     require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
     length, notes = _draft_length(settings, tuned or TuningRecord(), draft_length, drafter)
