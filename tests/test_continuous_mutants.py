@@ -97,8 +97,8 @@ def scores_are_of_the_step_before(patch: Patch) -> None:
     patch.setattr(
         ForecastRuntime,
         "score",
-        lambda self, series, values, starts, lengths: original(
-            self, series, values, (starts - 1).clamp(min=0), lengths
+        lambda self, rows, series, values, starts, lengths: original(
+            self, rows, series, values, (starts - 1).clamp(min=0), lengths
         ),
     )
 

@@ -13,12 +13,13 @@ from secondguess.continuous.kalman import KalmanDrafter, filter_series
 
 def problem(values: torch.Tensor, lags=(1, 2)) -> Problem:
     past = values.double()[None, :, None]
-    return Problem({}, past, torch.ones_like(past, dtype=torch.bool), lags, 8)
+    return Problem({}, past, torch.ones_like(past, dtype=torch.bool), 1, lags, 8)
 
 
 def first_draft(drafter, values, num_steps=3, num_rows=1):
     drafter.begin(problem(values))
     nothing = Histories(
+        torch.arange(num_rows),
         torch.zeros(num_rows, dtype=torch.int64),
         torch.zeros(num_rows, 8, 1, dtype=torch.float64),
         torch.zeros(num_rows, dtype=torch.int64),

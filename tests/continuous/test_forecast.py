@@ -8,6 +8,7 @@ import secondguess
 from continuous_cases import HORIZON, CrudeDrafter, forecast_holds, series, tiny_forecaster
 from secondguess.continuous.kalman import KalmanDrafter
 from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.runtime.forecaster import ForecastRuntime
 
 DRAFTERS = [None, "autoregression", "trend", "level", "crude", "model"]
 
@@ -130,3 +131,48 @@ def test_a_model_in_training_mode_is_refused():
     model = tiny_forecaster(seed=2).train()
     with pytest.raises(BadInputError, match=r"call model\.eval"):
         secondguess.forecast(model, **series())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dim": 2}, {"kind": "informer"}, {"kind": "informer", "attention_type": "full"}],
+    ids=str,
+)
+@torch.inference_mode()
+def test_scores_beside_a_cached_prefix_equal_those_of_a_whole_pass(settings):
+    """Rows of two series start at different steps, after drafts of which a part was accepted."""
+    dim = settings.get("dim", 1)
+    model = tiny_forecaster(
+        **{"input_size": dim} | {key: value for key, value in settings.items() if key != "dim"}
+    )
+    inputs = series(num_series=2, dim=dim)
+    runtime = ForecastRuntime(model, inputs, num_rows=4)
+    members = torch.tensor([0, 0, 1, 1])
+    values = torch.randn(4, HORIZON, dim, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    rounds = [
+        (torch.arange(4), [0, 0, 0, 0], [2, 3, 0, 1]),
+        (torch.arange(4), [1, 4, 1, 1], [3, 1, 2, 0]),
+        (torch.tensor([0, 2, 3]), [5, 2, 2], [0, 3, 3]),
+    ]
+    for rows, starts, lengths in rounds:
+        # Values from `starts` on are new drafts; those before were accepted or corrected.
+        for row, start in zip(rows.tolist(), starts, strict=True):
+            values[row, max(start - 1, 0) :] += 0.1
+        found = runtime.score(rows, members[rows], values[rows], torch.tensor(starts), torch.tensor(lengths))
+        whole = ForecastRuntime(model, inputs, num_rows=4)
+        count = HORIZON - 1
+        every = whole.score(
+            rows,
+            members[rows],
+            values[rows],
+            torch.zeros(len(rows), dtype=torch.long),
+            torch.full((len(rows),), count),
+        )
+        for place, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            for own, expected in zip(found, every, strict=True):
+                torch.testing.assert_close(
+                    own[place, : length + 1],
+                    expected[place, start : start + length + 1],
+                    atol=1e-5,
+                    rtol=1e-4,
+                )

@@ -27,6 +27,7 @@ class Problem:
         inputs: arguments of the model's `generate`, by name.
         past: `[series, time, dim]` float64, past values; the last observed one where one is missing.
         observed: `[series, time, dim]` bool, False for missing values.
+        num_rows: number of rows over all series.
         lags: lags of the values that the target takes as inputs, increasing.
         horizon: number of steps to forecast.
     """
@@ -34,6 +35,7 @@ class Problem:
     inputs: Mapping[str, Tensor]
     past: Tensor
     observed: Tensor
+    num_rows: int
     lags: Sequence[int]
     horizon: int
 
@@ -43,12 +45,14 @@ class Histories:
     """Values so far of a batch of rows, each of which continues a series.
 
     Args:
+        rows: `[row]`, index of each row in the forecast, increasing.
         series: `[row]`, index of the series, not decreasing.
         values: `[row, horizon, dim]` float64, values so far; those from `starts` on have no meaning
             for `propose`, and are the drafted ones for `observe`.
         starts: `[row]`, number of values so far.
     """
 
+    rows: Tensor
     series: Tensor
     values: Tensor
     starts: Tensor
@@ -148,7 +152,7 @@ class ForecasterDrafter(ValueDrafter):
         self._model = model
 
     def begin(self, problem: Problem) -> None:
-        self._runtime = ForecastRuntime(self._model, problem.inputs)
+        self._runtime = ForecastRuntime(self._model, problem.inputs, problem.num_rows)
 
     def propose(self, histories: Histories, lengths: Tensor, noise: KeyedNoise) -> ValueDraft:
         values, starts = histories.values.clone(), histories.starts
@@ -156,7 +160,7 @@ class ForecasterDrafter(ValueDrafter):
         params, drawn = [], []
         for step in range(int(lengths.max())):
             place = (starts + step).clamp(max=self._runtime.horizon - 1)
-            params.append(self._runtime.score(histories.series, values, place, none))
+            params.append(self._runtime.score(histories.rows, histories.series, values, place, none))
             dist = make_distribution(params[-1])
             places = range(step * dist.num_uniforms, (step + 1) * dist.num_uniforms)
             uniforms = torch.from_numpy(noise.uniforms([places] * len(rows), Purpose.DRAFT))

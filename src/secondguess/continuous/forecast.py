@@ -102,10 +102,11 @@ def forecast(
     check_model(model)
     num_samples = model.config.num_parallel_samples if num_samples is None else num_samples
     _check(model, inputs, num_samples)
-    runtime = ForecastRuntime(model, inputs)
+    num_rows = len(past_values) * num_samples
+    runtime = ForecastRuntime(model, inputs, num_rows)
     chosen = None if drafter is None else make_drafter(drafter)
     if chosen is not None:
-        chosen.begin(make_problem(model, inputs))
+        chosen.begin(make_problem(model, inputs, num_rows))
     params = SamplingParams(max_tokens=runtime.horizon, temperature=1.0)
     seed = secrets.randbits(63) if seed is None else seed
     num_series = len(past_values)
@@ -153,12 +154,14 @@ class _Sampler:
         with recorder.round(self._rows[:1]):
             noise = KeyedNoise.from_rows(rows)
             starts = torch.tensor([row.num_output for row in rows])
-            histories = Histories(members // self._num_samples, self.values[members], starts)
+            histories = Histories(members, members // self._num_samples, self.values[members], starts)
             with recorder.phase("draft"):
                 draft = self._draft(histories, torch.tensor(self._plan(rows)), noise)
                 put(histories.values, starts, draft)
             with recorder.phase("score"):
-                params = self._runtime.score(histories.series, histories.values, starts, draft.lengths)
+                params = self._runtime.score(
+                    members, histories.series, histories.values, starts, draft.lengths
+                )
             with recorder.phase("verify"):
                 target = make_distribution(params)
                 accepted, following = verify(draft, target, noise)
@@ -215,7 +218,7 @@ def make_drafter(drafter: str | ValueDrafter | ForecastModel) -> ValueDrafter:
     return ForecasterDrafter(drafter)
 
 
-def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor]) -> Problem:
+def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: int) -> Problem:
     """Return the series for the drafter; a missing value is replaced by the last observed one."""
     past, mask = inputs["past_values"], inputs.get("past_observed_mask")
     observed = torch.ones_like(past, dtype=torch.bool) if mask is None else mask > 0
@@ -223,7 +226,7 @@ def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor]) -> Problem:
     past, observed = past.double().cpu().reshape(shape), observed.cpu().reshape(shape)
     latest = torch.where(observed, torch.arange(shape[1])[:, None], 0).cummax(1).values
     lags = sorted(model.config.lags_sequence)
-    return Problem(inputs, past.gather(1, latest), observed, lags, model.config.prediction_length)
+    return Problem(inputs, past.gather(1, latest), observed, num_rows, lags, model.config.prediction_length)
 
 
 def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int) -> None:

@@ -1,20 +1,20 @@
 """Target of continuous values: an autoregressive forecaster of Transformers with a distribution head.
 
 The model's `generate` evaluates the decoder on the whole prefix once per step. Here one pass
-evaluates it on the prefix and the drafted values of every row, of any lengths: the causal mask
-hides what follows a position, padding included. Self-attention is computed anew in each pass, as
-in `generate`, because the decoder numbers its positions from the beginning of its input whatever
-the cache holds. Keys and values of the encoder's output are computed once per series.
+evaluates it on the drafted values of every row, of any lengths, after the cached keys and values of
+the row's own prefix: the mask hides what follows a position, padding included. Keys and values of the
+encoder's output are computed once per series.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.runtime.cache import KeyValueCache
 
 HEADS = ("student_t", "normal")
 """Distribution heads with a density."""
@@ -36,6 +37,7 @@ class ForecastRuntime:
     Args:
         model: the forecaster, in evaluation mode.
         inputs: arguments of the model's `generate`, by name.
+        num_rows: number of rows over all series.
 
     Attributes:
         head: name of the distribution head.
@@ -47,7 +49,7 @@ class ForecastRuntime:
         BadInputError: a model in training mode.
     """
 
-    def __init__(self, model: ForecastModel, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: int) -> None:
         check_model(model)
         self._model = model
         self.head: str = model.config.distribution_output
@@ -63,43 +65,71 @@ class ForecastRuntime:
         self._encoded = encoded.encoder_last_hidden_state
         self._cross_attention = encoded.past_key_values.cross_attention_cache
         self._encoder_keys = [(layer, layer.keys, layer.values) for layer in self._cross_attention.layers]
-        self._rows: Tensor | None = None
+        self._series: Tensor | None = None
+        self._lags = torch.tensor(model.config.lags_sequence, device=self._past.device)
+        self._decoder, self._positions = _with_positions(model)
+        # The last step is never an input; shorter drafts of a batch are padded.
+        self._cache = KeyValueCache(self._past.device, num_slots=num_rows, capacity=2 * self.horizon)
+        self._num_cached = torch.zeros(num_rows, dtype=torch.long)
+        # ProbSparse attention has as many keys as queries.
+        self._keeps_prefix = not (
+            isinstance(model, InformerForPrediction) and model.config.attention_type == "prob"
+        )
 
-    def score(self, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    def score(
+        self, rows: Tensor, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
 
         There are as many queries as the longest draft has values, and one; those after a row's own
         draft are meaningless. Arguments and results are on the host, in float64.
 
         Args:
+            rows: `[row]`, index of each row. Its values before `starts` are those of its earlier calls, as
+                far as these were accepted.
             series: `[row]`, index of the series that each row continues.
             values: `[row, step, dim]`, values so far, then drafted ones; others are ignored.
             starts: `[row]`, number of values so far.
             lengths: `[row]`, number of drafted values.
         """
-        num_rows, num_steps, num_queries = len(series), int((starts + lengths).max()), int(lengths.max()) + 1
-        device = self._past.device
-        series, values, starts = series.to(device), values.to(device), starts.to(device)
-        scaled = ((values[:, :num_steps] - self._loc[series]) / self._scale[series]).to(self._past.dtype)
-        sequence = torch.cat(
-            (self._past[series], scaled.reshape(num_rows, num_steps, *self._past.shape[2:])), 1
-        )
-        lagged = self._model.model.get_lagged_subsequences(sequence, num_steps + 1, shift=1)
-        inputs = torch.cat(
-            (lagged.reshape(num_rows, num_steps + 1, -1), self._features[series, : num_steps + 1]), -1
-        )
-        hidden = self._model.model.get_decoder()(
-            inputs_embeds=inputs,
+        num_rows, num_queries = len(rows), int(lengths.max()) + 1
+        known = torch.minimum(self._num_cached[rows], starts) * self._keeps_prefix
+        width = int((starts + lengths - known).max()) + 1
+        self._num_cached[rows] = starts + lengths + 1
+        places = known[:, None] + torch.arange(width)
+        device, last = self._past.device, self.horizon - 1
+        series, values, steps = series.to(device), values.to(device), places.to(device)
+        hidden = self._decoder(
+            inputs_embeds=self._inputs(series, values, steps.clamp(max=last)),
+            attention_mask=self._place(rows, known, steps),
             # Only the shape is read, since the cache has the keys and values.
             encoder_hidden_states=self._encoded[:1].expand(num_rows, -1, -1),
-            past_key_values=self._cache(series),
+            past_key_values=self._caches(series),
             use_cache=True,
         ).last_hidden_state
-        steps = (starts[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_steps)
-        params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], steps])
+        wanted = ((starts - known)[:, None] + torch.arange(num_queries)).clamp(max=width - 1).to(device)
+        params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], wanted])
         return self._unscaled(
             [each.reshape(num_rows, num_queries, self.dim).double() for each in params], series
         )
+
+    def _inputs(self, series: Tensor, values: Tensor, steps: Tensor) -> Tensor:
+        """Return the decoder's inputs `[row, query, feature]` at `steps` `[row, query]`: lagged values, features."""
+        scaled = ((values - self._loc[series]) / self._scale[series]).to(self._past.dtype)
+        past = self._past[series].reshape(len(series), -1, self.dim)
+        sequence = torch.cat((past, scaled), 1)
+        index = past.shape[1] + steps[..., None] - self._lags
+        lagged = sequence[torch.arange(len(series), device=steps.device)[:, None, None], index].mT.flatten(2)
+        return torch.cat((lagged, self._features[series[:, None], steps]), -1)
+
+    def _place(self, rows: Tensor, known: Tensor, steps: Tensor) -> Tensor:
+        """Set where the pass writes its keys and values; return the mask `[row, 1, query, key]` to be added."""
+        width, num_keys = steps.shape[1], int(known.max()) + steps.shape[1]
+        self._cache.place(known.tolist(), width, rows.tolist(), num_keys)
+        self._positions.steps = steps.clamp(max=self.horizon - 1)
+        hidden = torch.arange(num_keys, device=steps.device) > steps[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self._past.dtype, device=steps.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
 
     def _unscaled(self, params: list[Tensor], series: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters in the units of the series; location and scale are the last two."""
@@ -113,17 +143,48 @@ class ForecastRuntime:
             )
         return tuple(each.cpu() for each in params)
 
-    def _cache(self, series: Tensor) -> EncoderDecoderCache:
-        """Return a cache with the encoder's keys and values, and no self-attention entries."""
+    def _caches(self, series: Tensor) -> EncoderDecoderCache:
+        """Return the cache of the rows with the encoder's keys and values of their series."""
         num_rows = len(series)
-        if self._rows is None or not torch.equal(series, self._rows[:num_rows]):
+        if self._series is None or not torch.equal(series, self._series[:num_rows]):
             for layer, keys, values in self._encoder_keys:
                 layer.keys, layer.values = keys[series], values[series]
         # Rows of one series are alike, so that fewer of them need no copy.
         for layer, *_ in self._encoder_keys:
             layer.keys, layer.values = layer.keys[:num_rows], layer.values[:num_rows]
-        self._rows = series
-        return EncoderDecoderCache(DynamicCache(), self._cross_attention)
+        self._series = series
+        caches = EncoderDecoderCache(DynamicCache(), self._cross_attention)
+        caches.self_attention_cache = self._cache
+        return caches
+
+
+class _Positions(nn.Module):
+    """Position embeddings of the steps that a pass evaluates.
+
+    Args:
+        embeddings: position embeddings of the model's decoder.
+
+    Attributes:
+        steps: `[row, query]`.
+    """
+
+    def __init__(self, embeddings: nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.steps = embeddings.weight, torch.zeros(1, 1, dtype=torch.long)
+
+    def forward(self, shape: torch.Size, past_key_values_length: int) -> Tensor:
+        return self.weight[past_key_values_length + self.steps]
+
+
+def _with_positions(model: ForecastModel) -> tuple[nn.Module, _Positions]:
+    """Return the model's decoder with positions to be set for each pass; it shares its weights.
+
+    The decoder numbers its positions from the beginning of its input, whatever the cache holds.
+    """
+    decoder = copy.copy(model.model.get_decoder())
+    positions = _Positions(decoder.embed_positions)
+    decoder._modules = decoder._modules | {"embed_positions": positions}
+    return decoder, positions
 
 
 def check_model(model: object) -> None:
