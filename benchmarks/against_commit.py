@@ -5,8 +5,8 @@
 
 One process of each installation loads the same checkpoints. For every pair, drafter setting, temperature and
 batch size, both generate the same texts in turns, prefill included; the order is reversed on every second text.
-The figure is the ratio of the median times (above 1: this installation is faster) with its spread: the smallest
-and the largest of the ratios of ten resamplings in pairs. Sampled requests have a seed. Every prompt begins with
+The figure is the ratio of the median times (above 1: this installation is faster) with a 90 % bootstrap interval
+(prompts resampled in pairs, 1,000 times). Sampled requests have a seed. Every prompt begins with
 a number of its own, so that neither reuses the KV cache of an earlier one.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+WARM_UP = 2
 SETTINGS = {"plain": None, "fixed:4": "fixed:4", "default": None}
 
 
@@ -45,7 +46,7 @@ def serve_requests(threads: int) -> None:
         outputs = loaded[key].generate(request["prompts"], **request["sampling"])
         seconds = time.perf_counter() - begin
         num_tokens = sum(len(output.token_ids) for output in outputs)
-        print(json.dumps({"seconds": seconds, "num_tokens": num_tokens}), flush=True)
+        print(json.dumps({"seconds_per_token": seconds / num_tokens}), flush=True)
 
 
 class Installation:
@@ -65,8 +66,7 @@ class Installation:
             raise SystemExit(
                 "expected a reply of the installation, but its process ended: see its error above"
             )
-        reply = json.loads(line)
-        return float(reply["seconds"] / reply["num_tokens"])
+        return float(json.loads(line)["seconds_per_token"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -74,13 +74,21 @@ class Installation:
         self._process.wait()
 
 
+def commit_of(python: str) -> str:
+    """Return the commit of the checkout that an installation was made from."""
+    find = "import pathlib, secondguess; print(pathlib.Path(secondguess.__file__).parent)"
+    folder = subprocess.run([python, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def compare(ours: Installation, other: Installation, requests: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the ratio of the median times of the requests, and its spread."""
+    """Return the ratio of the median times of all requests but the first two, and its interval."""
     for installation in (ours, other):
-        for request in requests[:2]:  # loads, and lets the controller learn
+        for request in requests[:WARM_UP]:  # loads, and lets the controller learn
             installation.generate(request)
     pairs = []
-    for number, request in enumerate(requests):
+    for number, request in enumerate(requests[WARM_UP:]):
         order = (ours, other) if number % 2 == 0 else (other, ours)
         seconds = {installation: installation.generate(request) for installation in order}
         pairs.append((seconds[ours], seconds[other]))
@@ -88,11 +96,10 @@ def compare(ours: Installation, other: Installation, requests: list[dict[str, An
     def ratio(pairs: list[tuple[float, float]]) -> float:
         return median(theirs for _, theirs in pairs) / median(mine for mine, _ in pairs)
 
-    resampled = [ratio(random.Random(seed).choices(pairs, k=len(pairs))) for seed in range(10)]
+    resampled = sorted(ratio(random.Random(seed).choices(pairs, k=len(pairs))) for seed in range(1000))
     return {
         "ratio": ratio(pairs),
-        "least": min(resampled),
-        "most": max(resampled),
+        "interval": [resampled[49], resampled[949]],
         "tokens_per_second": 1 / median(mine for mine, _ in pairs),
         "other_tokens_per_second": 1 / median(theirs for _, theirs in pairs),
     }
@@ -145,7 +152,7 @@ def main() -> None:
                         "seed": number,
                     },
                 }
-                for number in range(len(texts))
+                for number in range(len(texts) + WARM_UP)
             ]
             row = {
                 "pair": Path(pair).name,
@@ -164,15 +171,17 @@ def main() -> None:
     for installation in (ours, other):
         installation.close()
     if options.output is not None:
+        grown = {Path(pair).name: f"{pair}/target" for pair in options.pair or () if pair != "builtin"}
         about = collect_provenance(
             num_threads=options.threads,
             device="cpu",
             dtype="bfloat16",
             seed=0,
-            models={"builtin": paths[0]},
+            models={"builtin": str(paths[0]), **grown},
             runtimes={},
         )
-        options.output.write_text(json.dumps({"table": table, "provenance": about.__dict__}, indent=1) + "\n")
+        report = {"table": table, "other_commit": commit_of(options.other), "provenance": about.as_dict()}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

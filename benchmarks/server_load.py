@@ -64,14 +64,15 @@ class System:
         model: name of its model; empty for the first one that it lists.
         encode: turns a text into a prompt, as text or token ids.
         extra: further fields of its requests.
-        max_retries: llama-server sometimes closes a kept connection while a request arrives.
+        keeps_connection: False for a new connection per request: llama-server sometimes closes one that it has
+            kept while a request arrives.
     """
 
     address: str
     model: str
     encode: Callable[[str], str | list[int]]
     extra: dict[str, object] = field(default_factory=dict)
-    max_retries: int = 0
+    keeps_connection: bool = True
 
 
 async def ask(
@@ -106,8 +107,9 @@ async def run(system: System, texts: Sequence[str], num_clients: int, options: a
     """Send prompts from concurrent clients."""
     total, waiting = Load(), [system.encode(text) for text in reversed(texts)]
     url = f"{system.address}/v1"
+    headers = {} if system.keeps_connection else {"Connection": "close"}
     async with AsyncOpenAI(
-        base_url=url, api_key="none", max_retries=system.max_retries, timeout=600
+        base_url=url, api_key="none", max_retries=0, timeout=600, default_headers=headers
     ) as client:
         model = system.model or (await client.models.list()).data[0].id
 
@@ -228,7 +230,7 @@ def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, Sys
     }
     for peer in options.peer:
         name, _, address = peer.partition("=")
-        systems[name] = System(address, "", encode, max_retries=2)
+        systems[name] = System(address, "", encode, keeps_connection=False)
     for peer in options.text_peer:
         name, _, address = peer.partition("=")
         systems[name] = System(address, options.model, as_text)

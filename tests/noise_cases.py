@@ -61,7 +61,7 @@ def chained_texts(
 
 @cache
 def streams(num_rows: int, seed: int, coupled: bool) -> list[Row]:
-    """Return rows with one seed, each with a stream of its own."""
+    """Return rows with one seed, each with a sample index of its own."""
     params = SamplingParams(temperature=1.0)
     return [Row([0], params, seed=seed, sample_index=sample, coupled=coupled) for sample in range(num_rows)]
 

@@ -129,7 +129,7 @@ class TestDraft:
         ancestors = Draft.chains([[7] * num_nodes]).ancestors()[0]
         assert torch.equal(ancestors, torch.ones(num_nodes, num_nodes, dtype=torch.bool).tril())
 
-    def test_depths_are_the_longest_paths(self):
+    def test_levels_are_the_longest_paths(self):
         parents = torch.tensor([[-1, 0, -1, 1, 1, 3], [-1, -1, -1, -1, -1, -1], [-1, 0, 0, -1, -1, -1]])
         draft = Draft(torch.zeros_like(parents), parents, torch.tensor([6, 2, 3]))
         assert draft.num_levels.tolist() == [4, 1, 2]

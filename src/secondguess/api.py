@@ -27,8 +27,8 @@ from secondguess.engine.generation import (
     make_row,
 )
 from secondguess.engine.shared_batch import SharedBatch
-from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.pairing import default_drafter, require_drafter_of_history, resolve_pair
+from secondguess.errors import BadInputError
+from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
@@ -266,20 +266,13 @@ def load(
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     target, *draft_models = loaded = [each.load() for each in checkpoints]
-    make = partial(
-        make_drafter,
+    made = make_drafter(
+        name if drafter is not None else confirm_default(name, target.runtime),
         target_vocab_size=target.runtime.vocab_size,
         load_draft_model=lambda path: draft_models[0].runtime,
         pair_vocabularies=lambda name: pair.vocabularies,
         target=target,
     )
-    try:
-        made = make(name)
-    except UnsupportedModelError:
-        if drafter is not None:
-            raise
-        # The kernels failed their check at loading, so that the target runs otherwise and has no copy.
-        made = make(default_drafter(model))
     check_verifier(chosen_verifier, made)
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
     chosen_controller = choose_controller(controller, made)

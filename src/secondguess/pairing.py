@@ -18,7 +18,7 @@ from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
 from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
-from secondguess.runtime.base import partial_forward_error
+from secondguess.runtime.base import Runtime, partial_forward_error
 from secondguess.runtime.weight_format import INT4
 
 
@@ -52,6 +52,10 @@ class DrafterInfo:
     parts: tuple[DrafterInfo, ...] = ()
 
 
+LOOKUP_DRAFTER = "suffix"
+COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
+
+
 def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
@@ -61,7 +65,15 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    return "suffix+self:int4" if target is not None and target.has_room_for_copy(INT4) else "suffix"
+    return COPY_DRAFTER if target is not None and target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
+
+
+def confirm_default(drafter: str, runtime: Runtime) -> str:
+    """Return the default drafter of a target that is loaded now.
+
+    It has no copy if the kernels failed their check at loading, so that the target runs otherwise.
+    """
+    return LOOKUP_DRAFTER if drafter == COPY_DRAFTER and not runtime.can_be_copied else drafter
 
 
 def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:

@@ -171,7 +171,7 @@ def test_all_selects_every_drafter_with_chains_and_trees():
     ("checkpoint", "expected"), [(builtin_paths().target, False), (head_path("mtp"), True)]
 )
 def test_modules_in_a_targets_own_checkpoint_are_found(checkpoint, expected):
-    assert ("mtp" in all_drafters(str(checkpoint))) == expected
+    assert ("mtp" in all_drafters(str(checkpoint), "suffix")) == expected
 
 
 def test_the_run_of_a_batch_is_the_median_of_its_runs():

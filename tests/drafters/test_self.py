@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 
 from families import needs_kernels
 from secondguess import GuidedPrompt, load
+from secondguess.bench.roster import all_drafters
+from secondguess.bench.systems import Models
 from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.memory import peak_memory
@@ -65,8 +69,9 @@ def test_a_copy_without_room_in_memory_is_left_out(
     other_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Checkpoint.resolve(other_target, dtype="bfloat16", device="cpu")
-    needed = peak_memory([target.memory()])
-    for room, expected in ((needed // 100, "suffix"), (needed, "suffix+self:int4")):
+    needed, copy = peak_memory([target.memory()]), target.copy_bytes(INT4)
+    # The copy, as much while it is made, and as much for longer caches.
+    for room, expected in ((int(2.9 * copy), "suffix"), (int(3.1 * copy), "suffix+self:int4")):
         monkeypatch.setattr(
             "secondguess.checkpoint.checkpoint.available_memory", lambda device, room=room: needed + room
         )
@@ -95,3 +100,29 @@ def test_a_guided_prompt_uses_the_parts_that_run_no_layers_of_the_target(other_t
     for refused in ("self:int4", "suffix+self:int4"):
         with pytest.raises(BadInputError, match="guided prompt, got self"):
             load(other_target, refused, dtype="bfloat16").generate(prompts, draft_with="self")
+
+
+@needs_kernels
+def test_copies_in_use_are_shared() -> None:
+    runtime = load("builtin", "none", dtype="bfloat16").target.runtime
+    first = runtime.quantised_copy(INT4)
+    assert runtime.quantised_copy(INT4) is first
+    again = weakref.ref(first)
+    del first
+    gc.collect()
+    assert again() is None
+
+
+@needs_kernels
+def test_benchmarks_have_the_default_drafter_of_load(
+    other_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Models(other_target, "bfloat16", "cpu").default_drafter == "suffix+self:int4"
+    assert all_drafters(other_target, "suffix+self:int4") == (
+        "suffix+self:int4",
+        "suffix",
+        "self:int4",
+        "ngram",
+    )
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda decoder, weight_format: None)
+    assert Models(other_target, "bfloat16", "cpu").default_drafter == "suffix"

@@ -94,6 +94,25 @@ def test_rows_of_one_group_wait_until_all_are_prefilled(
     assert num_rows[0] == len(PROMPTS)
 
 
+def test_rows_do_not_wait_for_a_prefill_of_their_group_while_another_group_decodes(
+    llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secondguess.engine.prefill_budget.MAX_TOKENS", 4)
+    rounds, score = [], llm.target.runtime.score
+    monkeypatch.setattr(
+        llm.target.runtime, "score", lambda rows, *rest: rounds.append(list(rows)) or score(rows, *rest)
+    )
+    other, group = group_of(PROMPTS[2]), group_of(*PROMPTS[:2])
+    submit(llm, other)
+    while not other.rows[0].num_output:
+        llm.shared_batch.step()
+    submit(llm, group)
+    assert [*outputs(llm, group), *outputs(llm, other)] == plain
+    first = next(rows for rows in rounds if group.rows[0] in rows)
+    assert other.rows[0] in first
+    assert group.rows[1] not in first
+
+
 def test_a_group_that_is_not_eager_advances_only_while_its_caller_waits(
     llm: LLM, plain: list[list[int]]
 ) -> None:

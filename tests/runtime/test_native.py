@@ -297,8 +297,8 @@ def test_sums_of_int4_are_exact(shape, smallest, unit):
     states[:, -1], states[4] = 127, 127
     expected = (states @ weight.T).bfloat16().float()
     multiply = Product(weight.bfloat16(), INT4, unit).multiply
-    for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
-        assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
+    for num_rows in range(1, 18):
+        assert torch.equal(multiply(states[-num_rows:].bfloat16()), expected[-num_rows:])
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -130,13 +130,13 @@ def test_races_equal_those_of_all_arrival_times(unit, width):
     for seed in range(20):
         rows = [
             Row(
-                [0] * (1 + stream),
+                [0] * (1 + sample),
                 SamplingParams(temperature=1.0),
-                sample_index=stream,
+                sample_index=sample,
                 seed=seed,
                 coupled=True,
             )
-            for stream in range(2)
+            for sample in range(2)
         ]
         noise = KeyedNoise.from_rows(rows)
         assert torch.equal(noise.race(dists, depths), noise.arrival_times(dists, depths).argmin(-1))

@@ -33,18 +33,18 @@ TREE = "tree=2x2x1"
 def drafters_to_run(config: BenchConfig, default: str) -> tuple[str, ...]:
     """Return the drafters of a benchmark: the named ones, all, or the target's default and its components."""
     if config.runs_all:
-        return all_drafters(config.model)
+        return all_drafters(config.model, default)
     if config.drafters is not None:
         return config.drafters
     return compared_by_default(default)
 
 
-def all_drafters(model: str) -> tuple[str, ...]:
+def all_drafters(model: str, default: str) -> tuple[str, ...]:
     """Return every drafter available for a target without naming another checkpoint.
 
     All run as chains, those with draft probabilities also as trees. For the built-in target these
-    are lookups and the built-in draft model and heads; for others, lookups and the
-    multi-token-prediction modules of the target's own checkpoint.
+    are lookups and the built-in draft model and heads; for others, the default drafter with its parts,
+    lookups and the multi-token-prediction modules of the target's own checkpoint.
     """
     names = ["suffix", "ngram"]
     if model == "builtin":
@@ -52,9 +52,10 @@ def all_drafters(model: str) -> tuple[str, ...]:
         dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
         names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
         names.append("suffix+model:builtin-draft")
-    elif contains_mtp(Path(find_checkpoint(model))):
+        return tuple(names)
+    if contains_mtp(Path(find_checkpoint(model))):
         names += ["mtp", f"mtp,{TREE}"]
-    return tuple(names)
+    return tuple(dict.fromkeys((*compared_by_default(default), *names)))
 
 
 def make_systems(config: BenchConfig, models: Models) -> list[System]:

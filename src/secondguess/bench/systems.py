@@ -26,7 +26,7 @@ from secondguess.drafters import make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.pairing import default_drafter, pair_vocabularies
+from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -111,8 +111,9 @@ class Models:
 
     def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
-        self.default_drafter = default_drafter(model, checkpoint)
+        default = default_drafter(model, checkpoint)
         self.target = checkpoint.load()
+        self.default_drafter = confirm_default(default, self.target.runtime)
         self._name, self._dtype, self._device = model, dtype, device
         self._draft_models: dict[str, LoadedModel] = {}
 

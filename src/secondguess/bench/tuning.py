@@ -29,7 +29,7 @@ from secondguess.bench.systems import (
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.controllers import CONTROLLERS, make_controller
-from secondguess.pairing import default_drafter, resolve_drafter
+from secondguess.pairing import resolve_drafter
 from secondguess.stats import Clock
 from secondguess.workloads.loading import Workload, load_workload
 
@@ -152,7 +152,7 @@ def run_tune(
     with threads(config.num_threads):
         progress(0, total, "loading the models")
         checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
-        for drafter in config.drafters_to_compare(default_drafter(config.model, checkpoint)):
+        for drafter in config.drafters:
             resolve_drafter(drafter, checkpoint)
         tuner = Tuner(config, workload, Models(config.model, config.dtype, config.device), budget)
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):

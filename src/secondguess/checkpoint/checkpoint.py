@@ -304,6 +304,8 @@ class Checkpoint:
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
         """Return whether the kernels run this model in bfloat16 and memory holds a copy beside it.
 
+        The copy must leave as much memory for longer KV caches as it takes itself.
+
         Args:
             weight_format: encoding of the copy's weights.
         """
@@ -311,7 +313,7 @@ class Checkpoint:
             return False
         available = available_memory(self.device)
         copy = head_memory(self.name, self.copy_bytes(weight_format))
-        return available is None or peak_memory([self.memory(), copy]) <= available
+        return available is None or peak_memory([self.memory(), copy]) + copy.total <= available
 
     @property
     def _num_parameters(self) -> int:

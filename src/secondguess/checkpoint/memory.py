@@ -117,7 +117,7 @@ def check_cache_memory(num_tokens: int, bytes_per_token: int, device: torch.devi
     if available is not None and needed > available:
         raise OutOfMemoryError(
             f"expected a prompt whose cache fits into the {_gib(available)} available on {device}, got a need of "
-            f"{_gib(needed)} for {num_tokens} cached tokens; shorten the longest prompt, or use a smaller model"
+            f"{_gib(needed)} for {num_tokens} cached tokens; shorten the longest prompt, or use a smaller model or drafter"
         )
 
 

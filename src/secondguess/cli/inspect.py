@@ -68,10 +68,12 @@ def inspect(
 
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
     from secondguess.controllers import make_controller
-    from secondguess.pairing import resolve_pair
+    from secondguess.pairing import require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
     loading = dict(settings)
+    if loading.pop("share_history", False) and "drafter" in loading:
+        require_drafter_of_history(loading["drafter"])
     make_verifier(loading.pop("verifier", "auto"))
     if "controller" in loading:
         make_controller(loading.pop("controller"))
@@ -202,7 +204,7 @@ def _verdict(plan: MemoryPlan) -> str:
         return f"fits into the {_size(plan.available_bytes)} available"
     return (
         f"does not fit: {_size(plan.missing_bytes)} more than the {_size(plan.available_bytes)} available; "
-        "use fewer rows, a shorter context, int8, int4 or a smaller model"
+        "use fewer rows, a shorter context, int8, int4, a smaller model, or a drafter without weights such as suffix"
     )
 
 

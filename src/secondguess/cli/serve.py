@@ -119,7 +119,9 @@ def serve(
         loading = options.load_settings_and_tuned(context, config)[0]
 
         def make_engine() -> Engine:
-            return Engine(load(**loading), max_waiting)
+            llm = load(**loading)
+            loading["drafter"] = llm.drafter.name  # a default depends on free memory; wake-ups keep the first
+            return Engine(llm, max_waiting)
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)

@@ -169,6 +169,10 @@ class ForecasterDrafter(ValueDrafter):
         dists = make_distribution([torch.cat(each, 1) for each in zip(*params, strict=True)])
         return ValueDraft(torch.stack(drawn, 1), lengths, dists)
 
+    def observe(self, histories: Histories, lengths: Tensor, scores: Distribution) -> None:
+        # In a round without drafts, steps drafted earlier and rejected since may be cached.
+        self._runtime.rewind(histories.rows, histories.starts + lengths)
+
 
 def make_distribution(params: Sequence[Tensor]) -> Gaussian | StudentT:
     """Return the distribution with the parameters of a forecaster's head: location and scale last."""

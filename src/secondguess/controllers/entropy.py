@@ -91,11 +91,11 @@ class EntropyController(Controller):
         return [survival >= self.options.threshold for survival in self._survival]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        depths = draft.num_levels.tolist()
+        lengths = draft.num_levels.tolist()
         for index, accepted in enumerate(verdict.lengths):
             # Levels after the first rejected one have no outcome of their own. The last level may
             # have no entropy, as `keep_drafting` need not be called after it.
-            for place, root in enumerate(self._roots[index][: min(accepted + 1, depths[index])]):
+            for place, root in enumerate(self._roots[index][: min(accepted + 1, lengths[index])]):
                 self._see(root, place >= accepted)
 
     def _see(self, root: float, rejected: bool) -> None:

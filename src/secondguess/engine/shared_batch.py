@@ -282,10 +282,12 @@ class SharedBatch:
     def _running(self) -> list[Row]:
         """Return the rows that take part in the next round.
 
-        Those of a group wait for its other rows to be prefilled: it ends sooner if they decode together.
+        There is no round while other rows of all their groups are prefilled: a call ends sooner if its rows
+        decode together. Beside the rounds of another group, a long prefill would stop them for too long.
         """
+        rows = self._taking_part(self._batch.decoding)
         waiting = {self._group_of[row] for row in self._batch.prefilling}
-        return [row for row in self._taking_part(self._batch.decoding) if self._group_of[row] not in waiting]
+        return [] if all(self._group_of[row] in waiting for row in rows) else rows
 
     def _taking_part(self, rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if self._group_of[row].takes_part]

@@ -167,8 +167,15 @@ class Runtime(ABC):
         """
         raise partial_forward_error()
 
+    @property
+    def can_be_copied(self) -> bool:
+        """True if `quantised_copy` returns a copy."""
+        return False
+
     def quantised_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
         """Return a copy with weights in another encoding, which drafts for rows of this model.
+
+        Copies in use are shared.
 
         Raises:
             UnsupportedModelError: if the compiled kernels do not run the model in bfloat16.

@@ -113,6 +113,10 @@ class ForecastRuntime:
             [each.reshape(num_rows, num_queries, self.dim).double() for each in params], series
         )
 
+    def rewind(self, rows: Tensor, counts: Tensor) -> None:
+        """Forget cached steps of `rows` `[row]` beyond the first `counts` `[row]`."""
+        self._num_cached[rows] = torch.minimum(self._num_cached[rows], counts)
+
     def _inputs(self, series: Tensor, values: Tensor, steps: Tensor) -> Tensor:
         """Return the decoder's inputs `[row, query, feature]` at `steps` `[row, query]`: lagged values, features."""
         scaled = ((values - self._loc[series]) / self._scale[series]).to(self._past.dtype)

@@ -101,11 +101,12 @@ inline void add_group_to(const char* data, const GroupValues& values, float* sum
 
 // Add the products of some rows with a group in 4 bits to `sums`.
 inline void add_group(const char* data, const GroupValues& values, int count, float* sums) {
-    for (int start = 0; start < count; start += 8) {
+    for (int start = 0, part; start < count; start += part) {
+        part = even_share(count - start, 8);
         const GroupValues rows{values.numbers + start * values.stride, values.sums + start * values.num_groups, values.stride,
                                values.num_groups};
         float* to = sums + start * BLOCK;
-        switch (count - start) {
+        switch (part) {
             case 1: add_group_to<1>(data, rows, to); break;
             case 2: add_group_to<2>(data, rows, to); break;
             case 3: add_group_to<3>(data, rows, to); break;

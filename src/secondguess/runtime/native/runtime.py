@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class NativeRuntime(LayeredRuntime):
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
+        self._copies: WeakValueDictionary[WeightFormat, NativeCopy] = WeakValueDictionary()
 
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
@@ -116,10 +118,18 @@ class NativeRuntime(LayeredRuntime):
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     def quantised_copy(self, weight_format: WeightFormat) -> NativeCopy:
-        own = self.decoder.weight_format
-        if own.is_quantised:
-            raise quantised_copy_error(weight_format, f"one with weights in {own.name}")
-        return NativeCopy(self, weight_format)
+        if not self.can_be_copied:
+            raise quantised_copy_error(
+                weight_format, f"one with weights in {self.decoder.weight_format.name}"
+            )
+        copy = self._copies.get(weight_format)
+        if copy is None:
+            copy = self._copies[weight_format] = NativeCopy(self, weight_format)
+        return copy
+
+    @property
+    def can_be_copied(self) -> bool:
+        return not self.decoder.weight_format.is_quantised
 
     @exclusive
     def run_copy(self, forward: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
