@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--other", help="Python interpreter of the other installation")
     parser.add_argument("--pair", action="append", help="`builtin`, or a directory that make_pair.py wrote")
     parser.add_argument("--prompts", default=None)
-    parser.add_argument("--num-prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--num-prompts", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=2)
@@ -171,13 +171,13 @@ def main() -> None:
     for installation in (ours, other):
         installation.close()
     if options.output is not None:
-        grown = {Path(pair).name: f"{pair}/target" for pair in options.pair or () if pair != "builtin"}
+        grown = {Path(pair).name: Path(pair) / "target" for pair in options.pair or () if pair != "builtin"}
         about = collect_provenance(
             num_threads=options.threads,
             device="cpu",
             dtype="bfloat16",
             seed=0,
-            models={"builtin": str(paths[0]), **grown},
+            models={"builtin": paths[0], **grown},
             runtimes={},
         )
         report = {"table": table, "other_commit": commit_of(options.other), "provenance": about.as_dict()}
