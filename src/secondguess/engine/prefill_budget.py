@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_DELAY = 1.2
+MAX_DELAY = 1.0
 """Maximum duration of the prefill between two rounds, in rounds."""
 MIN_TOKENS = 8
 """Minimum number of tokens of such a prefill: with fewer, a forward pass costs more per token."""
