@@ -11,6 +11,8 @@ NUM_WAVES = 128
 """Number of random Fourier features of the lagged values (Rahimi and Recht 2007)."""
 RIDGE = 0.01
 """Weight of the penalty on squared coefficients."""
+MOST_LEARNED = 256
+"""Maximum number of the target's predictions per series that are learned from after a round."""
 
 
 class AutoregressionDrafter(StandardisedDrafter):
@@ -19,7 +21,8 @@ class AutoregressionDrafter(StandardisedDrafter):
     The autoregression over the target's lags is fitted to the past by least squares. After each round,
     a ridge regression is fitted to the deviations of the target's locations and log scales from it. Its
     inputs are the lagged values, random Fourier features of them, and the step. Many samples of a
-    series give it thousands of exact values of the target's function, and no pass of their own.
+    series give it hundreds of exact values of the target's function per round, and no pass of their own.
+    Features are computed in float32, in half the time.
     """
 
     def fit(self, past: Tensor, problem: Problem) -> None:
@@ -36,9 +39,12 @@ class AutoregressionDrafter(StandardisedDrafter):
         log_scale = variance.clamp(min=1e-12).log() / 2
         self._low, self._high = log_scale, log_scale
         num_inputs, generator = design.shape[-1] - 1, torch.Generator().manual_seed(0)
+        self._generator = generator
         frequencies = torch.randn(num_inputs, NUM_WAVES, generator=generator, dtype=torch.float64)
-        self._frequencies = frequencies * 1.5 / num_inputs**0.5
-        self._phases = 2 * torch.pi * torch.rand(NUM_WAVES, generator=generator, dtype=torch.float64)
+        self._frequencies = (frequencies * 1.5 / num_inputs**0.5).float()
+        self._phases = (
+            2 * torch.pi * torch.rand(NUM_WAVES, generator=generator, dtype=torch.float64)
+        ).float()
         self._num_weights = num_inputs + NUM_WAVES
         num_features = self._num_weights + problem.horizon
         gram = RIDGE * torch.eye(num_features, dtype=torch.float64)
@@ -49,22 +55,23 @@ class AutoregressionDrafter(StandardisedDrafter):
         self._base[:, :num_inputs, : past.shape[-1]] = coefficients[:, :-1]
         constants = torch.cat((coefficients[:, -1], log_scale), -1)
         self._base[:, -problem.horizon :] = constants[:, None]
-        self._weights = self._base
+        self._weights = self._base.float()
 
     def _features(self, lagged: Tensor) -> Tensor:
-        """Return lagged values `[n, lag * dim]` and their random features."""
+        """Return lagged values `[n, lag * dim]` and their random features, in float32."""
         return torch.cat((lagged, torch.addmm(self._phases, lagged, self._frequencies).cos_()), -1)
 
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         longest, reach = noise.shape[1], int(self._lags.max())
         known = starts[:, None] + torch.arange(-reach, 0)
         # A step is at the same place in all rows: the known values that it depends on, then the drafts.
-        aligned = torch.cat((self._values_at(series, values, known), torch.zeros_like(noise)), 1)
+        aligned = torch.cat((self._values_at(series, values, known), torch.zeros_like(noise)), 1).float()
+        noise = noise.float()
         all_weights = self._weights[series]
         weights, constants = all_weights[:, : self._num_weights], all_weights[:, self._num_weights :]
         steps = (starts[:, None] + torch.arange(longest)).clamp(max=self._horizon - 1)
         constants = constants.take_along_dim(steps[..., None], 1)
-        low, high = self._low[series], self._high[series]
+        low, high = self._low[series].float(), self._high[series].float()
         places = reach - self._lags
         means, scales = [], []
         for step in range(longest):
@@ -75,24 +82,30 @@ class AutoregressionDrafter(StandardisedDrafter):
             aligned[:, reach + step] = torch.addcmul(mean, scale, noise[:, step])
             means.append(mean)
             scales.append(scale)
-        return torch.stack(means, 1), torch.stack(scales, 1)
+        return torch.stack(means, 1).double(), torch.stack(scales, 1).double()
 
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
         logs = scales.log()
+        groups = series[:, None].expand_as(logs)
+        self._low = self._low.scatter_reduce(0, groups, logs, "amin")
+        self._high = self._high.scatter_reduce(0, groups, logs, "amax")
+        chosen = (
+            torch.randperm(len(steps), generator=self._generator)[: MOST_LEARNED * len(self._gram)]
+            .sort()
+            .values
+        )
+        series, steps, values = series[chosen], steps[chosen], values[chosen]
         lagged = self._values_at(series, values, steps[:, None] - self._lags).flatten(1)
-        phases = torch.eye(self._horizon, dtype=torch.float64)[steps]
-        features = torch.cat((self._features(lagged), phases), -1)
-        wanted = torch.cat((locs, logs), -1)
+        phases = torch.eye(self._horizon)[steps]
+        features = torch.cat((self._features(lagged.float()), phases), -1)
+        wanted = torch.cat((locs, logs), -1)[chosen]
         counts = torch.bincount(series, minlength=len(self._gram)).tolist()
         for each, (own, target) in enumerate(
             zip(features.split_with_sizes(counts), wanted.split_with_sizes(counts), strict=True)
         ):
             self._gram[each] += own.T @ own
-            self._moments[each] += own.T @ (target - own @ self._base[each])
-        self._weights = self._base + torch.linalg.solve(self._gram, self._moments)
-        groups = series[:, None].expand_as(logs)
-        self._low = self._low.scatter_reduce(0, groups, logs, "amin")
-        self._high = self._high.scatter_reduce(0, groups, logs, "amax")
+            self._moments[each] += own.T.double() @ (target - own.double() @ self._base[each])
+        self._weights = (self._base + torch.linalg.solve(self._gram, self._moments)).float()
 
     def _values_at(self, series: Tensor, values: Tensor, places: Tensor) -> Tensor:
         """Return values `[n, place, dim]` at `places` `[n, place]`, of which negative ones are in the past."""
