@@ -29,8 +29,7 @@ from secondguess import SamplingParams
 from secondguess.api import LLM, Generation, load
 from secondguess.builtin import head_path
 from secondguess.checkpoint.resolve import find_checkpoint
-from secondguess.drafters.mirroring import MirroringStepper
-from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.mirroring import MirroringDrafter
 from secondguess.engine.prefill_budget import MAX_DELAY
 from secondguess.runtime.base import Runtime
 from secondguess.workloads.provenance import collect_provenance
@@ -128,8 +127,8 @@ def measure_stall(llm: LLM, prompts: Sequence[list[int]], late: list[int]) -> di
 def measure_shared_prefix(llm: LLM, first: list[int], second: list[int]) -> dict[str, Any]:
     """Return the prefilled tokens and the time of a prompt after another one that begins alike."""
     runtimes: dict[str, Runtime] = {"target": llm.target.runtime}
-    if isinstance(llm.drafter, SamplingDrafter) and isinstance(llm.drafter.stepper, MirroringStepper):
-        runtimes["drafter"] = llm.drafter.stepper.runtime
+    if isinstance(llm.drafter, MirroringDrafter):
+        runtimes["drafter"] = llm.drafter.runtime
     results: dict[str, Any] = {}
     texts = []
     for name, prompts in {"fresh": [second], "after_the_first": [first, second]}.items():
