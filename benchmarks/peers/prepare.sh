@@ -37,7 +37,7 @@ tokenizer=$engines/tokenizer
 [ -d "$tokenizer" ] || "$engines/openvino/bin/convert_tokenizer" "$here/../../src/secondguess/builtin/target" -o "$tokenizer"
 for pair in "$@"; do
     for model in target drafter; do
-        for format in fp16 int8; do
+        for format in fp16 int8 int4; do
             out=$pair/openvino/$format/$model
             [ -d "$out" ] || "$engines/openvino/bin/optimum-cli" export openvino --model "$pair/$model" \
                 --task text-generation-with-past --weight-format "$format" "$out"
@@ -45,6 +45,9 @@ for pair in "$@"; do
         done
         [ -f "$pair/$model.gguf" ] || PYTHONPATH=$engines/llama_cpp_python-0.3.36/vendor/llama.cpp/gguf-py \
             "$here/../../.venv/bin/python" "$here/to_gguf.py" "$pair/$model" "$pair/$model.gguf"
-        [ -f "$pair/$model-q8_0.gguf" ] || "$engines/llama.cpp/bin/llama-quantize" "$pair/$model.gguf" "$pair/$model-q8_0.gguf" q8_0
+        for format in q8_0 q4_0 q4_k_m; do
+            [ -f "$pair/$model-$format.gguf" ] ||
+                "$engines/llama.cpp/bin/llama-quantize" "$pair/$model.gguf" "$pair/$model-$format.gguf" "$format"
+        done
     done
 done

@@ -151,11 +151,23 @@ def verify_groups(
 
 def likelihood_ratios(draft: Draft, target_probs: Tensor) -> FloatArray:
     """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains; q(x) is 1 without `probs`."""
-    nodes = draft.tokens[..., None]
-    target = to_host(target_probs[:, :-1].gather(-1, nodes))
-    if draft.probs is not None:
-        target = target / to_host(draft.probs.gather(-1, nodes)).clip(SMALLEST)
-    return target[..., 0]
+    target = _probs_of(draft.tokens, target_probs[:, :-1])
+    return target if draft.probs is None else target / _probs_of(draft.tokens, draft.probs).clip(SMALLEST)
+
+
+def _probs_of(tokens: Tensor, dists: Tensor) -> FloatArray:
+    """Return the probabilities `[row, node]` of `tokens` in `dists` `[row, node, vocab]`, on the host."""
+    if not dists.is_cpu:
+        return to_host(dists.gather(-1, tokens[..., None]))[..., 0]
+    rows, nodes = _places(*tokens.shape)
+    found: FloatArray = dists.numpy()[rows, nodes, tokens.numpy()].astype(numpy.float64)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _places(num_rows: int, num_nodes: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """Return the indices `[row, 1]` and `[1, node]` of an array; cached, as few shapes occur."""
+    return numpy.arange(num_rows)[:, None], numpy.arange(num_nodes)[None]
 
 
 def to_host(values: Tensor) -> FloatArray:

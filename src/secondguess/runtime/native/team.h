@@ -6,6 +6,9 @@
 // distinguished by the time of `sched_yield`, which returns at once if no other thread is ready to
 // run. A thread that runs for less than a scheduler's time slice, such as that of a client which
 // reads an event, is no reason to sleep: it is over before a sleeping thread has woken up.
+//
+// Threads of a busy machine seldom run at the same time, so that each barrier costs a time slice.
+// Calls therefore use fewer threads there (`ThreadLimit`).
 
 #pragma once
 
@@ -25,6 +28,16 @@
 #include <system_error>
 #include <thread>
 
+inline int64_t nanoseconds_now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+// Time until which the machine counts as busy: a thread that waited has found another one on its core.
+inline std::atomic<int64_t> busy_until{0};
+constexpr int64_t BUSY_TIME = 20'000'000;  // ns for which it counts as busy after that
+
 // Number whose change threads can wait for.
 class Signal {
     std::atomic<uint32_t> value{0}, num_sleeping{0};
@@ -32,21 +45,12 @@ class Signal {
     static constexpr int NUM_SPINS = 500;                 // about 10 microseconds
     static constexpr int NUM_SPINS_BUSY = 50;             // about 1 microsecond
     static constexpr int64_t LONGEST_YIELD = 1'300'000;  // ns; a longer yield shows a busy machine
-    static constexpr int64_t BUSY_TIME = 20'000'000;   // ns for which it then counts as busy
     static constexpr int64_t MAX_SPIN_TIME = 5'000'000;     // ns without a change until a thread sleeps
-
-    static inline std::atomic<int64_t> busy_until{0};
-
-    static int64_t now() {
-        timespec time;
-        clock_gettime(CLOCK_MONOTONIC, &time);
-        return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-    }
 
     bool changed(uint32_t from) const { return value.load(std::memory_order_acquire) != from; }
 
     bool changed_while_spinning(uint32_t from) const {
-        int64_t start = now();
+        int64_t start = nanoseconds_now();
         const bool busy = start < busy_until.load(std::memory_order_relaxed);
         for (int i = busy ? NUM_SPINS_BUSY : NUM_SPINS; i > 0; i--) {
             if (changed(from)) return true;
@@ -54,11 +58,11 @@ class Signal {
         }
         if (busy) return false;
         for (const int64_t end = start + MAX_SPIN_TIME; start < end;) {
-            start = now();
+            start = nanoseconds_now();
             sched_yield();
-            if (now() - start > LONGEST_YIELD) busy_until.store(now() + BUSY_TIME, std::memory_order_relaxed);
+            if (nanoseconds_now() - start > LONGEST_YIELD) busy_until.store(nanoseconds_now() + BUSY_TIME, std::memory_order_relaxed);
             if (changed(from)) return true;
-            if (now() < busy_until.load(std::memory_order_relaxed)) return false;
+            if (nanoseconds_now() < busy_until.load(std::memory_order_relaxed)) return false;
         }
         return false;
     }
@@ -81,6 +85,41 @@ class Signal {
     }
 };
 
+// Number of threads of a call: one fewer each time that a machine that was busy still is. One more is tried
+// after a while, which doubles up to `LONGEST_HOLD` as long as that shows a busy machine again.
+class ThreadLimit {
+    static constexpr int64_t LONGEST_HOLD = 640'000'000;  // ns
+
+    int limit = 0;  // 0 for none
+    int64_t hold = BUSY_TIME;
+    int64_t next = 0;       // time at which one more thread is tried
+    int64_t last_busy = 0;  // `busy_until` when it was last read
+
+    void lower(int used, int64_t now) {
+        hold = now < next ? std::min(2 * hold, LONGEST_HOLD) : BUSY_TIME;
+        limit = std::max(1, used - 1);
+        next = now + hold;
+    }
+
+    void raise(int wanted, int64_t now) {
+        limit = limit < wanted ? limit + 1 : 0;
+        next = now + hold;
+    }
+
+  public:
+    // The number of threads of a call at the time `now`, which wants `wanted`; the last call had `used`.
+    // `busy` is `busy_until`.
+    int of(int wanted, int used, int64_t busy, int64_t now) {
+        if (busy != last_busy) {
+            if (now < next || busy - last_busy < 2 * BUSY_TIME) lower(used, now);
+            last_busy = busy;
+        } else if (limit && now >= next) {
+            raise(wanted, now);
+        }
+        return limit ? std::min(limit, wanted) : wanted;
+    }
+};
+
 class Team {
     using Function = void (*)(void* argument, int thread, int num_threads);
     static constexpr int MOST_THREADS = 1023;
@@ -90,6 +129,7 @@ class Team {
     Signal passed;   // number of barriers passed
     std::atomic<int> num_arrived{0};
     int num_workers = 0, num_threads = 1;
+    ThreadLimit limit;
     Function function = nullptr;
     void* argument = nullptr;
 
@@ -147,7 +187,8 @@ class Team {
     void run(int64_t wanted, Callable callable) {
         const std::lock_guard<std::mutex> lock(one_at_a_time);
         grow(std::min<int64_t>(wanted, MOST_THREADS) - 1);
-        num_threads = std::min<int64_t>(wanted, num_workers + 1);
+        const int most = std::min<int64_t>(wanted, num_workers + 1);
+        num_threads = limit.of(most, num_threads, busy_until.load(std::memory_order_relaxed), nanoseconds_now());
         function = [](void* argument, int thread, int count) { (*(Callable*)argument)(thread, count); };
         argument = &callable;
         const uint32_t num_calls = (started.get() >> 10) + 1;
