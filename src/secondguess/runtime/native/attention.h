@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "vectors.h"
 
@@ -90,78 +91,150 @@ inline Floats capped(Floats x, float cap, Round round) {
     return round(round(hyperbolic_tangent(round(x / all(cap)))) * all(cap));
 }
 
-// Dot product of a query and a key as 16 partial sums. With a fixed `SIZE` no lanes are masked.
-template <int SIZE>
-inline Floats dot(const bf16* query, const bf16* key, int64_t size) {
-    Floats sum = zeros();
-    if constexpr (SIZE > 0) {
-        for (int j = 0; j < SIZE; j += 32) sum = add_products(sum, query + j, key + j);
-    } else {
-        for (int64_t j = 0; j < size; j += 32) sum = add_products(sum, query + j, key + j, size - j);
-    }
-    return sum;
-}
+constexpr int QUERIES_AT_ONCE = NUM_SUMS >= 16 ? 4 : 2;
+constexpr int64_t NUM_PARTS = NUM_SUMS / QUERIES_AT_ONCE;  // vectors of sums of each of these queries
+constexpr int64_t BLOCK_KEYS = 16 * NUM_PARTS;             // keys of a block: with their values they fit into the first cache
+constexpr int64_t MOST_QUERIES = 64;                       // queries that read a block together
 
-// Weighted sum of the values for 64 numbers of a head, or the `left` last ones; `shares` are the
-// unnormalised attention weights. Two alternating sums hide the latency of the addition.
-template <int SIZE>
-inline void add_weighted(const bf16* values, int64_t size, int64_t left, const int32_t* positions, int64_t count, const float* shares,
-                Floats factor, bf16* to) {
-    Lanes within[4];
-    Floats sums[2][4];
-    for (int part = 0; part < 4; part++) {
-        within[part] = lanes(SIZE > 0 ? 16 : left - part * 16);
-        sums[0][part] = sums[1][part] = zeros();
-    }
-    for (int64_t i = 0; i < count; i += 2) {
-        for (int half = 0; half < 2 && i + half < count; half++) {
-            const bf16* value = values + positions[i + half] * (SIZE > 0 ? SIZE : size);
-            const Floats share = all(shares[i + half]);
-            for (int part = 0; part < 4; part++) {
-                const Floats numbers = SIZE > 0 ? load(value + part * 16) : load(value + part * 16, within[part]);
-                sums[half][part] = add_product(sums[half][part], share, numbers);
+// Attention of some queries of one key head, block by block of their keys, with a running softmax (Milakov
+// and Gimelshein, arXiv 1805.02867; Dao and others, arXiv 2205.14135). Blocks are counted from the first key
+// of a query's own list, and all sums follow the order of the list: the result for a query does not depend
+// on the others, nor on what else the cache holds.
+class Attention {
+    int64_t size = 0, padded = 0;  // of a head; `padded` to 64
+    float scaling, cap;            // on scores; a soft cap unless 0
+    std::vector<Pairs> packed_keys;    // [pair of numbers][group of 16 keys]
+    std::vector<Pairs> packed_values;  // [pair of keys][16 numbers]
+    std::vector<bf16> queries;         // [query][padded]
+    std::vector<float> sums;           // [query][padded], weighted values
+    alignas(64) float totals[MOST_QUERIES][16], scores[MOST_QUERIES][BLOCK_KEYS];
+    bf16 shares[MOST_QUERIES][BLOCK_KEYS];
+    float most[MOST_QUERIES], factors[MOST_QUERIES];
+
+    void pack(const bf16* keys, const bf16* values, const int32_t* positions, int64_t count) {
+        const auto place = [&](int64_t i) { return positions[std::min(i, count - 1)] * size; };
+        for (int64_t group = 0; group * 16 < count; group++)
+            for (int64_t n = 0; n < size; n += 32) {
+                const bf16* rows[16];
+                for (int64_t i = 0; i < 16; i++) rows[i] = keys + place(group * 16 + i) + n;
+                transpose_pairs(rows, size - n, &packed_keys[n / 2 * NUM_PARTS + group], NUM_PARTS);
             }
+        for (int64_t i = 0; i < count; i += 2)
+            for (int64_t n = 0; n < size; n += 32)
+                pair_rows(values + place(i) + n, values + place(i + 1) + n, size - n, &packed_values[i / 2 * padded / 16 + n / 16]);
+    }
+
+    // Request some lines of memory, so that reading the next block overlaps with the arithmetic on this one.
+    static void prefetch(const bf16* from) {
+        for (int line = 0; line < NUM_PARTS; line++) _mm_prefetch((const char*)(from + 32 * line), _MM_HINT_T1);
+    }
+
+    template <int COUNT>
+    void score(int64_t first, const bf16* next) {
+        Floats found[COUNT][NUM_PARTS];
+        for (auto& of_query : found)
+            for (Floats& each : of_query) each = zeros();
+        const Pairs* keys = packed_keys.data();
+        const bf16* numbers = &queries[first * padded];
+        for (int64_t n = 0; n < size; n += 2, keys += NUM_PARTS) {
+            if (next) prefetch(next + n * BLOCK_KEYS);
+            for (int64_t group = 0; group < NUM_PARTS; group++)
+                for (int i = 0; i < COUNT; i++)
+                    found[i][group] = add_pair_products(found[i][group], numbers + i * padded + n, keys[group]);
+        }
+        for (int i = 0; i < COUNT; i++)
+            for (int64_t group = 0; group < NUM_PARTS; group++) store(scores[first + i] + group * 16, found[i][group] * all(scaling));
+    }
+
+    // Turn the scores of the first `count` keys into weights, relative to the largest score so far.
+    void weigh(int64_t query, int64_t count) {
+        Floats seen[NUM_PARTS], highest = all(most[query]);
+        for (int64_t group = 0; group < NUM_PARTS; group++) {
+            Floats found = load(scores[query] + group * 16);
+            if (cap) found = capped(found, cap, [](Floats x) { return x; });
+            seen[group] = keep(lanes(count - group * 16), found, all(-INFINITY));
+            highest = largest(highest, seen[group]);
+        }
+        const float before = most[query];
+        highest = all(most[query] = largest_of(highest));
+        float each[16];
+        store(each, exponential(all(before) - highest));
+        factors[query] = before == -INFINITY ? 0 : each[0];
+        Floats total = load(totals[query]) * all(factors[query]);
+        for (int64_t group = 0; group < NUM_PARTS; group++) {
+            const Floats power = keep(lanes(count - group * 16), exponential(seen[group] - highest), zeros());
+            store(shares[query] + group * 16, power);
+            total = total + power;
+        }
+        store(totals[query], total);
+    }
+
+    // Add the weighted values of a block of `count` keys to the sums of queries, for `BLOCK_KEYS` numbers of the head.
+    template <int COUNT>
+    void add_values(int64_t first, int64_t n, int64_t count, const bf16* next) {
+        Floats found[COUNT][NUM_PARTS];
+        for (int i = 0; i < COUNT; i++)
+            for (int part = 0; part < NUM_PARTS; part++)
+                found[i][part] = load(&sums[(first + i) * padded + n + part * 16]) * all(factors[first + i]);
+        const Pairs* values = &packed_values[n / 16];
+        for (int64_t key = 0; key < count; key += 2, values += padded / 16) {
+            if (next) prefetch(next + (n + key) * BLOCK_KEYS);
+            for (int part = 0; part < NUM_PARTS; part++)
+                for (int i = 0; i < COUNT; i++)
+                    found[i][part] = add_pair_products(found[i][part], shares[first + i] + key, values[part]);
+        }
+        for (int i = 0; i < COUNT; i++)
+            for (int part = 0; part < NUM_PARTS; part++) store(&sums[(first + i) * padded + n + part * 16], found[i][part]);
+    }
+
+  public:
+    // Set the size of heads, the factor on scores and their soft cap.
+    void set(int64_t head_size, float scaling, float cap) {
+        this->scaling = scaling, this->cap = cap;
+        if (size == head_size) return;
+        size = 0, padded = (head_size + 63) / 64 * 64;
+        packed_keys.resize(padded / 2 * NUM_PARTS), packed_values.resize(BLOCK_KEYS / 2 * padded / 16);
+        queries.assign(MOST_QUERIES * padded, 0), sums.resize(MOST_QUERIES * padded);
+        size = head_size;
+    }
+
+    // Begin a query; returns where to write it.
+    bf16* begin(int64_t query) {
+        most[query] = -INFINITY;
+        store(totals[query], zeros());
+        std::fill_n(&sums[query * padded], padded, 0.0f);
+        return &queries[query * padded];
+    }
+
+    // Attend to the keys `start` to `end - 1` of a list of cache positions; `start` is the first of a block.
+    // Of the queries `first` to `last - 1`, each attends to the first `counts[query]` keys of the list.
+    void attend(const bf16* keys, const bf16* values, const int32_t* positions, int64_t start, int64_t end, int64_t first,
+                int64_t last, const int64_t* counts) {
+        for (; start < end; start += BLOCK_KEYS) {
+            const int64_t count = std::min(BLOCK_KEYS, end - start);
+            pack(keys, values, positions + start, count);
+            const int64_t next = (positions[start] + BLOCK_KEYS) * size;  // of most blocks
+            const auto ahead = [&](const bf16* from, int64_t query) { return query == first ? from + next : nullptr; };
+            for_each_few(first, last, [&](auto few, int64_t query) { score<decltype(few)::value>(query, ahead(keys, query)); });
+            for (int64_t query = first; query < last; query++) weigh(query, std::max<int64_t>(0, std::min(count, counts[query] - start)));
+            for (int64_t n = 0; n < size; n += BLOCK_KEYS)
+                for_each_few(first, last, [&](auto few, int64_t query) {
+                    add_values<decltype(few)::value>(query, n, count, ahead(values, query));
+                });
         }
     }
-    for (int part = 0; part < 4; part++)
-        store(to + part * 16, (sums[0][part] + sums[1][part]) * factor, within[part]);
-}
 
-template <int SIZE>
-inline void attend_sized(const bf16* query, const bf16* keys, const bf16* values, int64_t any_size, const int32_t* positions,
-                         int64_t count, float scaling, float cap, float* scores, bf16* to) {
-    const int64_t size = SIZE > 0 ? SIZE : any_size;
-    const int64_t padded = (count + 15) / 16 * 16;
-    Floats most = all(-INFINITY);
-    for (int64_t start = 0; start < padded; start += 16) {
-        Floats parts[16];
-        for (int i = 0; i < 16; i++)
-            parts[i] = dot<SIZE>(query, keys + positions[std::min(start + i, count - 1)] * size, size);
-        Floats found = sum_each(parts) * all(scaling);
-        if (cap) found = capped(found, cap, [](Floats x) { return x; });
-        const Floats seen = keep(lanes(count - start), found, all(-INFINITY));
-        store(scores + start, seen);
-        most = largest(most, seen);
+    // Write the result of a query.
+    void end(int64_t query, bf16* to) const {
+        const Floats factor = all(1.0f / sum_of(load(totals[query])));
+        for (int64_t n = 0; n < size; n += 16) store(to + n, load(&sums[query * padded + n]) * factor, lanes(size - n));
     }
-    most = all(largest_of(most));
-    Floats total = zeros();
-    for (int64_t start = 0; start < padded; start += 16) {
-        const Floats power = exponential(load(scores + start) - most);
-        const Floats seen = keep(lanes(count - start), power, zeros());
-        store(scores + start, seen);
-        total = total + seen;
-    }
-    const Floats factor = all(1.0f / sum_of(total));
-    for (int64_t j = 0; j < size; j += 64)
-        add_weighted<SIZE>(values + j, size, size - j, positions, count, scores, factor, to + j);
-}
 
-// Attention of one query over the keys and values at `positions`: softmax(q k * scaling) v, with a
-// soft cap on the scores unless `cap` is 0, in float32 until the result is stored. All sums follow
-// the order of the list, so that the result does not depend on what else the cache holds.
-inline void attend(const bf16* query, const bf16* keys, const bf16* values, int64_t size, const int32_t* positions,
-                   int64_t count, float scaling, float cap, float* scores, bf16* to) {
-    if (size == 64) return attend_sized<64>(query, keys, values, size, positions, count, scaling, cap, scores, to);
-    if (size == 128) return attend_sized<128>(query, keys, values, size, positions, count, scaling, cap, scores, to);
-    attend_sized<0>(query, keys, values, size, positions, count, scaling, cap, scores, to);
-}
+  private:
+    // Apply a function to queries in groups of `COUNT`, and to the rest in smaller groups.
+    template <int COUNT = QUERIES_AT_ONCE, class Function>
+    static void for_each_few(int64_t first, int64_t last, Function function) {
+        for (; first + COUNT <= last; first += COUNT) function(std::integral_constant<int, COUNT>(), first);
+        if constexpr (COUNT > 1) for_each_few<COUNT - 1>(first, last, function);
+    }
+};

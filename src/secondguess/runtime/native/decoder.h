@@ -146,7 +146,7 @@ struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
     Rows joined, states, qkv, mixed, gated, added;
     std::vector<Rows> normalised;  // per thread
-    std::vector<std::vector<float>> scores;
+    std::vector<Attention> attention;
     std::vector<std::vector<int32_t>> positions;
 
     // If an allocation fails, sizes stay 0, so that a smaller forward pass can still succeed.
@@ -163,12 +163,12 @@ struct Workspace {
             added.reserve(rows, decoder.width);
             normalised.resize(threads);
             for (int64_t i = 0; i < threads; i++) normalised[i].reserve(i ? std::min<int64_t>(rows, TILE) : rows, decoder.width);
-            scores.resize(threads), positions.resize(threads);
+            attention.resize(threads), positions.resize(threads);
+            for (Attention& each : attention) each.set(decoder.head_size, decoder.scaling, decoder.score_cap);
             num_rows = rows, num_threads = threads;
         }
         if (keys > num_keys) {
             num_keys = 0;
-            for (auto& each : scores) each.resize(round_up(2 * keys, 16));
             for (auto& each : positions) each.resize(2 * keys);
             num_keys = 2 * keys;
         }
@@ -342,20 +342,41 @@ struct Worker {
 
     // Attention of tokens `first` to `last - 1` for the query heads of one key head.
     void attend_tokens(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
-        const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys;
+        const int64_t group = decoder.num_queries / decoder.num_keys;
+        for (int64_t query = first * group; query < last * group; query += MOST_QUERIES)
+            attend_queries(layer, index, row, head, query, std::min(query + MOST_QUERIES, last * group));
+    }
+
+    // Attention of some queries of one key head, counted over the heads of its tokens.
+    void attend_queries(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
+        const int64_t size = decoder.head_size, group = decoder.num_queries / decoder.num_keys, start = forward.starts[row];
+        const auto column = [&](int64_t query) { return (head * group + query % group) * size; };
+        const auto index_of = [&](int64_t query) { return forward.num_known + query / group; };
+        const auto line = [&](int64_t query) { return forward.firsts[row] + query / group; };
         const Block at = block_of(index, row, head);
-        bf16 turned[LARGEST_HEAD];
+        Attention& attention = space.attention[thread];
+        for (int64_t query = first; query < last; query++)
+            rotate_head(layer, space.qkv.row(line(query)) + column(query), layer.query_norm, row, index_of(query),
+                        attention.begin(query - first));
         int32_t* positions = space.positions[thread].data();
-        for (int64_t token = first; token < last; token++) {
-            const int64_t index_of_token = forward.num_known + token;
-            const int64_t count = list_visible(row, index_of_token, layer.window, positions);
-            const int64_t line = forward.firsts[row] + token;
-            for (int64_t query = head * group; query < (head + 1) * group; query++) {
-                rotate_head(layer, space.qkv.row(line) + query * size, layer.query_norm, row, index_of_token, turned);
-                attend(turned, at.keys, at.values, size, positions, count, decoder.scaling, decoder.score_cap,
-                       space.scores[thread].data(), space.mixed.row(line) + query * size);
+        int64_t counts[MOST_QUERIES], common = 0;
+        if (!layer.window) {
+            // All see the cached tokens, chains also those before them in the step.
+            for (int64_t query = first; query < last; query++) {
+                const int64_t end = decoder.attends_both_ways ? num_tokens_of(row) : index_of(query) + 1;
+                counts[query - first] = start + (forward.closure ? 0 : end);
             }
+            common = forward.closure ? start / BLOCK_KEYS * BLOCK_KEYS : counts[last - 1 - first];
+            std::iota(positions, positions + common, 0);
+            attention.attend(at.keys, at.values, positions, 0, common, 0, last - first, counts);
         }
+        for (int64_t query = first, next; query < last && (layer.window || forward.closure); query = next) {
+            next = std::min(last, (query / group + 1) * group);  // the first query of the next token
+            const int64_t count = list_visible(row, index_of(query), layer.window, positions);
+            std::fill(counts + query - first, counts + next - first, count);
+            attention.attend(at.keys, at.values, positions, common, count, query - first, next - first, counts);
+        }
+        for (int64_t query = first; query < last; query++) attention.end(query - first, space.mixed.row(line(query)) + column(query));
     }
 
     // Attention of all rows. Key heads are divided among the threads. If they cannot be divided
@@ -373,10 +394,14 @@ struct Worker {
             return;
         }
         wait();
-        // tokens alternate between threads, because later ones attend to more keys
-        for (int64_t item = 0; item < num_heads; item++)
-            for (int64_t token = thread; token < num_tokens_of(item / decoder.num_keys); token += num_threads)
-                attend_tokens(layer, index, item / decoder.num_keys, item % decoder.num_keys, token, token + 1);
+        const int64_t most = std::max<int64_t>(1, MOST_QUERIES * decoder.num_keys / decoder.num_queries);
+        for (int64_t item = 0; item < num_heads; item++) {
+            // pieces alternate between threads, because later tokens attend to more keys
+            const int64_t row = item / decoder.num_keys, count = num_tokens_of(row);
+            const int64_t piece = std::min(most, (count + num_threads - 1) / num_threads);
+            for (int64_t token = thread * piece; token < count; token += num_threads * piece)
+                attend_tokens(layer, index, row, item % decoder.num_keys, token, std::min(count, token + piece));
+        }
     }
 
     // Write keys and values of the states, which are the input of every layer.

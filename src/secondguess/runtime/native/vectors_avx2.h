@@ -155,34 +155,64 @@ inline __m256 second_of(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
 }
 
-// Add the products of 32 numbers to `sum`, two per lane; with `count`, of the first `count`
-// numbers.
-inline Floats add_products(Floats sum, const bf16* a, const bf16* b) {
-    for (int half = 0; half < 32; half += 16) {
-        const __m256i x = _mm256_loadu_si256((const __m256i*)(a + half)), y = _mm256_loadu_si256((const __m256i*)(b + half));
-        sum.low = _mm256_fmadd_ps(first_of(x), first_of(y), sum.low);
-        sum.high = _mm256_fmadd_ps(second_of(x), second_of(y), sum.high);
-    }
-    return sum;
-}
-inline Floats add_products(Floats sum, const bf16* a, const bf16* b, long count) {
-    if (count >= 32) return add_products(sum, a, b);
-    bf16 some[2][32] = {};
-    std::memcpy(some[0], a, count * sizeof(bf16));
-    std::memcpy(some[1], b, count * sizeof(bf16));
-    return add_products(sum, some[0], some[1]);
+// 16 pairs of numbers, in float32.
+struct Pairs {
+    Floats first, second;
+};
+
+// Add the products of two numbers with those of each pair to `sum`.
+inline Floats add_pair_products(Floats sum, const bf16* two, const Pairs& pairs) {
+    int32_t bits;
+    std::memcpy(&bits, two, sizeof bits);
+    const __m256 first = first_of(_mm256_set1_epi32(bits)), second = second_of(_mm256_set1_epi32(bits));
+    return {_mm256_fmadd_ps(second, pairs.second.low, _mm256_fmadd_ps(first, pairs.first.low, sum.low)),
+            _mm256_fmadd_ps(second, pairs.second.high, _mm256_fmadd_ps(first, pairs.first.high, sum.high))};
 }
 
-// Lane i is the sum of the 16 lanes of `parts[i]`, in a fixed order.
-inline Floats sum_each(const Floats parts[16]) {
-    const auto eight = [&](const Floats* from) {
-        __m256 fours[4];
-        for (int i = 0; i < 4; i++)
-            fours[i] = _mm256_hadd_ps(_mm256_add_ps(from[2 * i].low, from[2 * i].high),
-                                      _mm256_add_ps(from[2 * i + 1].low, from[2 * i + 1].high));
-        const __m256 first = _mm256_hadd_ps(fours[0], fours[1]), second = _mm256_hadd_ps(fours[2], fours[3]);
-        // each half of a register holds the sums of its own four lanes
-        return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
-    };
-    return {eight(parts), eight(parts + 8)};
+// Pair the first `count` of 32 numbers of two rows; the others are 0.
+inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs to[2]) {
+    for (int half = 0; half < 2; half++) {
+        const Lanes part = lanes(count - 16 * half);
+        to[half] = {load(first + 16 * half, part), load(second + 16 * half, part)};
+    }
 }
+
+// Columns of 8 rows of 8 lanes of 32 bits.
+inline void transpose(__m256 rows[8]) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int half = 0; half < 2; half++) {
+            b[i + 2 * half] = _mm256_shuffle_ps(a[i + half], a[i + half + 2], 0x44);
+            b[i + 2 * half + 1] = _mm256_shuffle_ps(a[i + half], a[i + half + 2], 0xEE);
+        }
+    for (int j = 0; j < 4; j++) {
+        rows[j] = _mm256_permute2f128_ps(b[j], b[4 + j], 0x20);
+        rows[4 + j] = _mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
+    }
+}
+
+// Transpose the first `count` of 32 numbers of 16 rows: `to[i * stride]` has the i-th pair of each row.
+inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, long stride) {
+    for (int start = 0; start < 32; start += 16)
+        for (int half = 0; half < 2; half++) {
+            __m256 eight[8];
+            for (int i = 0; i < 8; i++) {
+                bf16 some[16] = {};
+                const long left = count - start;
+                if (left < 16 && left > 0) std::memcpy(some, rows[8 * half + i] + start, left * sizeof(bf16));
+                const bf16* from = left < 16 ? some : rows[8 * half + i] + start;
+                eight[i] = _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)from));
+            }
+            transpose(eight);
+            for (int i = 0; i < 8; i++) {
+                Pairs& pairs = to[(start / 2 + i) * stride];
+                (half ? pairs.first.high : pairs.first.low) = first_of(_mm256_castps_si256(eight[i]));
+                (half ? pairs.second.high : pairs.second.low) = second_of(_mm256_castps_si256(eight[i]));
+            }
+        }
+}
+constexpr int NUM_SUMS = 4;  // vectors of sums that the registers hold

@@ -56,26 +56,51 @@ inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(numbers)));
 }
 
-// Add the products of 32 numbers to `sum`, two per lane; with `count`, of the first `count`
-// numbers.
-inline Floats add_products(Floats sum, const bf16* a, const bf16* b) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
-}
-inline Floats add_products(Floats sum, const bf16* a, const bf16* b, long count) {
-    const __mmask32 mask = count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(mask, a), (__m512bh)_mm512_maskz_loadu_epi16(mask, b));
+// 16 pairs of numbers.
+struct Pairs {
+    __m512i both;
+};
+
+// Add the products of two numbers with those of each pair to `sum`.
+inline Floats add_pair_products(Floats sum, const bf16* two, Pairs pairs) {
+    int32_t bits;
+    std::memcpy(&bits, two, sizeof bits);
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)pairs.both);
 }
 
-// Lane i is the sum of the 16 lanes of `parts[i]`, in a fixed order; `parts` is overwritten.
-inline Floats sum_each(Floats parts[16]) {
-    for (int i = 0; i < 8; i++)
-        parts[i] = _mm512_shuffle_f32x4(parts[i], parts[i + 8], 0x44) + _mm512_shuffle_f32x4(parts[i], parts[i + 8], 0xEE);
-    for (int i = 0; i < 4; i++)
-        parts[i] = _mm512_shuffle_f32x4(parts[i], parts[i + 4], 0x88) + _mm512_shuffle_f32x4(parts[i], parts[i + 4], 0xDD);
-    for (int i = 0; i < 2; i++)
-        parts[i] = _mm512_shuffle_ps(parts[i], parts[i + 2], 0x44) + _mm512_shuffle_ps(parts[i], parts[i + 2], 0xEE);
-    const Floats sums = _mm512_shuffle_ps(parts[0], parts[1], 0x88) + _mm512_shuffle_ps(parts[0], parts[1], 0xDD);
-    // undo the order in which the shuffles leave the sums
-    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
-    return _mm512_permutexvar_ps(order, sums);
+inline __m512i load_part(const bf16* from, long count) {
+    return _mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1, from);
 }
+
+// Pair the first `count` of 32 numbers of two rows; the others are 0.
+inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs to[2]) {
+    const __m512i a = load_part(first, count), b = load_part(second, count);
+    const __m512i places = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                            35, 3, 34, 2, 33, 1, 32, 0);
+    to[0] = {_mm512_permutex2var_epi16(a, places, b)};
+    to[1] = {_mm512_permutex2var_epi16(a, _mm512_add_epi16(places, _mm512_set1_epi16(16)), b)};
+}
+
+// Transpose the first `count` of 32 numbers of 16 rows: `to[i * stride]` has the i-th pair of each row.
+inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, long stride) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        const __m512i first = load_part(rows[i], count), second = load_part(rows[i + 1], count);
+        a[i] = _mm512_unpacklo_epi32(first, second), a[i + 1] = _mm512_unpackhi_epi32(first, second);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int half = 0; half < 2; half++) {
+            b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + half + 2]);
+            b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + half + 2]);
+        }
+    // each quarter of b[i + j] has pair 4 * quarter + j of rows i to i + 3
+    for (int j = 0; j < 4; j++) {
+        const __m512i even[] = {_mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88)};
+        const __m512i odd[] = {_mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD), _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD)};
+        to[j * stride] = {_mm512_shuffle_i32x4(even[0], even[1], 0x88)};
+        to[(4 + j) * stride] = {_mm512_shuffle_i32x4(odd[0], odd[1], 0x88)};
+        to[(8 + j) * stride] = {_mm512_shuffle_i32x4(even[0], even[1], 0xDD)};
+        to[(12 + j) * stride] = {_mm512_shuffle_i32x4(odd[0], odd[1], 0xDD)};
+    }
+}
+constexpr int NUM_SUMS = 16;  // vectors of sums that the registers hold
