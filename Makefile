@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: setup demo test check format bench
+.PHONY: setup demo test check format bench fuzz
 setup: .venv/.ready
 
 NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/native/*.cpp)
@@ -32,3 +32,6 @@ format: setup
 
 bench: setup
 	$(BIN)/secondguess bench --against transformers
+
+fuzz: setup
+	$(BIN)/python tests/fuzz_kernels.py --minutes 10

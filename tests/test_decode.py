@@ -61,7 +61,7 @@ def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(draft_runtime, "_prefill", interrupt)
+        patch.setattr(draft_runtime, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(decode(components, [Row([0, 1], SamplingParams())]))
     assert target.num_live_rows == draft_runtime.num_live_rows == 0

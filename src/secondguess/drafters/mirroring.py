@@ -30,7 +30,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.native import feature_runtime
 from secondguess.heads.runtime import FeatureRuntime
-from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
 
 UNKNOWN_TOKEN = 0
 """Token that a draft model reads in place of a token outside its vocabulary."""
@@ -86,6 +86,9 @@ class MirroringDrafter(SamplingDrafter):
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         for index in active:
             self._mirror_rows[rows[index]].row.tokens.append(tokens[index])
+
+    def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        return self.runtime.draft_chain(self._mirror_rows[row].row, request)
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return expand_to_batch(self._score(rows, active, tree), len(rows), active)

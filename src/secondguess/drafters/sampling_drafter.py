@@ -17,11 +17,11 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime
 from secondguess.runtime.native.sampling import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
-from secondguess.sampling.truncation import most_likely
+from secondguess.sampling.truncation import kernel_settings, most_likely
 
 HeadT = TypeVar("HeadT", bound=Head)
 
@@ -103,6 +103,10 @@ class SamplingDrafter(Drafter):
         without meaning.
         """
 
+    def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        """Draw a chain of the only row at once, extended as by `extend`; None to draw it token by token."""
+        return None
+
     def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return per row the acceptance probability of the node at this depth of its chain.
 
@@ -159,6 +163,10 @@ class SamplingDrafter(Drafter):
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
         plain = noise.all_greedy and not edits
+        if len(rows) == 1 and active and not edits:
+            whole = self._draw_whole_chain(rows[0], limits[0], budgets, noise)
+            if whole is not None:
+                return whole
         chains = self.chains
         drawn: list[Tensor] = []
         dists: list[Tensor] = []
@@ -191,6 +199,24 @@ class SamplingDrafter(Drafter):
                 active = [index for index in active if kept[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
+
+    def _draw_whole_chain(self, row: Row, limit: int, budgets: Budgets, noise: Noise) -> Draft | None:
+        """Return the draft of the only row if its drafter can draw it at once; it has the same bits."""
+        numbers = noise.chain_numbers(limit)
+        if numbers is None:
+            return None
+
+        def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
+            return budgets.keep_drafting(logits, depth, None, [confidence])[0]
+
+        keep = keep_drafting if budgets.uses_probs else None
+        drawn = self.whole_chain(
+            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), numbers, keep)
+        )
+        if drawn is None:
+            return None
+        self.chains = [drawn.tokens]
+        return Draft.chains([drawn.tokens], None if drawn.probs is None else drawn.probs[None], self.device)
 
     def _draw_trees(
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise

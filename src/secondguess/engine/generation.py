@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from secondguess.checkpoint import memory
@@ -299,6 +299,7 @@ def make_row(
         BadInputError: as in `check_request`.
     """
     check_request(target, verifier, ids, params)
+    params = _first_equal(params)
     grammar = match_grammar(target, params)
     # A grammar keeps them: where it leaves no token to go on with, they end the text.
     model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
@@ -318,6 +319,12 @@ def make_row(
         grammar=grammar,
         sources=tuple(sources),
     )
+
+
+@lru_cache(maxsize=256)
+def _first_equal(params: SamplingParams) -> SamplingParams:
+    """Return the first of equal settings, which every step looks up: equal ones are compared field by field."""
+    return params
 
 
 def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> Sequence[int]:

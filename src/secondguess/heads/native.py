@@ -30,8 +30,9 @@ from secondguess.heads.packed import (
 )
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime, TorchFeatureRuntime
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
 from secondguess.runtime.cached import Output, Queries
+from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
@@ -43,6 +44,7 @@ from secondguess.runtime.native.forward import (
     kernel_step,
 )
 from secondguess.runtime.native.runtime import PROBE_TOLERANCE, PROBE_WIDTH, NativeRuntime
+from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import BFLOAT16
 from secondguess.sampling.params import SamplingParams
 
@@ -209,6 +211,20 @@ class NativeFeatureRuntime(FeatureRuntime):
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
     ) -> ForwardStep:
         return kernel_step(starts, queries, num_keys)
+
+    @exclusive
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        if self._vocabulary.token_ids is not None or request.vocab_size > self.vocab_size:
+            return None
+        state = self.slots[row]
+        self._catch_up([state])
+        start, tokens = state.length, row.tokens[state.length :]
+        with without_gradients():
+            self._place([state], [start], len(tokens), start + len(tokens) + request.num_nodes - 1)
+            drawn = self._forward.draft_chain(self.cache, tokens, start, request, self._forward_features)
+        row.tokens += drawn.tokens
+        state.length = len(row.tokens) - 1
+        return drawn
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
         last = (self.num_layers,) if with_hidden else ()

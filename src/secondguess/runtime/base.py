@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from secondguess.runtime.native.sampling import KernelSettings
 
 HiddenStates = dict[int, Tensor]
 """Hidden states by layer, numbered as in `output_hidden_states`.
@@ -61,6 +65,52 @@ class EmbeddingAndHead:
     unembed: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class ChainNumbers:
+    """Random numbers of the nodes of a chain of one row, as `Noise.draft` uses them.
+
+    Args:
+        uniforms: for draws by inversion; None if tokens are drawn by races, or are the most likely ones.
+        hashes: hashes of races, unsigned; None if there are none.
+    """
+
+    uniforms: Sequence[float] | None = None
+    hashes: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class ChainRequest:
+    """Chain of draft tokens to draw for one row, each after a forward pass over the one before it.
+
+    Args:
+        num_nodes: largest number of nodes.
+        vocab_size: width of the distributions; logits beyond are not used.
+        settings: temperature, top-k, top-p and min-p of the row.
+        numbers: the random numbers of the nodes.
+        keep_drafting: called after each node but the last with its logits `[1, vocab]`, its depth and the
+            probability of the most likely token; returns whether to go on. None to draw all nodes.
+    """
+
+    num_nodes: int
+    vocab_size: int
+    settings: KernelSettings
+    numbers: ChainNumbers
+    keep_drafting: Callable[[Tensor, int, float], bool] | None
+
+
+@dataclass(frozen=True)
+class DrawnChain:
+    """Chain of draft tokens.
+
+    Args:
+        tokens: at least one.
+        probs: `[node, vocab]`, the distribution that each was drawn from; None at temperature 0.
+    """
+
+    tokens: list[int]
+    probs: Tensor | None
+
+
 class QuantisedCopy(ABC):
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
@@ -81,6 +131,10 @@ class QuantisedCopy(ABC):
         Returns:
             Logits `[row, query, vocab]` after the other queries.
         """
+
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        """Draw a chain after a row's pending token at once; None if `draft_logits` must be called per node."""
+        return None
 
 
 class Runtime(ABC):
@@ -241,6 +295,13 @@ class Runtime(ABC):
         Afterwards every token of `row.tokens` is cached. The cache entries of the nodes are held
         until `keep` or `rewind`.
         """
+
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        """Append a chain drawn from this model to the tokens of a row; None if `score` must be called per node.
+
+        All tokens but the last are cached afterwards.
+        """
+        return None
 
     @abstractmethod
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:

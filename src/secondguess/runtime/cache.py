@@ -99,8 +99,8 @@ class KeyValueCache:
         the first `num_keys` positions.
         """
         self.reserve(max(slots) + 1, num_keys)
-        in_order = all(slot == index for index, slot in enumerate(slots))
-        uniform = all(start == starts[0] for start in starts)
+        in_order = list(slots) == list(range(len(slots)))
+        uniform = starts.count(starts[0]) == len(starts)
         slot_index = None if in_order else torch.tensor(slots, device=self.device)
         positions = None
         if not (in_order and uniform):

@@ -23,6 +23,7 @@ from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
 from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
+from secondguess.runtime.support import without_gradients
 
 UNLIMITED = 2**31
 KEY_MULTIPLE = 32
@@ -226,20 +227,21 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
-        slots = [self.slots[row].slot for row in rows]
+        states = [self.slots[row] for row in rows]
+        slots = [state.slot for state in states]
         if slots == sorted(slots):
-            return self._score([self.slots[row] for row in rows], draft)
+            return self._score(states, draft)
         # Ended rows change the slot order. With rows in slot order the cache is read without a
         # copy.
         order = torch.tensor(slots, device=self.device).argsort()
-        scores = self._score([self.slots[rows[index]] for index in order.tolist()], draft.select(order))
+        scores = self._score([states[index] for index in order.tolist()], draft.select(order))
         back = order.argsort()
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
         return ForwardOutput(scores.logits[back], hidden)
 
     def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         num_uncached = self._catch_up(states)
-        with torch.inference_mode():
+        with without_gradients():
             logits, hidden = self._run_queries(states, num_uncached, draft)
             if logits.dtype != torch.float64:
                 logits = logits.float()
@@ -282,13 +284,13 @@ class CachedRuntime(Runtime):
         for state in states:
             state.length = min(state.length, len(state.row.tokens) - 1)
             state.num_nodes = 0
-        self._prefill(
-            [
-                state
-                for state in states
-                if state.num_to_prefill >= self.prefill_chunk or self._lacks_images(state)
-            ]
-        )
+        far = [
+            state
+            for state in states
+            if state.num_to_prefill >= self.prefill_chunk or self._lacks_images(state)
+        ]
+        if far:
+            self._prefill(far)
         return [len(state.row.tokens) - state.length for state in states]
 
     @exclusive

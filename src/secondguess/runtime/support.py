@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -162,6 +163,14 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 _threads_of_parent: int | None = None
+
+
+def without_gradients() -> AbstractContextManager[object]:
+    """Return a context in inference mode, for calls that rounds make in this mode already.
+
+    Entering it again would take as long as a few tensor operations.
+    """
+    return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
 def num_threads() -> int:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row, token_tensor
+from secondguess.runtime.base import ChainNumbers
 from secondguess.runtime.native.sampling import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
 
@@ -79,6 +80,13 @@ class Noise(ABC):
                 None in a chain, where it equals the depth. A sequence has one index per row: a row
                 that was selected several times draws several nodes, each as if drawn alone.
         """
+
+    def chain_numbers(self, num_nodes: int) -> ChainNumbers | None:
+        """Return the numbers by which `draft` draws the first nodes of a chain for the only row.
+
+        None if they cannot be known in advance; nodes are then drawn by `draft`.
+        """
+        return None
 
     @abstractmethod
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
@@ -148,6 +156,16 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return raced
         return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
+
+    def chain_numbers(self, num_nodes: int) -> ChainNumbers | None:
+        if len(self.keys) != 1:
+            return None
+        if self.all_greedy:
+            return ChainNumbers()
+        if self.any_coupled:
+            hashes = self._race_hashes_on_host(torch.arange(num_nodes)[None])
+            return ChainNumbers(hashes=hashes.view(numpy.uint64)[0].tolist())
+        return ChainNumbers(self.uniforms([range(num_nodes)], Purpose.DRAFT)[0].tolist())
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape

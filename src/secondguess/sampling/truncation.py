@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from secondguess.runtime.native.sampling import kernels_for, softmax, truncated_softmax
+from secondguess.runtime.native.sampling import KernelSettings, kernels_for, softmax, truncated_softmax
 from secondguess.sampling.params import SamplingParams
 
 Rule = Callable[[Tensor], Tensor]
@@ -45,7 +45,13 @@ def make_rule(params: Sequence[SamplingParams], device: torch.device) -> Rule:
 def _maker_of(params: SamplingParams) -> Callable[[Sequence[SamplingParams], torch.device], Rule]:
     if params.temperature == 0:
         return _make_greedy
-    return _make_top_k_top_p if params.top_k or params.top_p < 1 else _make_softmax
+    return _make_top_k_top_p if kernel_settings(params).truncates else _make_softmax
+
+
+def kernel_settings(params: SamplingParams) -> KernelSettings:
+    """Return the settings of a request as the kernels take them."""
+    top_p = params.top_p if params.top_p < 1 else math.inf
+    return KernelSettings(params.temperature, params.top_k, top_p, _log_min_p(params))
 
 
 def _make_greedy(params: Sequence[SamplingParams], device: torch.device) -> Rule:
@@ -61,7 +67,7 @@ def greedy_dists(logits: Tensor) -> Tensor:
 
 def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
-    settings = [(each.temperature, _log_min_p(each)) for each in params]
+    settings = [(each.temperature, each.log_min_p) for each in map(kernel_settings, params)]
     temperature = _temperatures(params, device)
     log_min_p = _log_min_ps(params, device) if any(each.min_p for each in params) else None
 
@@ -78,15 +84,11 @@ def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rul
 
 
 def _make_top_k_top_p(params: Sequence[SamplingParams], device: torch.device) -> Rule:
-    top_ps = [each.top_p if each.top_p < 1 else math.inf for each in params]
-    settings = [
-        (each.temperature, each.top_k, top_p, _log_min_p(each))
-        for each, top_p in zip(params, top_ps, strict=True)
-    ]
+    settings = [kernel_settings(each) for each in params]
     in_torch = TopKTopP(
         _temperatures(params, device),
         _per_row([each.top_k for each in params], torch.long, device),
-        _per_row(top_ps, torch.float64, device),
+        _per_row([each.top_p for each in settings], torch.float64, device),
         _log_min_ps(params, device),
         width=max(each.top_k + 16 if each.top_k else 128 for each in params),
         needs_full_softmax=any(each.top_k == 0 for each in params),

@@ -152,15 +152,20 @@ def verify_groups(
 def likelihood_ratios(draft: Draft, target_probs: Tensor) -> FloatArray:
     """Return `p(x) / q(x)` `[row, node]` for the tokens x of chains; q(x) is 1 without `probs`."""
     target = _probs_of(draft.tokens, target_probs[:, :-1])
-    return target if draft.probs is None else target / _probs_of(draft.tokens, draft.probs).clip(SMALLEST)
+    if draft.probs is None:
+        return target.astype(numpy.float64)
+    drawn = numpy.maximum(_probs_of(draft.tokens, draft.probs), SMALLEST)
+    ratios: FloatArray = numpy.divide(target, drawn, dtype=numpy.float64)
+    return ratios
 
 
-def _probs_of(tokens: Tensor, dists: Tensor) -> FloatArray:
+def _probs_of(tokens: Tensor, dists: Tensor) -> NDArray[numpy.floating]:
     """Return the probabilities `[row, node]` of `tokens` in `dists` `[row, node, vocab]`, on the host."""
     if not dists.is_cpu:
-        return to_host(dists.gather(-1, tokens[..., None]))[..., 0]
+        found: NDArray[numpy.floating] = dists.gather(-1, tokens[..., None])[..., 0].cpu().numpy()
+        return found
     rows, nodes = _places(*tokens.shape)
-    found: FloatArray = dists.numpy()[rows, nodes, tokens.numpy()].astype(numpy.float64)
+    found = dists.numpy()[rows, nodes, tokens.numpy()]
     return found
 
 

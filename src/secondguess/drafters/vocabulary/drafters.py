@@ -15,7 +15,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import ChainRequest, Runtime
 from secondguess.runtime.native.sampling import with_confidences
 from secondguess.sampling.noise import Noise
 
@@ -109,6 +109,9 @@ class IntersectionDrafter(TranslatingDrafter):
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._restrict(super().chain_logits(rows, active))
+
+    def whole_chain(self, row: Row, request: ChainRequest) -> None:
+        """Return None: each token is translated before the model reads it."""
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         super().extend(rows, active, [self._translated_list[token] for token in tokens])

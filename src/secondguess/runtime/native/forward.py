@@ -5,23 +5,27 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_double, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.base import ChainRequest, DrawnChain
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import PackedDecoder
+from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.support import num_threads
 
-NO_MEMORY, UNKNOWN_TOKEN = 1, 2
+NO_MEMORY, UNKNOWN_TOKEN, NOT_FINITE = 1, 2, -3
 NUM_PREALLOCATED_SLOTS = 1024
 """Largest batch whose slots, when in order, are taken from a preallocated list."""
 NO_POSITIONS = torch.empty(0, dtype=torch.long)
@@ -87,6 +91,53 @@ def in_rows(output: Output, tokens: Tensor) -> Output:
     return Output(
         output.logits, {layer: each.view(*tokens.shape, -1) for layer, each in output.hidden.items()}
     )
+
+
+class PreparedCall(NamedTuple):
+    """Outputs of a call of the kernels.
+
+    Args:
+        logits: `[row, column, vocab]`.
+        levels: requested levels of hidden states.
+        shown: their hidden states `[level, token, width]`; None if none was requested.
+        held: inputs, which are kept until the call has ended.
+    """
+
+    logits: Tensor
+    levels: list[int]
+    shown: Tensor | None
+    held: object
+
+
+class KeepDecision:
+    """Decision after each node of a chain, called from the kernels.
+
+    Args:
+        decide: as `ChainRequest.keep_drafting`.
+        logits: `[1, vocab]`, which the kernels write.
+
+    Attributes:
+        callback: for the kernels; null if all nodes are to be drawn.
+    """
+
+    def __init__(self, decide: Callable[[Tensor, int, float], bool] | None, logits: Tensor) -> None:
+        self._decide = decide
+        self._logits = logits
+        self._error: BaseException | None = None
+        self.callback = library.KEEP_DRAFTING() if decide is None else library.KEEP_DRAFTING(self._ask)
+
+    def _ask(self, depth: int, confidence: float) -> int:
+        assert self._decide is not None
+        try:
+            return int(self._decide(self._logits, depth, confidence))
+        except BaseException as error:  # it cannot pass through the kernels
+            self._error = error
+            return 0
+
+    def raise_error(self) -> None:
+        """Raise the exception of a decision, if there was one."""
+        if self._error is not None:
+            raise self._error
 
 
 class KernelForward:
@@ -196,16 +247,110 @@ class KernelForward:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
         """
+        call = self._prepare(cache, tokens, layout, step, layers, wanted, num_known, states, features)
+        failure = self._kernels.secondguess_run(self.decoder.described, self._arguments, self._workspace)
+        self._check(failure, tokens, layout.firsts[-1])
+        if call.shown is None:
+            return Output(call.logits)
+        of_levels = dict(zip(call.levels, call.shown.unbind(), strict=True))
+        return Output(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+
+    def draft_chain(
+        self,
+        cache: KeyValueCache,
+        tokens: Sequence[int],
+        start: int,
+        request: ChainRequest,
+        features: Tensor | None = None,
+    ) -> DrawnChain:
+        """Draw a chain after some tokens of one row, in one call of the kernels.
+
+        Args:
+            cache: placed for the tokens and all nodes.
+            tokens: uncached tokens of the row, at least one.
+            start: number of cached tokens before them.
+            request: `vocab_size` is at most the width of the logits.
+            features: of the tokens, as in `__call__`; those of nodes are the outputs of a drafter head.
+
+        Raises:
+            OutOfMemoryError: no memory for the workspace.
+            BadInputError: a token id outside the vocabulary.
+            SecondGuessError: logits that are not finite.
+        """
+        inputs, num_nodes = token_tensor([tokens], torch.device("cpu")), request.num_nodes
+        layout = even_layout(1, len(tokens), 1)
+        step = ForwardStep(None, NO_POSITIONS, start + len(tokens) + num_nodes - 1, starts=[start])
+        layers, output = (
+            range(self.decoder.num_layers),
+            () if features is None else (self.decoder.num_layers,),
+        )
+        call = self._prepare(
+            cache, inputs, layout, step, layers, output, features=features, num_more=num_nodes - 1
+        )
+        settings, drawn, numbers = request.settings, (c_int64 * num_nodes)(), request.numbers
+        probs = torch.empty(num_nodes, request.vocab_size) if settings.temperature else None
+        uniforms = None if numbers.uniforms is None else (c_double * num_nodes)(*numbers.uniforms)
+        hashes = None if numbers.hashes is None else (c_uint64 * num_nodes)(*numbers.hashes)
+        decision = KeepDecision(request.keep_drafting, call.logits[0, :, : request.vocab_size])
+        chain = library.Chain(
+            num_nodes=num_nodes,
+            vocab_size=request.vocab_size,
+            temperature=settings.temperature,
+            is_truncated=settings.truncates,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            log_min_p=settings.log_min_p,
+            uniforms=None if uniforms is None else ctypes.addressof(uniforms),
+            hashes=None if hashes is None else ctypes.addressof(hashes),
+            keeps_drafting=decision.callback,
+            tokens=ctypes.addressof(drawn),
+            probs=None if probs is None else probs.data_ptr(),
+        )
+        found: int = self._kernels.secondguess_draft_chain(
+            self.decoder.described, self._arguments, self._workspace, chain
+        )
+        decision.raise_error()
+        if found == NOT_FINITE:
+            require_finite(call.logits)
+        self._check(-found, inputs, len(tokens))
+        return DrawnChain(drawn[:found], None if probs is None else probs[:found])
+
+    def _check(self, failure: int, tokens: Tensor | None, num_tokens: int) -> None:
+        """Raise the error of a call."""
+        if failure == NO_MEMORY:
+            raise OutOfMemoryError(
+                f"expected memory for a forward over {num_tokens} tokens, got none; decode fewer at once"
+            )
+        if failure == UNKNOWN_TOKEN and tokens is not None:
+            raise BadInputError(
+                f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
+                f"or {int(tokens.min())}; is it the tokenizer of another model?"
+            )
+
+    def _prepare(
+        self,
+        cache: KeyValueCache,
+        tokens: Tensor | None,
+        layout: Layout,
+        step: ForwardStep,
+        layers: range,
+        wanted: Sequence[int] = (),
+        num_known: int = 0,
+        states: Tensor | None = None,
+        features: Tensor | None = None,
+        num_more: int = 0,
+    ) -> PreparedCall:
+        """Set the arguments of a call, as in `__call__`, with room for the hidden states of `num_more` tokens."""
         rows, num_tokens = len(layout.firsts) - 1, layout.firsts[-1]
         tokens = None if tokens is None else tokens.contiguous()
         self._reach_cache(cache)
-        # held during the call: a runtime that shares the decoder may replace a table
+        # held: a runtime that shares the decoder may replace a table
         tables = [rotary.table(step.num_keys) for rotary in self.decoder.rotaries]
         for index, table in enumerate(tables):
             self._tables[index] = table.data_ptr()
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
-        addresses, shown = self._room_for(num_tokens, asked) if asked else (self._no_levels, None)
+        addresses, shown = self._room_for(num_tokens + num_more, asked) if asked else (self._no_levels, None)
         logits = torch.empty(rows, layout.num_columns, self.decoder.described.head.num_outputs)
         slots = cache.placement.slots
         if slots is None:
@@ -227,20 +372,8 @@ class KernelForward:
         forward.tokens = None if tokens is None else tokens.data_ptr()
         forward.states = None if states is None else states.data_ptr()
         forward.features = None if features is None else features.data_ptr()
-        failure = self._kernels.secondguess_run(self.decoder.described, forward, self._workspace)
-        if failure == NO_MEMORY:
-            raise OutOfMemoryError(
-                f"expected memory for a forward over {num_tokens} tokens, got none; decode fewer at once"
-            )
-        if failure == UNKNOWN_TOKEN and tokens is not None:
-            raise BadInputError(
-                f"expected token ids from 0 to {self.decoder.described.num_embedded - 1}, got {int(tokens.max())} "
-                f"or {int(tokens.min())}; is it the tokenizer of another model?"
-            )
-        if shown is None:
-            return Output(logits)
-        of_levels = dict(zip(asked, shown.unbind(), strict=True))
-        return Output(logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+        held = (tables, addresses, starts, closure, tokens, states, features, slots)
+        return PreparedCall(logits, asked, shown, held)
 
     def _room_for(self, num_tokens: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
         """Allocate the hidden states of these levels for the kernels.

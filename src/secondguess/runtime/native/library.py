@@ -1,4 +1,4 @@
-"""Compiled kernels (`decoder.h`, `modules.h`, `sampling.h`), and the structures that are passed to them.
+"""Compiled kernels (`decoder.h`, `modules.h`, `sampling.h`, `chain.h`), and the structures that are passed to them.
 
 The kernels are built for each kind of processor when the package is installed, if there is a C++
 compiler for x86. `units` returns those that this processor can run. If there are none, the fused
@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,6 +132,27 @@ class Forward(Structure):
         ("values", c_void_p),
         ("hidden", c_void_p),
         ("logits", c_void_p),
+    ]
+
+
+KEEP_DRAFTING = CFUNCTYPE(c_int64, c_int64, c_double)
+"""Type of the function that is called after each node of a chain."""
+
+
+class Chain(Structure):
+    _fields_ = [
+        ("num_nodes", c_int64),
+        ("vocab_size", c_int64),
+        ("temperature", c_double),
+        ("is_truncated", c_int64),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("log_min_p", c_double),
+        ("uniforms", c_void_p),
+        ("hashes", c_void_p),
+        ("keeps_drafting", KEEP_DRAFTING),
+        ("tokens", c_void_p),
+        ("probs", c_void_p),
     ]
 
 
@@ -243,6 +275,8 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_workspace.restype = c_void_p
     kernels.secondguess_free.argtypes = [c_void_p]
     kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
+    kernels.secondguess_draft_chain.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p, POINTER(Chain)]
+    kernels.secondguess_draft_chain.restype = c_int64
     kernels.secondguess_unembed.argtypes = [
         *(POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
     ]
@@ -278,6 +312,9 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
         kernels.secondguess_sources.restype = c_char_p
         found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
+        kernels.secondguess_size_of_chain.restype = c_int64
+        size_of_chain = kernels.secondguess_size_of_chain()
     except AttributeError:
         return False
-    return expected in (None, found.decode()) and list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
+    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chain)]
+    return expected in (None, found.decode()) and [*sizes, size_of_chain] == expected_sizes

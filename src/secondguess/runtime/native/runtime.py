@@ -11,7 +11,14 @@ from torch.nn import functional
 
 from secondguess.core import Draft, Row
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy, quantised_copy_error
+from secondguess.runtime.base import (
+    ChainRequest,
+    DrawnChain,
+    EmbeddingAndHead,
+    HiddenStates,
+    QuantisedCopy,
+    quantised_copy_error,
+)
 from secondguess.runtime.cached import Output, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import FusedRuntime, probe_passes
@@ -26,7 +33,7 @@ from secondguess.runtime.native.forward import (
     uneven_layout,
 )
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import context_length_of, has_bfloat16
+from secondguess.runtime.support import context_length_of, has_bfloat16, without_gradients
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, STORED_INT4, STORED_INT8, WeightFormat
 
 PROBE_WIDTH = 16
@@ -138,7 +145,7 @@ class NativeRuntime(LayeredRuntime):
         states = [self.slots[row] for row in rows]
         starts, num_queries = [state.length for state in states], draft.num_nodes + 1
         num_new, num_keys = num_queries - num_known, max(starts) + num_queries
-        with torch.inference_mode():
+        with without_gradients():
             queries = build_queries(states, [1] * len(states), draft)
             self._place(states, [start + num_known for start in starts], num_new, num_keys)
             tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
@@ -147,6 +154,35 @@ class NativeRuntime(LayeredRuntime):
         for state in states:
             state.num_nodes = num_queries  # moved with the row's slot until the target overwrites them
         return output.logits
+
+    @exclusive
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        if request.vocab_size > self.vocab_size:
+            return None
+        self._partial = None
+        state = self.slots[row]
+        self._catch_up([state])
+        drawn = self._draft_chain(self._forward, state, row.tokens[state.length :], request)
+        row.tokens += drawn.tokens
+        state.length = len(row.tokens) - 1
+        return drawn
+
+    @exclusive
+    def draft_chain_of_copy(self, forward: KernelForward, row: Row, request: ChainRequest) -> DrawnChain:
+        """Draw a chain from a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_chain`."""
+        self._partial = None  # its cache entries are overwritten
+        state = self.slots[row]
+        drawn = self._draft_chain(forward, state, [row.pending], request)
+        state.num_nodes = len(drawn.tokens)  # moved with the row's slot until the target overwrites them
+        return drawn
+
+    def _draft_chain(
+        self, forward: KernelForward, state: CachedRow, tokens: Sequence[int], request: ChainRequest
+    ) -> DrawnChain:
+        num_keys = state.length + len(tokens) + request.num_nodes - 1
+        with without_gradients():
+            self._place([state], [state.length], num_keys - state.length, num_keys)
+            return forward.draft_chain(self.cache, tokens, state.length, request)
 
     def _step(
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
@@ -224,3 +260,6 @@ class NativeCopy(QuantisedCopy):
 
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         return self._target.run_copy(self._forward, rows, draft, num_known)
+
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain:
+        return self._target.draft_chain_of_copy(self._forward, row, request)

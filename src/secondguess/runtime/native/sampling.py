@@ -7,16 +7,52 @@ and no threads are woken for it.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_double, c_int64
+from typing import NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.errors import OutOfMemoryError
+from secondguess.errors import OutOfMemoryError, SecondGuessError
 from secondguess.runtime.native.library import units
+
+
+class KernelSettings(NamedTuple):
+    """Sampling settings of a row.
+
+    Args:
+        temperature: 0 for the most likely token.
+        top_k: 0 if it is disabled.
+        top_p: infinity if it is disabled, so that rounding drops no token.
+        log_min_p: -inf if it is disabled.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    log_min_p: float
+
+    @property
+    def truncates(self) -> bool:
+        """True if logits are selected by top-k or top-p."""
+        return self.top_k > 0 or self.top_p < 1
+
+
+def require_finite(logits: Tensor) -> None:
+    """Check a model's logits.
+
+    Raises:
+        SecondGuessError: they are NaN or infinite.
+    """
+    if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
+        raise SecondGuessError(
+            "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
+            "overflow in this precision: try another dtype"
+        )
 
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
@@ -166,8 +202,8 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
 
 
 def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:
-    found = torch.tensor(tokens, dtype=torch.long)
-    return found if len(shape) == 1 else found.view(shape)
+    # several times faster than `torch.tensor`
+    return torch.from_numpy(numpy.array(tokens, numpy.int64).reshape(shape))
 
 
 def _places(dists: Tensor) -> list[int]:

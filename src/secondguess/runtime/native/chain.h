@@ -1,0 +1,85 @@
+// Chains of draft tokens for one row, each token drawn from the logits of a forward pass over the one
+// before it. The numbers are those of single passes and draws from Python, which this saves.
+#pragma once
+
+#include "decoder.h"
+#include "sampling.h"
+
+// Return whether to draft another node after the one at this depth, given the probability of the most
+// likely token there before any sampling setting.
+using KeepDrafting = int64_t (*)(int64_t depth, double confidence);
+
+struct Chain {
+    int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
+    double temperature;              // 0: the most likely token is drawn
+    int64_t is_truncated, top_k;     // arguments of `secondguess_truncated_softmax`, or only
+    double top_p, log_min_p;         // `log_min_p` of `secondguess_softmax`
+    const double* uniforms;          // [node], numbers for draws by inversion; or
+    const uint64_t* hashes;          // [node], hashes of races
+    KeepDrafting keeps_drafting;     // null to draw all nodes
+    int64_t* tokens;                 // [node]
+    float* probs;                    // [node][vocab_size], distributions of the draws; null at temperature 0
+};
+
+enum ChainFailure { CHAIN_NO_MEMORY = -1, CHAIN_UNKNOWN_TOKEN = -2, CHAIN_NOT_FINITE = -3 };
+
+// Draw the node at a depth from logits; returns 0 or a failure.
+static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth) {
+    const int64_t width = chain.vocab_size;
+    int64_t& token = chain.tokens[depth];
+    if (chain.temperature == 0) {
+        const float maximum = largest_in(logits, width);
+        if (!std::isfinite(maximum)) return CHAIN_NOT_FINITE;
+        token = std::find(logits, logits + width, maximum) - logits;
+        return 0;
+    }
+    float* probs = chain.probs + depth * width;
+    if (!chain.is_truncated)
+        secondguess_softmax(logits, 1, width, width, chain.temperature, chain.log_min_p, probs);
+    else if (secondguess_truncated_softmax(logits, 1, width, width, chain.temperature, chain.top_k, chain.top_p, chain.log_min_p, probs))
+        return CHAIN_NO_MEMORY;
+    if (std::isnan(probs[0])) return CHAIN_NOT_FINITE;
+    token = chain.uniforms ? secondguess_draw(probs, width, chain.uniforms[depth]) : secondguess_race(probs, width, chain.hashes[depth]);
+    return 0;
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+int64_t secondguess_size_of_chain() { return sizeof(Chain); }
+
+// Draw a chain; `first` is the forward pass over the row's uncached tokens, with the logits of the last.
+// A head that reads features has room for its output, the last of `hidden`, at all tokens and nodes but the
+// last: the output at a token is the feature of the next. Returns the number of nodes, or a failure.
+int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, void* workspace, const Chain* chain) {
+    Forward forward = *first;
+    int64_t start = first->starts[0] + first->num_tokens;
+    const int64_t firsts[] = {0, 1}, only = 0;
+    std::vector<void*> hidden;
+    try {
+        hidden.assign(first->hidden, first->hidden + decoder->num_layers + 1);
+    } catch (const std::exception&) {
+        return CHAIN_NO_MEMORY;
+    }
+    forward.hidden = hidden.data();
+    for (int64_t depth = 0;; depth++) {
+        if (const int failure = secondguess_run(decoder, &forward, workspace)) return -failure;
+        if (const int64_t failure = draw_node(*chain, forward.logits, depth)) return failure;
+        if (depth + 1 == chain->num_nodes) return depth + 1;
+        if (chain->keeps_drafting) {
+            int64_t token;
+            double confidence;
+            secondguess_most_likely(forward.logits, 1, chain->vocab_size, chain->vocab_size, &token, &confidence);
+            if (!chain->keeps_drafting(depth, confidence)) return depth + 1;
+        }
+        forward.num_tokens = 1, forward.firsts = firsts, forward.selected = forward.places = &only;
+        forward.starts = &start, forward.tokens = &chain->tokens[depth];
+        start += depth > 0;
+        if (decoder->joins_features) {
+            bf16* output = (bf16*)hidden[decoder->num_layers];
+            forward.features = output + (depth ? 0 : first->num_tokens - 1) * decoder->width;
+            hidden[decoder->num_layers] = (bf16*)forward.features + decoder->width;
+        }
+    }
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,137 @@
+"""Chains that the kernels draw at once: the same bits as chains drawn token by token, which define them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from chain_cases import SETTINGS, run_rounds
+from test_native_heads import native_target, random_head
+
+from families import FAMILIES, needs_kernels, write_checkpoint
+from secondguess.checkpoint.read import read_module
+from secondguess.core import Budgets, Row
+from secondguess.drafters.eagle import EagleDrafter
+from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.mtp import MtpDrafter
+from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.self import SelfDrafter
+from secondguess.errors import SecondGuessError
+from secondguess.runtime.fused import fuse
+from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
+
+pytestmark = needs_kernels
+
+NUM_CASES = 250
+Pair = tuple[SamplingDrafter, NativeRuntime | None]
+"""A drafter, and the target whose cache or states it reads."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chains")
+
+
+def native(folder: Path, family: str) -> NativeRuntime:
+    path = folder / family
+    decoder = fuse(
+        read_module(str(write_checkpoint(FAMILIES[family](), path)), torch.bfloat16).eval(), packed=False
+    )
+    assert decoder is not None
+    return NativeRuntime(NativeDecoder(decoder))
+
+
+def model(folder: Path, family: str = "llama") -> Pair:
+    runtime = native(folder, family)
+    return ModelDrafter(runtime, "model:draft", runtime.vocab_size - 3), None  # some tokens are never drafted
+
+
+def copy(folder: Path, family: str = "llama") -> Pair:
+    target = native(folder, family)
+    return SelfDrafter(target, "self:int4"), target
+
+
+def eagle(folder: Path, name: str = "eagle") -> Pair:
+    target = native_target()
+    return EagleDrafter(random_head(name, target), target, "eagle"), target
+
+
+def mtp(folder: Path) -> Pair:
+    target = native_target()
+    return MtpDrafter(random_head("mtp", target), target, "mtp"), target
+
+
+CASES: dict[str, Callable[[Path], Pair]] = {
+    "model": model,
+    "model, gemma3": lambda folder: model(folder, "gemma3"),
+    "self:int4": copy,
+    "self:int4, gemma3": lambda folder: copy(folder, "gemma3"),
+    "eagle": eagle,
+    "eagle, two layers": lambda folder: eagle(folder, "eagle, two layers"),
+    "eagle 1": lambda folder: eagle(folder, "eagle 1"),
+    "mtp": mtp,
+}
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    original = KeyedNoise.chain_numbers
+
+    def choose(is_at_once: bool) -> None:
+        method = original if is_at_once else (lambda self, num_nodes: None)
+        monkeypatch.setattr(KeyedNoise, "chain_numbers", method)
+
+    return choose
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chains_drawn_at_once_have_the_bits_of_those_drawn_token_by_token(name, folder, at_once):
+    pairs = [CASES[name](folder) for _ in range(2)]
+    num_drafts = 0
+    for case in range(NUM_CASES):
+        found = []
+        for is_at_once, pair in zip((True, False), pairs, strict=True):
+            at_once(is_at_once)
+            found.append(run_rounds(*pair, random.Random(case), SETTINGS[case % len(SETTINGS)]))
+        for (tokens, probs, asked), (own_tokens, own_probs, own_asked) in zip(*found, strict=True):
+            assert tokens == own_tokens
+            assert asked == own_asked
+            assert probs is own_probs is None or torch.equal(probs, own_probs)
+            num_drafts += 1
+    assert num_drafts > 2 * NUM_CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chains_are_drawn_at_once(name, folder, monkeypatch):
+    """Otherwise the test above compares nothing."""
+    drafter, target = CASES[name](folder)
+    monkeypatch.setattr(drafter, "chain_logits", lambda *_: pytest.fail("a step per token"))
+    assert run_rounds(drafter, target, random.Random(0), {"temperature": 1.0})
+
+
+def draft_once(drafter: SamplingDrafter, keep: Callable[..., list[bool]] | None = None) -> None:
+    row = Row([3, 4, 5], SamplingParams(temperature=1.0))
+    drafter.prepare([row], [0])
+    budgets = Budgets([4], keep or (lambda *_: [True]), keep is not None)
+    drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
+
+
+def test_an_error_of_the_controller_reaches_the_caller(folder):
+    def fail(*_: object) -> list[bool]:
+        raise SecondGuessError("expected a decision, got none")
+
+    with pytest.raises(SecondGuessError, match="expected a decision"):
+        draft_once(model(folder)[0], fail)
+
+
+def test_logits_that_are_not_finite_are_refused(folder):
+    drafter, _ = model(folder)
+    drafter.runtime.decoder.embedding.fill_(float("nan"))
+    with pytest.raises(SecondGuessError, match="expected finite logits"):
+        draft_once(drafter)
