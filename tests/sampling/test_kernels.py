@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from families import needs_kernels
-from secondguess.core import Row
+from secondguess.core import Draft, Row
 from secondguess.runtime.native import library, sampling
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.truncation import make_rule
+from secondguess.verifiers.base import likelihood_ratios, residual
+from secondguess.verifiers.block import prefix_weights
 
 pytestmark = needs_kernels
 
@@ -140,6 +142,27 @@ def test_races_equal_those_of_all_arrival_times(unit, width):
         ]
         noise = KeyedNoise.from_rows(rows)
         assert torch.equal(noise.race(dists, depths), noise.arrival_times(dists, depths).argmin(-1))
+
+
+@some_widths
+def test_weights_of_a_chain_equal_those_of_the_rule(unit, width):
+    """Bit by bit; impossible tokens, and ratios beyond the range of float32, among them."""
+    for seed in range(24 if width > 10_000 else 200):
+        generator = torch.Generator().manual_seed(seed)
+        num_nodes = 1 + seed % 8
+        dists = (4 * torch.randn(2, 1, num_nodes + 1, width, generator=generator)).softmax(-1)
+        p, q = dists[0], dists[1][:, :-1].contiguous()
+        tokens = torch.randint(width, (1, num_nodes), generator=generator)
+        if seed % 3 == 0:
+            p[0, seed % num_nodes, tokens[0, seed % num_nodes]] = 0.0
+        if seed % 4 == 0:
+            q[0, -1, tokens[0, -1]] = 0.0
+        draft = Draft.chains(tokens.tolist(), q)
+        weights = prefix_weights(likelihood_ratios(draft, p))
+        expected = residual(weights[:, :-1], p[:, :-1], q, draft.tokens)
+        found = sampling.chain_weights(p, q, draft.tokens)
+        numpy.testing.assert_array_equal(found[0], weights)
+        numpy.testing.assert_array_equal(found[1], expected.masses)
 
 
 @some_widths

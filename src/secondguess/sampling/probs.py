@@ -189,9 +189,11 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 def _has_nan(dists: Tensor) -> bool:
     # An undefined distribution is NaN in every entry, and one NaN makes the sum below NaN.
-    if dists.is_cpu:  # NumPy takes a quarter of torch's time for so few numbers
-        return math.isnan(dists.numpy()[..., 0].sum())
-    return math.isnan(dists[..., 0].sum().item())
+    if not dists.is_cpu:
+        return math.isnan(dists[..., 0].sum().item())
+    # NumPy takes a quarter of torch's time for so few numbers.
+    first = dists.numpy()[..., 0]
+    return math.isnan(first.item() if first.size == 1 else first.sum())
 
 
 def _no_token_error(logits: Tensor) -> SecondGuessError:

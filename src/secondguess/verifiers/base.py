@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy
 import torch
@@ -225,10 +226,15 @@ def residual(
     return Residual(dists, to_host(dists.sum(-1)))
 
 
-def at(values: Tensor, places: NDArray[numpy.int64]) -> Tensor:
+ValuesT = TypeVar("ValuesT", Tensor, FloatArray)
+
+
+def at(values: ValuesT, places: NDArray[numpy.int64]) -> ValuesT:
     """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
     if len(places) == 1 or (places == places[0]).all():
         return values[:, int(places[0])]
+    if not isinstance(values, Tensor):
+        return values[numpy.arange(len(places)), places]
     rows = torch.arange(len(places), device=values.device)
     return values[rows, torch.from_numpy(places).to(values.device)]
 

@@ -290,6 +290,16 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_draw.restype = c_int64
     kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64]
     kernels.secondguess_race.restype = c_int64
+    kernels.secondguess_chain_weights.argtypes = [
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_void_p,
+    ]
+    kernels.secondguess_chain_weights.restype = None
     kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
     kernels.secondguess_residual.restype = c_double
     kernels.secondguess_linear.argtypes = [

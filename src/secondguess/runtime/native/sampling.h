@@ -235,6 +235,21 @@ int64_t secondguess_race(const float* weights, int64_t width, uint64_t hash) {
     return found;
 }
 
+// The weights w_0 to w_count of the prefixes of a chain, and the masses s_0 to s_(count - 1) of the residuals
+// after them, as `verifiers/block.py` defines them. p and q are distributions [node][width].
+void secondguess_chain_weights(const float* p, const float* q, const int64_t* tokens, int64_t count, int64_t width, double* weights,
+                               double* masses) {
+    double log_weight = 0;
+    for (int64_t node = 0; node < count; node++, p += width, q += width) {
+        weights[node] = std::exp(log_weight);
+        const Floats factor = all(weights[node]);
+        masses[node] = sum_over(width, [&](int64_t i, Lanes part) { return largest(factor * load(p + i, part) - load(q + i, part), zeros()); });
+        const double ratio = (double)p[tokens[node]] / std::max(q[tokens[node]], FLT_MIN);
+        log_weight = ratio > 0 ? std::min(0.0, log_weight + std::log(ratio)) : -INFINITY;
+    }
+    weights[count] = std::exp(log_weight);
+}
+
 // The residual max(factor * p - q, 0), and its sum.
 double secondguess_residual(float factor, const float* p, const float* q, int64_t width, float* residual) {
     return sum_over(width, [&](int64_t i, Lanes part) {
