@@ -61,9 +61,9 @@ def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(draft_runtime, "run", interrupt)
+        patch.setattr(draft_runtime, "_prefill", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            list(decode(components, [Row([0, 1], SamplingParams())]))
+            list(decode(components, [Row([0, 1] * 10, SamplingParams())]))
     assert target.num_live_rows == draft_runtime.num_live_rows == 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.fused import fuse
+from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.sampling import SamplingParams
@@ -115,11 +118,13 @@ def test_chains_are_drawn_at_once(name, folder, monkeypatch):
     assert run_rounds(drafter, target, random.Random(0), {"temperature": 1.0})
 
 
-def draft_once(drafter: SamplingDrafter, keep: Callable[..., list[bool]] | None = None) -> None:
-    row = Row([3, 4, 5], SamplingParams(temperature=1.0))
+def draft_once(
+    drafter: SamplingDrafter, keep: Callable[..., list[bool]] | None = None, temperature: float = 1.0
+) -> list[list[int]]:
+    row = Row([3, 4, 5], SamplingParams(temperature=temperature))
     drafter.prepare([row], [0])
     budgets = Budgets([4], keep or (lambda *_: [True]), keep is not None)
-    drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
+    return drafter.propose([row], budgets, KeyedNoise.from_rows([row])).token_lists
 
 
 def test_an_error_of_the_controller_reaches_the_caller(folder):
@@ -128,6 +133,43 @@ def test_an_error_of_the_controller_reaches_the_caller(folder):
 
     with pytest.raises(SecondGuessError, match="expected a decision"):
         draft_once(model(folder)[0], fail)
+
+
+def test_an_interruption_between_a_step_and_its_decision_is_not_lost(folder, monkeypatch):
+    """Python drops exceptions of signals there, and the decision has not been made."""
+    original = library.KEEP_DRAFTING
+    silent = original(lambda *_: None)
+    monkeypatch.setattr(library, "KEEP_DRAFTING", lambda *function: silent if function else original())
+    with pytest.raises(KeyboardInterrupt):
+        draft_once(model(folder)[0], lambda *_: [True])
+
+
+def test_a_chain_leaves_nothing_to_the_garbage_collector(folder):
+    drafter, _ = model(folder)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(logits: torch.Tensor, *_: object) -> list[bool]:
+        kept.append(weakref.ref(logits))
+        return [True]
+
+    gc.disable()
+    try:
+        draft_once(drafter, keep)
+    finally:
+        gc.enable()
+    assert kept
+    assert not any(each() is not None for each in kept)
+
+
+def test_greedy_drafts_of_a_broken_model_are_those_of_the_loop(folder, at_once):
+    """NaN counts as the largest logit; the target corrects such drafts."""
+    found = []
+    for is_at_once in (True, False):
+        at_once(is_at_once)
+        drafter, _ = model(folder)
+        drafter.runtime.decoder.embedding.fill_(float("nan"))
+        found.append(draft_once(drafter, temperature=0.0))
+    assert found[0] == found[1]
 
 
 def test_logits_that_are_not_finite_are_refused(folder):

@@ -12,9 +12,9 @@ import secondguess.runtime.native
 
 SOURCE = """
 #include "team.h"
-extern "C" int threads_of_next_call(int used, int64_t busy, int64_t now) {
+extern "C" int threads_of_next_call(int wanted, int64_t busy, int64_t now) {
     static ThreadLimit limit;
-    return limit.of(4, used, busy, now);
+    return limit.of(wanted, 4, busy, now);
 }
 """
 MILLISECOND = 1_000_000
@@ -23,18 +23,18 @@ FIRST_HOLD, LONGEST_HOLD = 20, 640  # ms
 
 
 class Machine:
-    """Calls of four threads at times that the test sets."""
+    """Calls on a team of four threads at times that the test sets."""
 
     def __init__(self, threads_of_next_call: Callable[[int, int, int], int]) -> None:
         self._ask = threads_of_next_call
         self.busy_until, self.now, self.used = 0, START, 4
 
-    def call_after(self, milliseconds: int, finds_busy: bool = False) -> int:
+    def call_after(self, milliseconds: int, finds_busy: bool = False, wanted: int = 4) -> int:
         """Return the number of threads of a call, before which threads found the machine busy or not."""
         self.now += milliseconds * MILLISECOND
         if finds_busy:
             self.busy_until = self.now + FIRST_HOLD * MILLISECOND
-        self.used = self._ask(self.used, self.busy_until, self.now)
+        self.used = self._ask(wanted, self.busy_until, self.now)
         return self.used
 
 
@@ -57,6 +57,17 @@ def test_a_machine_that_stays_busy_gets_one_thread_fewer_at_a_time(machine):
     assert machine.call_after(1) == 4
     assert machine.call_after(1, finds_busy=True) == 4, "a burst that may be over"
     assert [machine.call_after(21, finds_busy=True) for _ in range(4)] == [3, 2, 1, 1]
+
+
+def test_small_calls_neither_lower_nor_end_the_limit(machine):
+    """As a product of one block, which wants one thread."""
+    machine.call_after(1, finds_busy=True)
+    machine.call_after(1, wanted=1)
+    assert machine.call_after(20, finds_busy=True) == 3
+    assert machine.call_after(25, wanted=1) == 1
+    assert machine.call_after(1) == 4, "one more is tried after the hold"
+    assert machine.call_after(1, finds_busy=True) == 3
+    assert [machine.call_after(1, wanted=wanted) for wanted in (1, 4, 2, 4)] == [1, 3, 2, 3]
 
 
 def test_threads_return_one_by_one_on_a_quiet_machine(machine):

@@ -87,8 +87,9 @@ class ChainRequest:
         vocab_size: width of the distributions; logits beyond are not used.
         settings: temperature, top-k, top-p and min-p of the row.
         numbers: the random numbers of the nodes.
-        keep_drafting: called after each node but the last with its logits `[1, vocab]`, its depth and the
-            probability of the most likely token; returns whether to go on. None to draw all nodes.
+        keep_drafting: called after each node but the last with its logits `[1, vocab]`, which are valid
+            during the call, its depth and the probability of the most likely token; returns whether to
+            go on. None to draw all nodes.
     """
 
     num_nodes: int

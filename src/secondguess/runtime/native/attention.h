@@ -99,7 +99,8 @@ constexpr int64_t MOST_QUERIES = 64;                       // queries that read 
 // Attention of some queries of one key head, block by block of their keys, with a running softmax (Milakov
 // and Gimelshein, arXiv 1805.02867; Dao and others, arXiv 2205.14135). Blocks are counted from the first key
 // of a query's own list, and all sums follow the order of the list: the result for a query does not depend
-// on the others, nor on what else the cache holds.
+// on the others, nor on what else the cache holds, if all numbers are finite: values of a block that a query
+// does not attend to have weight 0.
 class Attention {
     int64_t size = 0, padded = 0;  // of a head; `padded` to 64
     float scaling, cap;            // on scores; a soft cap unless 0

@@ -5,9 +5,10 @@
 #include "decoder.h"
 #include "sampling.h"
 
-// Return whether to draft another node after the one at this depth, given the probability of the most
-// likely token there before any sampling setting.
-using KeepDrafting = int64_t (*)(int64_t depth, double confidence);
+// Decides whether to draft another node after the one at this depth, given the probability of the most
+// likely token there before any sampling setting. The answer is written to `Chain::answer`.
+using KeepDrafting = void (*)(int64_t depth, double confidence);
+enum Answer { NO_ANSWER = 0, STOP = 1, GO_ON = 2 };
 
 struct Chain {
     int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
@@ -17,20 +18,20 @@ struct Chain {
     const double* uniforms;          // [node], numbers for draws by inversion; or
     const uint64_t* hashes;          // [node], hashes of races
     KeepDrafting keeps_drafting;     // null to draw all nodes
+    int64_t answer;                  // none if the call was interrupted
     int64_t* tokens;                 // [node]
     float* probs;                    // [node][vocab_size], distributions of the draws; null at temperature 0
 };
 
-enum ChainFailure { CHAIN_NO_MEMORY = -1, CHAIN_UNKNOWN_TOKEN = -2, CHAIN_NOT_FINITE = -3 };
+enum ChainFailure { CHAIN_NO_MEMORY = -1, CHAIN_UNKNOWN_TOKEN = -2, CHAIN_NOT_FINITE = -3, CHAIN_INTERRUPTED = -4 };
 
 // Draw the node at a depth from logits; returns 0 or a failure.
 static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth) {
     const int64_t width = chain.vocab_size;
     int64_t& token = chain.tokens[depth];
     if (chain.temperature == 0) {
-        const float maximum = largest_in(logits, width);
-        if (!std::isfinite(maximum)) return CHAIN_NOT_FINITE;
-        token = std::find(logits, logits + width, maximum) - logits;
+        const float maximum = largest_in(logits, width);  // NaN counts as the largest
+        token = std::find_if(logits, logits + width, [&](float each) { return each == maximum || std::isnan(each); }) - logits;
         return 0;
     }
     float* probs = chain.probs + depth * width;
@@ -50,7 +51,7 @@ int64_t secondguess_size_of_chain() { return sizeof(Chain); }
 // Draw a chain; `first` is the forward pass over the row's uncached tokens, with the logits of the last.
 // A head that reads features has room for its output, the last of `hidden`, at all tokens and nodes but the
 // last: the output at a token is the feature of the next. Returns the number of nodes, or a failure.
-int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, void* workspace, const Chain* chain) {
+int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, void* workspace, Chain* chain) {
     Forward forward = *first;
     int64_t start = first->starts[0] + first->num_tokens;
     const int64_t firsts[] = {0, 1}, only = 0;
@@ -69,7 +70,10 @@ int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, vo
             int64_t token;
             double confidence;
             secondguess_most_likely(forward.logits, 1, chain->vocab_size, chain->vocab_size, &token, &confidence);
-            if (!chain->keeps_drafting(depth, confidence)) return depth + 1;
+            chain->answer = NO_ANSWER;
+            chain->keeps_drafting(depth, confidence);
+            if (chain->answer == NO_ANSWER) return CHAIN_INTERRUPTED;
+            if (chain->answer == STOP) return depth + 1;
         }
         forward.num_tokens = 1, forward.firsts = firsts, forward.selected = forward.places = &only;
         forward.starts = &start, forward.tokens = &chain->tokens[depth];

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import token_tensor
-from secondguess.errors import BadInputError, OutOfMemoryError
+from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainRequest, DrawnChain
 from secondguess.runtime.cache import KeyValueCache
@@ -25,7 +25,8 @@ from secondguess.runtime.native.decoder import PackedDecoder
 from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.support import num_threads
 
-NO_MEMORY, UNKNOWN_TOKEN, NOT_FINITE = 1, 2, -3
+NO_MEMORY, UNKNOWN_TOKEN, NOT_FINITE, INTERRUPTED = 1, 2, 3, 4
+STOP, GO_ON = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024
 """Largest batch whose slots, when in order, are taken from a preallocated list."""
 NO_POSITIONS = torch.empty(0, dtype=torch.long)
@@ -94,7 +95,7 @@ def in_rows(output: Output, tokens: Tensor) -> Output:
 
 
 class PreparedCall(NamedTuple):
-    """Outputs of a call of the kernels.
+    """Outputs of a call of the kernels, and its inputs.
 
     Args:
         logits: `[row, column, vocab]`.
@@ -107,37 +108,6 @@ class PreparedCall(NamedTuple):
     levels: list[int]
     shown: Tensor | None
     held: object
-
-
-class KeepDecision:
-    """Decision after each node of a chain, called from the kernels.
-
-    Args:
-        decide: as `ChainRequest.keep_drafting`.
-        logits: `[1, vocab]`, which the kernels write.
-
-    Attributes:
-        callback: for the kernels; null if all nodes are to be drawn.
-    """
-
-    def __init__(self, decide: Callable[[Tensor, int, float], bool] | None, logits: Tensor) -> None:
-        self._decide = decide
-        self._logits = logits
-        self._error: BaseException | None = None
-        self.callback = library.KEEP_DRAFTING() if decide is None else library.KEEP_DRAFTING(self._ask)
-
-    def _ask(self, depth: int, confidence: float) -> int:
-        assert self._decide is not None
-        try:
-            return int(self._decide(self._logits, depth, confidence))
-        except BaseException as error:  # it cannot pass through the kernels
-            self._error = error
-            return 0
-
-    def raise_error(self) -> None:
-        """Raise the exception of a decision, if there was one."""
-        if self._error is not None:
-            raise self._error
 
 
 class KernelForward:
@@ -291,7 +261,16 @@ class KernelForward:
         probs = torch.empty(num_nodes, request.vocab_size) if settings.temperature else None
         uniforms = None if numbers.uniforms is None else (c_double * num_nodes)(*numbers.uniforms)
         hashes = None if numbers.hashes is None else (c_uint64 * num_nodes)(*numbers.hashes)
-        decision = KeepDecision(request.keep_drafting, call.logits[0, :, : request.vocab_size])
+        logits, keep_drafting = call.logits[0, :, : request.vocab_size], request.keep_drafting
+        errors: list[BaseException] = []
+
+        def ask(depth: int, confidence: float) -> None:
+            assert keep_drafting is not None
+            try:
+                chain.answer = GO_ON if keep_drafting(logits, depth, confidence) else STOP
+            except BaseException as error:  # it cannot pass through the kernels
+                errors.append(error)
+
         chain = library.Chain(
             num_nodes=num_nodes,
             vocab_size=request.vocab_size,
@@ -302,17 +281,27 @@ class KernelForward:
             log_min_p=settings.log_min_p,
             uniforms=None if uniforms is None else ctypes.addressof(uniforms),
             hashes=None if hashes is None else ctypes.addressof(hashes),
-            keeps_drafting=decision.callback,
             tokens=ctypes.addressof(drawn),
             probs=None if probs is None else probs.data_ptr(),
         )
-        found: int = self._kernels.secondguess_draft_chain(
-            self.decoder.described, self._arguments, self._workspace, chain
-        )
-        decision.raise_error()
-        if found == NOT_FINITE:
+        if keep_drafting is not None:
+            chain.keeps_drafting = library.KEEP_DRAFTING(ask)
+        try:
+            found: int = self._kernels.secondguess_draft_chain(
+                self.decoder.described, self._arguments, self._workspace, chain
+            )
+        finally:
+            chain.keeps_drafting = library.KEEP_DRAFTING()  # a cycle through `ask`, which refers to the chain
+        if errors:
+            raise errors[0]
+        if found == -INTERRUPTED:  # by a signal, before the decision began: Python drops its exception
+            raise KeyboardInterrupt
+        if found == -NOT_FINITE:
             require_finite(call.logits)
-        self._check(-found, inputs, len(tokens))
+            raise SecondGuessError(
+                "expected a finite logit from the draft model, got none; its weights are broken"
+            )
+        self._check(-found, torch.tensor([*tokens, *drawn[:]]), len(tokens))
         return DrawnChain(drawn[:found], None if probs is None else probs[:found])
 
     def _check(self, failure: int, tokens: Tensor | None, num_tokens: int) -> None:

@@ -135,7 +135,7 @@ class Forward(Structure):
     ]
 
 
-KEEP_DRAFTING = CFUNCTYPE(c_int64, c_int64, c_double)
+KEEP_DRAFTING = CFUNCTYPE(None, c_int64, c_double)
 """Type of the function that is called after each node of a chain."""
 
 
@@ -151,6 +151,7 @@ class Chain(Structure):
         ("uniforms", c_void_p),
         ("hashes", c_void_p),
         ("keeps_drafting", KEEP_DRAFTING),
+        ("answer", c_int64),
         ("tokens", c_void_p),
         ("probs", c_void_p),
     ]

@@ -199,9 +199,9 @@ def chain_weights(
     kernels = kernels_for(p, q)
     if kernels is None:
         return None
-    num_nodes = q.shape[1]
+    num_nodes, tokens = q.shape[1], tokens.contiguous()
     weights, masses = numpy.empty((1, num_nodes + 1)), numpy.empty((1, num_nodes))
-    addresses = p.data_ptr(), q.data_ptr(), tokens.contiguous().data_ptr()
+    addresses = p.data_ptr(), q.data_ptr(), tokens.data_ptr()
     outputs = weights.ctypes.data, masses.ctypes.data
     kernels.secondguess_chain_weights(*addresses, num_nodes, p.shape[-1], *outputs)
     return weights, masses

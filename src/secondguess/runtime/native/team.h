@@ -95,26 +95,26 @@ class ThreadLimit {
     int64_t next = 0;       // time at which one more thread is tried
     int64_t last_busy = 0;  // `busy_until` when it was last read
 
-    void lower(int used, int64_t now) {
+    void lower(int most, int64_t now) {
         hold = now < next ? std::min(2 * hold, LONGEST_HOLD) : BUSY_TIME;
-        limit = std::max(1, used - 1);
+        limit = std::max(1, (limit ? std::min(limit, most) : most) - 1);
         next = now + hold;
     }
 
-    void raise(int wanted, int64_t now) {
-        limit = limit < wanted ? limit + 1 : 0;
+    void raise(int most, int64_t now) {
+        limit = limit < most ? limit + 1 : 0;
         next = now + hold;
     }
 
   public:
-    // The number of threads of a call at the time `now`, which wants `wanted`; the last call had `used`.
-    // `busy` is `busy_until`.
-    int of(int wanted, int used, int64_t busy, int64_t now) {
+    // The number of threads of a call at the time `now`, which wants `wanted`, of a team that has had
+    // calls of up to `most`. `busy` is `busy_until`.
+    int of(int wanted, int most, int64_t busy, int64_t now) {
         if (busy != last_busy) {
-            if (now < next || busy - last_busy < 2 * BUSY_TIME) lower(used, now);
+            if (now < next || busy - last_busy < 2 * BUSY_TIME) lower(most, now);
             last_busy = busy;
         } else if (limit && now >= next) {
-            raise(wanted, now);
+            raise(most, now);
         }
         return limit ? std::min(limit, wanted) : wanted;
     }
@@ -187,8 +187,8 @@ class Team {
     void run(int64_t wanted, Callable callable) {
         const std::lock_guard<std::mutex> lock(one_at_a_time);
         grow(std::min<int64_t>(wanted, MOST_THREADS) - 1);
-        const int most = std::min<int64_t>(wanted, num_workers + 1);
-        num_threads = limit.of(most, num_threads, busy_until.load(std::memory_order_relaxed), nanoseconds_now());
+        const int most = num_workers + 1;
+        num_threads = limit.of(std::min<int64_t>(wanted, most), most, busy_until.load(std::memory_order_relaxed), nanoseconds_now());
         function = [](void* argument, int thread, int count) { (*(Callable*)argument)(thread, count); };
         argument = &callable;
         const uint32_t num_calls = (started.get() >> 10) + 1;
