@@ -231,14 +231,19 @@ def sampling_case(rng: random.Random) -> None:
     found = rule(logits)
     with patch.object(truncation, "kernels_for", lambda *_: None):
         expected = rule(logits)
-    # Which of the logits at a limit are kept may differ by rounding.
-    assert ((found - expected).abs() < 1e-4).float().mean() > 0.98 or shape[2] < 100
+    # Which of the logits at a limit are kept may differ by rounding, of one token in each distribution.
+    assert ((found - expected).abs() < 1e-4).sum(-1).min() >= shape[2] - 3
     numpy.testing.assert_allclose(found.double().sum(-1).numpy(), 1, rtol=1e-4)
     uniforms = numpy.random.default_rng(rng.getrandbits(30)).random(shape[:2])
     drawn = sampling.draw_by_inversion(found, uniforms)
     assert (found.gather(-1, drawn[..., None]) > 0).all()
-    sampling.residuals(numpy.ones(shape[:2]), found, expected)
-    sampling.with_confidences(logits[0])
+    left, masses = sampling.residuals(numpy.ones(shape[:2]), found, expected)
+    numpy.testing.assert_allclose(masses, left.double().sum(-1).numpy(), atol=1e-5)
+    weights, _ = sampling.chain_weights(found[:1], expected[:1, :-1].contiguous(), drawn[:1, :-1]) or ((), ())
+    assert all(0 <= weight <= 1 for of_row in weights for weight in of_row)
+    tokens, confidences = sampling.with_confidences(logits[0])
+    assert tokens == logits[0].argmax(-1).tolist()
+    numpy.testing.assert_allclose(confidences, logits[0].softmax(-1).amax(-1).numpy(), rtol=1e-4)
 
 
 if __name__ == "__main__":

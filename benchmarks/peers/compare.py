@@ -38,8 +38,7 @@ OPENVINO_FOLDERS = {"bfloat16": ("fp16", "bf16"), "int8": ("int8", "bf16"), "int
 
 
 def ours(pair: Path, lengths: Sequence[int], precision: str) -> tuple[list[System], Models]:
-    """Return our systems: plain, the default drafter, and the draft model by the default controller and at
-    constant lengths."""
+    """Return our systems: plain, the default drafter, and the draft model at several lengths."""
     quantize = None if precision == "bfloat16" else precision
     models = Models(str(pair / "target"), "bfloat16", "cpu", quantize=quantize)
     drafter = f"model:{pair / 'drafter'}"

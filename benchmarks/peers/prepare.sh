@@ -45,9 +45,9 @@ for pair in "$@"; do
         done
         [ -f "$pair/$model.gguf" ] || PYTHONPATH=$engines/llama_cpp_python-0.3.36/vendor/llama.cpp/gguf-py \
             "$here/../../.venv/bin/python" "$here/to_gguf.py" "$pair/$model" "$pair/$model.gguf"
-        for format in q8_0 q4_0 q4_k_m; do
-            [ -f "$pair/$model-$format.gguf" ] ||
-                "$engines/llama.cpp/bin/llama-quantize" "$pair/$model.gguf" "$pair/$model-$format.gguf" "$format"
-        done
+    done
+    for file in target-q8_0 target-q4_0 target-q4_k_m drafter-q8_0; do
+        [ -f "$pair/$file.gguf" ] ||
+            "$engines/llama.cpp/bin/llama-quantize" "$pair/${file%%-*}.gguf" "$pair/$file.gguf" "${file#*-}"
     done
 done

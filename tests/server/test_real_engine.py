@@ -150,7 +150,9 @@ def test_counters_grow_with_every_round_and_count_requests_that_are_abandoned(se
             "ignore_eos": True,
             "speculation": {"drafter": "ngram", "draft_length": 4},
         }
-        stream = complete(client, prompt=PROMPT * 20, max_tokens=1500, stream=True, extra_body=body)
+        stream = complete(
+            client, prompt=PROMPT * 20, temperature=0, max_tokens=1500, stream=True, extra_body=body
+        )
         for _ in range(50):
             next(iter(stream))
         running = metrics_of(http)
