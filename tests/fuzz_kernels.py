@@ -231,8 +231,12 @@ def sampling_case(rng: random.Random) -> None:
     found = rule(logits)
     with patch.object(truncation, "kernels_for", lambda *_: None):
         expected = rule(logits)
-    # Which of the logits at a limit are kept may differ by rounding, of one token in each distribution.
-    assert ((found - expected).abs() < 1e-4).sum(-1).min() >= shape[2] - 3
+    # Which of the logits at a limit are kept may differ by rounding; the others are in proportion.
+    kept = (found > 0) & (expected > 0)
+    assert ((found > 0) != (expected > 0)).sum(-1).max() <= 2 or params.top_p == 1
+    for own, other, both in zip(found.flatten(0, 1), expected.flatten(0, 1), kept.flatten(0, 1), strict=True):
+        ratios = own[both & (other > 1e-6)] / other[both & (other > 1e-6)]
+        assert ratios.max() <= 1.01 * ratios.min()
     numpy.testing.assert_allclose(found.double().sum(-1).numpy(), 1, rtol=1e-4)
     uniforms = numpy.random.default_rng(rng.getrandbits(30)).random(shape[:2])
     drawn = sampling.draw_by_inversion(found, uniforms)
