@@ -181,8 +181,8 @@ def chain_case(rng: random.Random) -> None:
         drafter = ModelDrafter(NativeRuntime(decoder), "model:draft", vocab_size)
         with patch.object(KeyedNoise, "chain_numbers", method):
             found.append(run_rounds(drafter, None, random.Random(seed), settings))
-    for (tokens, probs, asked), (own_tokens, own_probs, own_asked) in zip(*found, strict=True):
-        assert (tokens, asked) == (own_tokens, own_asked)
+    for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
+        assert (tokens, decisions) == (own_tokens, own_decisions)
         assert probs is own_probs is None or torch.equal(probs, own_probs)
 
 

@@ -204,7 +204,7 @@ def test_a_series_of_probes_is_completed_after_its_first_candidate_is_gone() -> 
         choices = (match, model) if number % 7 == 0 else (model,)
         length = play(controller, [row], [choices])[0]
         assert not (was_probing and controller._in_backoff)
-        was_probing = controller._probing
+        was_probing = controller._decision.is_probe
         num_probes += length
     assert num_probes > 10
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from simulation import Chance, FixedConfidences, Simulation
 from secondguess.controllers.cost.acceptance_stats import AcceptanceStats
 from secondguess.controllers.cost.averages import CostCurve
 from secondguess.controllers.cost.controller import CostController, CostOptions
+from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.controllers.cost.loss_limits import (
     GRANT,
@@ -28,6 +30,7 @@ from secondguess.controllers.cost.loss_limits import (
     LossGuard,
     ProbeBudget,
 )
+from secondguess.controllers.cost.round_buffers import MOST_DRAFTED
 from secondguess.controllers.cost.round_times import MAX_PLAIN_AGE, NUM_CHECKS, NUM_DEVIATIONS, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
@@ -514,7 +517,7 @@ def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_c
 def test_ended_rows_are_released() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
-    for _ in range(8):
+    for _ in range(3 * MOST_DRAFTED):
         plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
         verdict = Verdict.from_chain([0], [0])
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
@@ -871,17 +874,10 @@ def test_unplanned_drafts_do_not_affect_the_statistics() -> None:
     assert Simulation(lambda number, depth: 0.9).play(controller, 500).speed > 1.5
 
 
-def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_learns_from_predicted_acceptance_probabilities() -> None:
     """A node is recorded under its predicted acceptance probability, not under its distribution."""
     controller, row = CostController(), Row([0] * 20, SamplingParams(max_tokens=100))
-    received: list[float] = []
-    original = controller.expectations.of_node
-
-    def of_node(kind: object, confidence: float) -> tuple[object, float, float]:
-        received.append(confidence)
-        return original(kind, confidence)
-
-    monkeypatch.setattr(controller.expectations, "of_node", of_node)
+    groups: list[int] = []
     acceptance_probs = FixedConfidences([0.9])
     acceptance_probs.acceptance_probs = [0.3]
     for draft_probs in (FixedConfidences([0.9]), acceptance_probs):
@@ -889,4 +885,51 @@ def test_cost_learns_from_predicted_acceptance_probabilities(monkeypatch: pytest
             verdict = Verdict.from_chain([0], [0])
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.keep_drafting([row], draft_probs, 0)
-    assert received == [0.9, 0.3]
+        groups += controller._decision.proposals[0].seen
+    assert groups == [bisect_right(CONFIDENCE_EDGES, chance) for chance in (0.9, 0.3)]
+
+
+def test_the_stopping_rule_decides_like_keep_drafting() -> None:
+    controller, rng = CostController(), random.Random(3)
+    simulation = Simulation(lambda number, depth: 0.8 if number % 3 else 0.4)
+    simulation.play(controller, 300)
+    row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
+    lengths: set[int] = set()
+    for _ in range(300):
+        (plan,) = controller.plan([row], [(Candidate(),)])
+        rule = controller.stopping_rule([row])
+        if not plan.length:
+            assert rule is None
+            controller.learn([row], Draft.empty(1), Verdict.from_chain([0], [0]), RoundTime(0.0, 0.0, 1.0))
+            continue
+        assert rule is not None
+        assert len(rule.least) == plan.length - 1
+        survival, length = 1.0, 0
+        while length < plan.length:
+            length += 1
+            if length == plan.length:
+                break
+            confidence = rng.choice((0.3, 0.9, 0.96, 0.99, rng.random()))
+            group = bisect_right(rule.edges, confidence)
+            survival *= rule.own[group]
+            goes_on = survival * rule.following[group] > rule.least[length - 1]
+            assert controller.keep_drafting([row], FixedConfidences([confidence]), length - 1) == [goes_on]
+            assert rule.groups[-1] == group
+            if not goes_on:
+                break
+        lengths.add(length)
+        verdict = Verdict.from_chain([rng.randint(0, length)], [0])
+        time = RoundTime(0.0, 0.05 * length, 1 + 0.07 * length)
+        controller.learn([row], Draft.chains([[0] * length]), verdict, time)
+    assert len(lengths) > 2
+
+
+def test_there_is_no_stopping_rule_for_batches_and_lookups() -> None:
+    for deterministic, num_rows in ((True, 1), (False, 2)):
+        controller, candidate = CostController(), Candidate(deterministic=deterministic)
+        Simulation(lambda number, depth: 0.9, deterministic=deterministic).play(controller, 50)
+        rows = [Row([0] * 20, SamplingParams(max_tokens=10**6)) for _ in range(num_rows)]
+        while not any(plan.length for plan in controller.plan(rows, [(candidate,)] * num_rows)):
+            verdict = Verdict.from_chain([0] * num_rows, [0] * num_rows)
+            controller.learn(rows, Draft.empty(num_rows), verdict, RoundTime(0.0, 0.0, 1.0))
+        assert controller.stopping_rule(rows) is None

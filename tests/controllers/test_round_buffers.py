@@ -26,9 +26,9 @@ def settled() -> tuple[CostController, Row]:
     return controller, row
 
 
-def run_round(controller: CostController, row: Row, accepted: int) -> int:
+def run_round(controller: CostController, row: Row, accepted: int, candidate: Candidate = CANDIDATE) -> int:
     """Run a round with at most two draft tokens; return the planned length."""
-    (plan,) = controller.plan([row], [(CANDIDATE,)])
+    (plan,) = controller.plan([row], [(candidate,)])
     length = min(plan.length, 2)
     if length == 2:
         controller.keep_drafting([row], FixedConfidences([0.9]), 0)
@@ -64,18 +64,41 @@ def test_losses_are_learned_from_immediately() -> None:
     assert lost <= MAX_UNBOOKED + 0.4
 
 
-@pytest.mark.parametrize("change", ["row", "kind", "end"])
-def test_another_row_or_candidate_gets_its_own_decision(change: str) -> None:
+@pytest.mark.parametrize("change", ["row", "end"])
+def test_rounds_of_other_rows_are_learned_from_separately(change: str) -> None:
     controller, row = settled()
     run_round(controller, row, accepted=2)
     before = num_learned(controller)
     if change == "end":
         controller.release(row)
-    elif change == "row":
-        controller.plan([new_row()], [(CANDIDATE,)])
     else:
-        controller.plan([row], [(Candidate(kind="other"),)])
+        controller.plan([new_row()], [(CANDIDATE,)])
     assert before != max(kind.of_kind.count for kind in controller.expectations._kinds.values())
+
+
+def test_rounds_with_other_candidates_are_learned_from_together() -> None:
+    """Each kind of candidate gets its own decision and its own statistics."""
+    controller, row = settled()
+    kinds = [Candidate(kind=kind) for kind in "ab"]
+    for candidate in kinds * 40:
+        run_round(controller, row, accepted=2, candidate=candidate)
+    controller._learn_drafted()
+    counts = [kind.of_kind.count for kind in controller.expectations._kinds.values()]
+    decisions = []
+    for number in range(MOST_DRAFTED):
+        assert [kind.of_kind.count for kind in controller.expectations._kinds.values()] == counts
+        assert run_round(controller, row, accepted=2, candidate=kinds[number % 2])
+        decisions.append(controller._decision)
+    learned = [
+        after.of_kind.count - before
+        for after, before in zip(controller.expectations._kinds.values(), counts, strict=True)
+    ]
+    assert learned[0] == 0
+    assert learned[1] == pytest.approx(learned[2]) != 0
+    assert decisions[0] is not decisions[1]
+    assert [decision is decisions[number % 2] for number, decision in enumerate(decisions)] == [
+        True
+    ] * MOST_DRAFTED
 
 
 def test_a_row_without_room_is_not_drafted_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from test_native_heads import native_target, random_head
 
 from families import FAMILIES, needs_kernels, write_checkpoint
 from secondguess.checkpoint.read import read_module
-from secondguess.core import Budgets, Row
+from secondguess.core import Budgets, Row, StoppingRule
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.mtp import MtpDrafter
@@ -102,9 +103,9 @@ def test_chains_drawn_at_once_have_the_bits_of_those_drawn_token_by_token(name, 
         for is_at_once, pair in zip((True, False), pairs, strict=True):
             at_once(is_at_once)
             found.append(run_rounds(*pair, random.Random(case), SETTINGS[case % len(SETTINGS)]))
-        for (tokens, probs, asked), (own_tokens, own_probs, own_asked) in zip(*found, strict=True):
+        for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
             assert tokens == own_tokens
-            assert asked == own_asked
+            assert decisions == own_decisions
             assert probs is own_probs is None or torch.equal(probs, own_probs)
             num_drafts += 1
     assert num_drafts > 2 * NUM_CASES
@@ -177,3 +178,16 @@ def test_logits_that_are_not_finite_are_refused(folder):
     drafter.runtime.decoder.embedding.fill_(float("nan"))
     with pytest.raises(SecondGuessError, match="expected finite logits"):
         draft_once(drafter)
+
+
+def test_a_stopping_rule_for_too_few_nodes_is_refused(folder):
+    """The kernels would read beyond it."""
+    one = array("d", [1.0])
+    rule = StoppingRule(array("d"), one, one, one, [])
+    drafter = model(folder)[0]
+    row = Row([3, 4, 5], SamplingParams())
+    drafter.prepare([row], [0])
+    with pytest.raises(SecondGuessError, match="expected a stopping rule for 4 nodes, got one for 2"):
+        drafter.propose(
+            [row], Budgets([4], lambda *_: [True], stopping_rule=rule), KeyedNoise.from_rows([row])
+        )

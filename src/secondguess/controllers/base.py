@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, StoppingRule, Verdict
 from secondguess.names import Name, refuse_argument, refuse_options
 
 
@@ -76,6 +76,14 @@ class Controller(ABC):
             depth: depth of the level drawn last.
         """
         return [True] * len(rows)
+
+    def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
+        """Return a rule with the decisions of `keep_drafting` for the planned round, if there is one.
+
+        It must hold for whatever is drafted as planned, and is used for a single row without a draft
+        length of its own.
+        """
+        return None
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         """Update the controller after a round, for later rounds. Rounds run in inference mode."""

@@ -209,9 +209,10 @@ class SamplingDrafter(Drafter):
         def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
             return budgets.keep_drafting(logits, depth, None, [confidence])[0]
 
-        keep = keep_drafting if budgets.uses_probs else None
+        rule = budgets.stopping_rule
+        keep = keep_drafting if budgets.uses_probs and rule is None else None
         drawn = self.whole_chain(
-            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), numbers, keep)
+            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), numbers, keep, rule)
         )
         if drawn is None:
             return None

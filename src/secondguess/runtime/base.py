@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, StoppingRule
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.weight_format import WeightFormat
 
@@ -89,7 +89,8 @@ class ChainRequest:
         numbers: the random numbers of the nodes.
         keep_drafting: called after each node but the last with its logits `[1, vocab]`, which are valid
             during the call, its depth and the probability of the most likely token; returns whether to
-            go on. None to draw all nodes.
+            go on. None to draw all nodes, or as many as the stopping rule has.
+        stopping_rule: takes the place of `keep_drafting`.
     """
 
     num_nodes: int
@@ -97,6 +98,7 @@ class ChainRequest:
     settings: KernelSettings
     numbers: ChainNumbers
     keep_drafting: Callable[[Tensor, int, float], bool] | None
+    stopping_rule: StoppingRule | None = None
 
 
 @dataclass(frozen=True)

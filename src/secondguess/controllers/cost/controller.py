@@ -18,6 +18,8 @@ drafts), and the cost of further trials is bounded (`loss_limits.py`).
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -26,10 +28,11 @@ from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.backoff import Backoffs
 from secondguess.controllers.cost.batch_selection import best_with_ties, select_extensions, worthwhile
 from secondguess.controllers.cost.cost_model import CostModel
-from secondguess.controllers.cost.expectations import Expectations
+from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES, Expectations
 from secondguess.controllers.cost.loss_limits import SERIES, LossGuard, ProbeBudget
 from secondguess.controllers.cost.proposals import DraftProposal, ProposalMaker
 from secondguess.controllers.cost.round_buffers import (
+    Decision,
     DraftedRound,
     DraftedRoundBuffer,
     PlainRoundBuffer,
@@ -37,7 +40,16 @@ from secondguess.controllers.cost.round_buffers import (
 )
 from secondguess.controllers.cost.round_times import RoundTimes, mean_length
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
+from secondguess.core import (
+    MAX_DRAFT_LENGTH,
+    Candidate,
+    Draft,
+    Plan,
+    RoundTime,
+    Row,
+    StoppingRule,
+    Verdict,
+)
 from secondguess.names import Name, check_range, options_with_argument, read_options
 
 PLAIN = Plan(0, 0)
@@ -73,9 +85,7 @@ class CostController(Controller):
         self.expectations = Expectations()
         self._cost_model = CostModel()
         self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
-        self._place: Hashable = None
-        self._proposals: list[DraftProposal] = []
-        self._probing = False
+        self._decision = Decision()
         self._backoffs = Backoffs()
         self._in_backoff = False
         self._is_paused = False
@@ -83,10 +93,6 @@ class CostController(Controller):
         self._num_certain = 0
         self._buffered = PlainRoundBuffer()
         self._drafted = DraftedRoundBuffer()
-        self._is_settled = False
-        self._longest_lookup = 0
-        # Least probability of a node, by the depth of its parent, while there is a single proposal.
-        self._least_chances: dict[int, float] = {}
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -106,49 +112,21 @@ class CostController(Controller):
         self._num_paused = 0
         self.measures_plain = False
         candidates = self._without_certain(candidates)
-        num_rows, was_probing = len(rows), False
-        plans = [PLAIN] * num_rows
         paused = self._backoffs.cover(rows, candidates, num_rounds)
+        decision = None
         if not (paused and self._in_backoff):
-            if self._drafted.repeats(rows, candidates):
-                return self._repeat(rows)
-            self._learn_drafted()
-            self._proposals = []
-            was_probing, self._probing = self._probing, False
-            # A series of probes is continued even if all candidates are in backoff.
-            self._in_backoff = paused and not was_probing
-        self._place = _place(candidates)
-        if self._in_backoff:
-            self._num_pausable = self._num_undecided(rows, candidates)
-            return plans
-        self._learn_buffered()
-        context = self.times.context = mean_length(rows)
-        self.measures_plain = self.times.needs_plain(num_rows, context)
-        if self.guard.is_stopped or self.measures_plain:
-            return plans
-        self._cost_model.enter(num_rows, self._place)
-        proposals = self._best_proposals(rows, candidates)
-        taken = worthwhile(proposals, rows, self._cost_model)
-        if taken:
-            self.probe_budget.succeeded()
-        elif proposals:
-            best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
-            taken = self._probe(best, rows, was_probing)
-        if not taken:
-            self._backoffs.begin(rows, candidates)
-        elif not self._probing:
-            self._backoffs.end()
-        self._proposals = taken
-        self._is_settled = bool(taken) and not self._probing and all([_is_settled(each) for each in taken])
-        self._longest_lookup = 0
-        self._least_chances.clear()
-        for proposal in taken:
-            if self.times.is_new(proposal.part):
-                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
-            if proposal.deterministic:
-                self._longest_lookup = max(self._longest_lookup, proposal.length)
+            decision = self._drafted.decision(rows, candidates)
+            if decision is None:
+                # A series of probes is continued even if all candidates are in backoff.
+                self._in_backoff = paused and not self._decision.is_probe
+        if decision is None:
+            decision = self._decide(rows, candidates)
+        self._decision = decision
+        plans = [PLAIN] * len(rows)
+        for proposal in decision.proposals:
+            proposal.restart()
+            proposal.length = min(proposal.length, rows[proposal.row].room - 1)
             plans[proposal.row] = Plan(proposal.part, proposal.length)
-        self._drafted.decide(rows, candidates)
         return plans
 
     def begin_round(self, rows: Sequence[Row]) -> bool:
@@ -170,14 +148,48 @@ class CostController(Controller):
             return candidates
         return [NOTHING if choices[0].certain else choices for choices in candidates]
 
-    def _repeat(self, rows: Sequence[Row]) -> list[Plan]:
-        """Return the plans of the last round, shortened to what the rows have room for."""
-        plans = [PLAIN] * len(rows)
-        for proposal in self._proposals:
-            proposal.restart()
-            proposal.length = min(proposal.length, rows[proposal.row].room - 1)
-            plans[proposal.row] = Plan(proposal.part, proposal.length)
-        return plans
+    def _decide(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> Decision:
+        """Return the decision for a round; one that can be repeated is kept until the next learning."""
+        was_probe, place = self._decision.is_probe, _place(candidates)
+        if self._in_backoff:
+            self._learn_drafted()
+            self._num_pausable = self._num_undecided(rows, candidates)
+            return Decision(place)
+        if self._drafted.rows != tuple(rows):
+            self._learn_drafted()
+            self._drafted.rows = tuple(rows)
+        self._learn_buffered()
+        context = self.times.context = mean_length(rows)
+        self.measures_plain = self.times.needs_plain(len(rows), context)
+        if self.guard.is_stopped or self.measures_plain:
+            self._learn_drafted()
+            return Decision(place)
+        self._cost_model.enter(len(rows), place)
+        decision = Decision(place)
+        proposals = self._best_proposals(rows, candidates)
+        decision.proposals = worthwhile(proposals, rows, self._cost_model)
+        if decision.proposals:
+            self.probe_budget.succeeded()
+        elif proposals:
+            best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
+            decision.proposals = self._probe(best, rows, was_probe)
+            decision.is_probe = bool(decision.proposals)
+        if not decision.proposals:
+            self._backoffs.begin(rows, candidates)
+        elif not decision.is_probe:
+            self._backoffs.end()
+        for proposal in decision.proposals:
+            if self.times.is_new(proposal.part):
+                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
+            if proposal.deterministic:
+                decision.longest_lookup = max(decision.longest_lookup, proposal.length)
+        taken = decision.proposals
+        decision.is_settled = bool(taken) and not decision.is_probe and all(map(_is_settled, taken))
+        if decision.is_settled:
+            self._drafted.keep(candidates, decision)
+        else:
+            self._learn_drafted()
+        return decision
 
     def _best_proposals(
         self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
@@ -211,26 +223,26 @@ class CostController(Controller):
                 return []
         elif not self.probe_budget.may_begin(SERIES * price):
             return []
-        self._probing = True
         for proposal in proposals:
             proposal.length = min(proposal.length, PROBE_LENGTH)
         return proposals
 
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         answers = [False] * len(rows)
-        if not self._proposals:
+        if not self._decision.proposals:
             return answers
         confidences = draft_probs.chances
         chances: list[tuple[float, DraftProposal]] = []
-        for proposal in self._proposals:
+        for proposal in self._decision.proposals:
             if proposal.deterministic or not proposal.goes_on:
                 continue
-            level, own, following = self.expectations.of_node(proposal.kind, confidences[proposal.row])
+            own, following = self.expectations.of_nodes(proposal.kind)
+            level = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
             proposal.seen.append(level)
-            proposal.survival *= own
+            proposal.survival *= own[level]
             proposal.goes_on = False
             if depth + 1 < proposal.length:
-                chances.append((proposal.survival * following, proposal))
+                chances.append((proposal.survival * following[level], proposal))
         for proposal in self._extended(chances, depth):
             proposal.goes_on = answers[proposal.row] = True
         return answers
@@ -247,22 +259,29 @@ class CostController(Controller):
         if len(chances) > 1:
             return select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model)
         chance, proposal = chances[0]
-        least = self._least_chances.get(depth)
-        if least is None:
-            step = self._cost_model.step(proposal.part, 1)
-            least = self._cost_model.rate * (step + self._extra_pass_seconds(depth + 1))
-            if len(self._proposals) == 1:
-                self._least_chances[depth] = least
-        return (proposal,) if chance > least else ()
+        seconds = self._cost_model.step(proposal.part, 1) + self._extra_pass_seconds(depth + 1)
+        return (proposal,) if chance > self._cost_model.rate * seconds else ()
 
     def _extra_pass_seconds(self, depth: int) -> float:
         """Return the seconds that nodes at this depth add to the round, without drafting them.
 
         They are 0 if a lookup draft in the batch is that long anyway.
         """
-        if depth < self._longest_lookup:
+        if depth < self._decision.longest_lookup:
             return 0.0
         return self._cost_model.extra_pass_seconds(depth, depth + 1)
+
+    def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
+        proposals = self._decision.proposals
+        if len(rows) > 1 or not proposals or proposals[0].deterministic:
+            return None
+        (proposal,) = proposals
+        rate = self._cost_model.rate
+        least = [
+            rate * seconds for seconds in self._cost_model.extension_seconds(proposal.part, proposal.length)
+        ]
+        own, following = self.expectations.of_nodes(proposal.kind)
+        return StoppingRule(CONFIDENCE_EDGES, own, following, array("d", least), proposal.seen)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._is_paused:
@@ -279,36 +298,39 @@ class CostController(Controller):
         num_rows = len(rows)
         # In levels, as in plans: the cost of all nodes of a level is measured together.
         lengths = draft.num_levels.tolist() if draft.num_nodes else [0] * num_rows
-        drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
+        decision = self._decision
+        drafted = [proposal for proposal in decision.proposals if lengths[proposal.row]]
         if num_rows - lengths.count(0) > len(drafted) + self._num_certain:
             return  # rows with their own `draft_length` were drafted for: the plan was not measured
-        for proposal in self._proposals:
+        for proposal in decision.proposals:
             # A row whose cache the drafter fills first has no draft yet.
             if not lengths[proposal.row] and not proposal.candidate.num_uncached:
                 self.expectations.add_empty_draft(proposal.kind)
-        if not drafted and not self._proposals:
+        if not drafted and not decision.proposals:
             if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured
                 self.guard.wait(rows, 1, time.total)
                 return
-            self._learn_plain(rows, PlainRounds(mean_length(rows), [self._place], [time]))
+            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.place], [time]))
             return
         if not drafted:  # the drafter gave no nodes, but took time
             self._learn_drafted()
             self.expectations.decay_rows(rows, 1)
-            self._book(self._place, rows, num_rows, time.total, 0.0, time.total)
+            self._book(decision, rows, num_rows, time.total, 0.0, time.total)
             return
         accepted = verdict.lengths
         won = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
         seen = [proposal.seen for proposal in drafted]
-        drafted_round = DraftedRound(drafted, seen, lengths, accepted, time, won)
-        has_room = self._drafted.add(drafted_round)
-        if not has_room or not self._is_settled or self.guard.would_stop(self._drafted.won):
+        drafted_round = DraftedRound(decision, drafted, seen, lengths, accepted, time, won)
+        # The length of a lookup draft is decided in advance, so that a poor one is learned from at once.
+        is_poor_lookup = won < 0 and decision.longest_lookup > 0
+        has_room = self._drafted.add(drafted_round) and not is_poor_lookup
+        if not has_room or not decision.is_settled or self.guard.would_stop(self._drafted.won):
             self._learn_drafted()
 
     def _learn_drafted(self) -> None:
         """Learn from the buffered rounds with drafts."""
         rows = self._drafted.rows
-        for drafted, seen, lengths, accepted, time, _ in self._drafted.take():
+        for decision, drafted, seen, lengths, accepted, time, _ in self._drafted.take():
             clipped = self._learn_times(len(rows), max(lengths), drafted, lengths, time)
             for proposal, levels in zip(drafted, seen, strict=True):
                 row, length = rows[proposal.row], lengths[proposal.row]
@@ -316,9 +338,7 @@ class CostController(Controller):
                     row, proposal.kind, levels, proposal.deterministic, length, accepted[proposal.row]
                 )
             spread = self._learn_prefill(rows, drafted, time)
-            self._book(
-                self._place, rows, len(rows) + sum(accepted), time.total, spread, clipped + time.prefill
-            )
+            self._book(decision, rows, len(rows) + sum(accepted), time.total, spread, clipped + time.prefill)
 
     def _learn_plain(self, rows: Sequence[Row], rounds: PlainRounds) -> None:
         """Learn from rounds in which nothing was to be drafted."""
@@ -342,9 +362,10 @@ class CostController(Controller):
 
     def _buffer_round(self, rows: Sequence[Row], time: RoundTime) -> None:
         """Record a round in which all candidates were in backoff."""
-        if not self._buffered.add(self._place, rows, time):
+        place = self._decision.place
+        if not self._buffered.add(place, rows, time):
             self._learn_buffered()
-            self._buffered.add(self._place, rows, time)
+            self._buffered.add(place, rows, time)
 
     def _learn_buffered(self) -> None:
         """Learn from the recorded backoff rounds."""
@@ -390,7 +411,7 @@ class CostController(Controller):
 
     def _book(
         self,
-        place: Hashable,
+        decision: Decision,
         rows: Sequence[Row],
         num_tokens: int,
         seconds: float,
@@ -400,7 +421,7 @@ class CostController(Controller):
         """Record a round with planned drafts.
 
         Args:
-            place: key of the round's token rate, see `_place`.
+            decision: the round's.
             rows: the batch.
             num_tokens: tokens gained by all rows.
             seconds: duration of the round.
@@ -411,9 +432,10 @@ class CostController(Controller):
         plain = self.times.plain(num_rows)
         plain_seconds = num_tokens * plain / num_rows
         mean = self._mean_plain(num_rows)
-        self._cost_model.book(place, clipped / plain, num_tokens / num_rows, worthwhile=not self._probing)
+        is_probe = decision.is_probe
+        self._cost_model.book(decision.place, clipped / plain, num_tokens / num_rows, worthwhile=not is_probe)
         self.probe_budget.earn(seconds / plain)
-        if self._probing:
+        if is_probe:
             self.probe_budget.pay((seconds - plain_seconds) / plain)
         won = num_tokens / num_rows - (seconds - spread) / mean
         self.guard.book(won, rows, seconds - spread, mean)
@@ -431,12 +453,8 @@ class CostController(Controller):
 
 
 def _is_settled(proposal: DraftProposal) -> bool:
-    """Return whether the decision for this draft can be repeated before anything is learned from it.
-
-    The length of a lookup draft is decided in advance, for each round anew.
-    """
-    pays = proposal.net > proposal.exploration_bonus
-    return pays and not proposal.deterministic and not proposal.candidate.num_uncached
+    """Return whether the decision for this draft can be repeated before anything is learned from it."""
+    return proposal.net > proposal.exploration_bonus and not proposal.candidate.num_uncached
 
 
 def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:

@@ -60,6 +60,7 @@ class CostModel:
         self._recent_speeds: dict[Hashable, RecentSpeed] = {}
         self._num_idle = 0
         self._shares: dict[tuple[int, int, int], list[float]] = {}
+        self._extensions: dict[tuple[int, int, int], list[float]] = {}
         self._steps: dict[tuple[int, int], float] = {}
         self._draftings: dict[tuple[int, int, int], float] = {}
         self._widenings: dict[tuple[int, int, int], float] = {}
@@ -112,7 +113,7 @@ class CostModel:
         self._num_drafts += 1
         if self._age >= CACHE_ROUNDS or self._num_drafts < CACHE_ROUNDS:
             self._age = 0
-            for known in (self._shares, self._steps, self._draftings, self._widenings):
+            for known in (self._shares, self._extensions, self._steps, self._draftings, self._widenings):
                 known.clear()
 
     def shares(self, part: int, longest: int) -> list[float]:
@@ -124,6 +125,22 @@ class CostModel:
                 (self.times.drafting(part, self._num_rows, width) + self.extra_pass_seconds(0, width))
                 / self._num_rows
                 for width in range(1, longest + 1)
+            ]
+        return known
+
+    def extension_seconds(self, part: int, longest: int) -> list[float]:
+        """Return the seconds that a node after the first, second, ... adds to a round of a single draft.
+
+        Args:
+            part: its drafter.
+            longest: largest number of nodes.
+        """
+        key = (self._num_rows, part, longest)
+        known = self._extensions.get(key)
+        if known is None:
+            step = self.step(part, 1)
+            known = self._extensions[key] = [
+                step + self.extra_pass_seconds(width, width + 1) for width in range(1, longest)
             ]
         return known
 

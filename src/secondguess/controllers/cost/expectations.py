@@ -7,7 +7,7 @@ Nodes are grouped by confidence if they have a draft distribution, and by positi
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from typing import ClassVar
 from secondguess.controllers.cost.acceptance_stats import PRIOR_WEIGHT, AcceptanceStats
 from secondguess.core import Candidate, Row
 
-CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+CONFIDENCE_EDGES = array("d", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99))
 """Edges of the confidence bins; nodes of one bin share their statistics."""
 BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
 LEAST_CHANCE = 0.02
@@ -116,7 +116,9 @@ class KindStats:
             nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins
         ]
         self.miscalibration = nodes.path(("miscalibration", pool, own))
-        self.known_nodes: dict[int, tuple[int, float, float]] = {}  # results of `of_node` by bin
+        self.node_chances: tuple[array[float], array[float]] | None = (
+            None  # result of `Expectations.of_nodes`
+        )
         self.appears = drafts.path(("comes", pool, own))
         self.of_pool, self.of_kind = of_pool, DraftAverages()
         self.at_level = [DraftAverages() for _ in range(RowHistory.NUM_LEVELS)]
@@ -167,21 +169,21 @@ class Expectations:
         shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
-    def of_node(self, kind: KindStats, confidence: float) -> tuple[int, float, float]:
-        """Return a node's confidence bin, its acceptance probability and that of the next node.
+    def of_nodes(self, kind: KindStats) -> tuple[array[float], array[float]]:
+        """Return, by confidence bin, the acceptance probabilities of a node and of the one after it.
 
-        The bin is for `learn`. Each probability is conditional on all nodes before being accepted.
+        Each is conditional on all nodes before being accepted.
         """
-        level = bisect_right(CONFIDENCE_EDGES, confidence)
-        known = kind.known_nodes.get(level)
-        if known is None:
-            # Prior of the bins: the confidence corrected by the mean error over all bins.
-            corrected = BIN_CENTRES[level] + self.nodes.mean(kind.miscalibration, 0.0)
-            expected = min(max(corrected, LEAST_CHANCE), 1 - LEAST_CHANCE)
-            own = self.nodes.mean(kind.by_confidence[level], expected)
-            following = self.nodes.mean(kind.next_by_confidence[level], FIRST_SHARE)
-            known = kind.known_nodes[level] = level, own, following
-        return known
+        if kind.node_chances is None:
+            mean, error = self.nodes.mean, self.nodes.mean(kind.miscalibration, 0.0)
+            own = [
+                # Prior of the bins: the confidence corrected by the mean error over all bins.
+                mean(path, min(max(centre + error, LEAST_CHANCE), 1 - LEAST_CHANCE))
+                for path, centre in zip(kind.by_confidence, BIN_CENTRES, strict=True)
+            ]
+            following = [mean(path, FIRST_SHARE) for path in kind.next_by_confidence]
+            kind.node_chances = array("d", own), array("d", following)
+        return kind.node_chances
 
     def learn(
         self,
@@ -197,13 +199,13 @@ class Expectations:
         Args:
             row: the row.
             kind: statistics to which the draft is added.
-            levels: confidence bins of its first nodes, from `of_node`.
+            levels: confidence bins of its first nodes.
             deterministic: whether its nodes have no draft distribution.
             length: number of nodes.
             accepted: number of accepted nodes.
         """
         add, num_levels = self.nodes.add, len(levels)
-        kind.known_nodes.clear()
+        kind.node_chances = None
         for place in range(min(accepted + 1, length)):
             outcome = 1.0 if place < accepted else 0.0
             if deterministic:

@@ -1,12 +1,13 @@
 """Buffers of rounds from which a controller has not learned yet.
 
 After a forward pass, which evicts the CPU caches, each call is several times slower than usual. The
-controller therefore learns from several rounds at once, and decides once for all of them.
+controller therefore learns from several rounds at once, and decides once for those with the same candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from secondguess.controllers.cost.proposals import DraftProposal
@@ -23,10 +24,30 @@ MAX_UNBOOKED = 2.0
 """Total loss of buffered rounds with drafts at which they are learned from, in plain rounds."""
 
 
+@dataclass(slots=True, eq=False)
+class Decision:
+    """Drafts planned for a round.
+
+    Args:
+        place: key of the token rate that drafts are compared with (`CostModel`).
+        proposals: the drafts, at most one per row.
+        is_probe: True if they are probes.
+        is_settled: True if the decision can be repeated before anything is learned from it.
+        longest_lookup: number of nodes of the longest lookup draft.
+    """
+
+    place: Hashable = None
+    proposals: Sequence[DraftProposal] = ()
+    is_probe: bool = False
+    is_settled: bool = False
+    longest_lookup: int = 0
+
+
 class DraftedRound(NamedTuple):
     """Round with drafts.
 
     Args:
+        decision: its plans.
         drafted: the proposals that were drafted.
         seen: confidence bins of the nodes of each.
         lengths: levels drafted, per row.
@@ -35,6 +56,7 @@ class DraftedRound(NamedTuple):
         won: plain rounds gained (negative: lost).
     """
 
+    decision: Decision
     drafted: Sequence[DraftProposal]
     seen: Sequence[Sequence[int]]
     lengths: Sequence[int]
@@ -44,25 +66,26 @@ class DraftedRound(NamedTuple):
 
 
 class DraftedRoundBuffer:
-    """Buffer of successive rounds with one decision: the same rows, candidates and plans."""
+    """Buffer of successive rounds of the same rows, and the decisions made since it was empty.
+
+    Attributes:
+        rows: the rows; change them only while it is empty.
+    """
 
     def __init__(self) -> None:
         self.rows: tuple[Row, ...] = ()
-        self._candidates: list[Sequence[Candidate]] = []
+        self._decisions: dict[Hashable, Decision] = {}
         self._rounds: list[DraftedRound] = []
 
-    def decide(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> None:
-        """Set the rows and candidates of the current decision."""
-        self.rows, self._candidates = tuple(rows), list(candidates)
+    def keep(self, candidates: Sequence[Sequence[Candidate]], decision: Decision) -> None:
+        """Keep a decision for further rounds with the same candidates."""
+        self._decisions[tuple(map(tuple, candidates))] = decision
 
-    def repeats(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> bool:
-        """Return whether the decision of the buffered rounds, if any, applies to this round too."""
-        return (
-            bool(self._rounds)
-            and tuple(rows) == self.rows
-            and list(candidates) == self._candidates
-            and all([row.room > 1 for row in rows])
-        )
+    def decision(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> Decision | None:
+        """Return the decision that applies to this round too, if there is one."""
+        if not self._decisions or tuple(rows) != self.rows or not all([row.room > 1 for row in rows]):
+            return None
+        return self._decisions.get(tuple(map(tuple, candidates)))
 
     def add(self, drafted_round: DraftedRound) -> bool:
         """Add a round; return False if the buffer is full now."""
@@ -75,7 +98,8 @@ class DraftedRoundBuffer:
         return [each.won for each in self._rounds]
 
     def take(self) -> list[DraftedRound]:
-        """Return the rounds and empty the buffer."""
+        """Return the rounds, empty the buffer and discard the decisions."""
+        self._decisions.clear()
         rounds, self._rounds = self._rounds, []
         return rounds
 

@@ -10,6 +10,14 @@
 using KeepDrafting = void (*)(int64_t depth, double confidence);
 enum Answer { NO_ANSWER = 0, STOP = 1, GO_ON = 2 };
 
+// Rule that draws another node after the one at depth d if own[b0] * ... * own[bd] * following[bd] > least[d],
+// with bi the group of node i: the number of edges up to its confidence (`core.StoppingRule`).
+struct StoppingRule {
+    int64_t num_edges;
+    const double *edges, *own, *following, *least;
+    int64_t* groups;                 // [node]
+};
+
 struct Chain {
     int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
     double temperature;              // 0: the most likely token is drawn
@@ -17,7 +25,8 @@ struct Chain {
     double top_p, log_min_p;         // `log_min_p` of `secondguess_softmax`
     const double* uniforms;          // [node], numbers for draws by inversion; or
     const uint64_t* hashes;          // [node], hashes of races
-    KeepDrafting keeps_drafting;     // null to draw all nodes
+    const StoppingRule* rule;        // or
+    KeepDrafting keeps_drafting;     // both null to draw all nodes
     int64_t answer;                  // none if the call was interrupted
     int64_t* tokens;                 // [node]
     float* probs;                    // [node][vocab_size], distributions of the draws; null at temperature 0
@@ -53,6 +62,7 @@ int64_t secondguess_size_of_chain() { return sizeof(Chain); }
 // last: the output at a token is the feature of the next. Returns the number of nodes, or a failure.
 int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, void* workspace, Chain* chain) {
     Forward forward = *first;
+    double survival = 1;
     int64_t start = first->starts[0] + first->num_tokens;
     const int64_t firsts[] = {0, 1}, only = 0;
     std::vector<void*> hidden;
@@ -66,10 +76,16 @@ int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, vo
         if (const int failure = secondguess_run(decoder, &forward, workspace)) return -failure;
         if (const int64_t failure = draw_node(*chain, forward.logits, depth)) return failure;
         if (depth + 1 == chain->num_nodes) return depth + 1;
-        if (chain->keeps_drafting) {
-            int64_t token;
-            double confidence;
+        int64_t token;
+        double confidence;
+        if (chain->rule || chain->keeps_drafting)
             secondguess_most_likely(forward.logits, 1, chain->vocab_size, chain->vocab_size, &token, &confidence);
+        if (const StoppingRule* rule = chain->rule) {
+            const int64_t group = std::upper_bound(rule->edges, rule->edges + rule->num_edges, confidence) - rule->edges;
+            rule->groups[depth] = group;
+            survival *= rule->own[group];
+            if (!(survival * rule->following[group] > rule->least[depth])) return depth + 1;
+        } else if (chain->keeps_drafting) {
             chain->answer = NO_ANSWER;
             chain->keeps_drafting(depth, confidence);
             if (chain->answer == NO_ANSWER) return CHAIN_INTERRUPTED;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_double, c_int64, c_uint64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from secondguess.core import token_tensor
-from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError
+from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainRequest, DrawnChain
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.native import library
+from secondguess.runtime.native.chain import ChainCall
 from secondguess.runtime.native.decoder import PackedDecoder
-from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.support import num_threads
 
-NO_MEMORY, UNKNOWN_TOKEN, NOT_FINITE, INTERRUPTED = 1, 2, 3, 4
-STOP, GO_ON = 1, 2
+NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024
 """Largest batch whose slots, when in order, are taken from a preallocated list."""
 NO_POSITIONS = torch.empty(0, dtype=torch.long)
@@ -257,52 +256,15 @@ class KernelForward:
         call = self._prepare(
             cache, inputs, layout, step, layers, output, features=features, num_more=num_nodes - 1
         )
-        settings, drawn, numbers = request.settings, (c_int64 * num_nodes)(), request.numbers
-        probs = torch.empty(num_nodes, request.vocab_size) if settings.temperature else None
-        uniforms = None if numbers.uniforms is None else (c_double * num_nodes)(*numbers.uniforms)
-        hashes = None if numbers.hashes is None else (c_uint64 * num_nodes)(*numbers.hashes)
-        logits, keep_drafting = call.logits[0, :, : request.vocab_size], request.keep_drafting
-        errors: list[BaseException] = []
-
-        def ask(depth: int, confidence: float) -> None:
-            assert keep_drafting is not None
-            try:
-                chain.answer = GO_ON if keep_drafting(logits, depth, confidence) else STOP
-            except BaseException as error:  # it cannot pass through the kernels
-                errors.append(error)
-
-        chain = library.Chain(
-            num_nodes=num_nodes,
-            vocab_size=request.vocab_size,
-            temperature=settings.temperature,
-            is_truncated=settings.truncates,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            log_min_p=settings.log_min_p,
-            uniforms=None if uniforms is None else ctypes.addressof(uniforms),
-            hashes=None if hashes is None else ctypes.addressof(hashes),
-            tokens=ctypes.addressof(drawn),
-            probs=None if probs is None else probs.data_ptr(),
-        )
-        if keep_drafting is not None:
-            chain.keeps_drafting = library.KEEP_DRAFTING(ask)
-        try:
+        with ChainCall(request, call.logits[0, :, : request.vocab_size]) as drawing:
             found: int = self._kernels.secondguess_draft_chain(
-                self.decoder.described, self._arguments, self._workspace, chain
+                self.decoder.described, self._arguments, self._workspace, drawing.chain
             )
-        finally:
-            chain.keeps_drafting = library.KEEP_DRAFTING()  # a cycle through `ask`, which refers to the chain
-        if errors:
-            raise errors[0]
-        if found == -INTERRUPTED:  # by a signal, before the decision began: Python drops its exception
-            raise KeyboardInterrupt
-        if found == -NOT_FINITE:
-            require_finite(call.logits)
-            raise SecondGuessError(
-                "expected a finite logit from the draft model, got none; its weights are broken"
-            )
-        self._check(-found, torch.tensor([*tokens, *drawn[:]]), len(tokens))
-        return DrawnChain(drawn[:found], None if probs is None else probs[:found])
+        drawn = drawing.result(found)
+        if drawn is None:
+            self._check(-found, torch.tensor([*tokens, *drawing.tokens]), len(tokens))
+        assert drawn is not None
+        return drawn
 
     def _check(self, failure: int, tokens: Tensor | None, num_tokens: int) -> None:
         """Raise the error of a call."""

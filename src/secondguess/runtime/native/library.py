@@ -139,6 +139,17 @@ KEEP_DRAFTING = CFUNCTYPE(None, c_int64, c_double)
 """Type of the function that is called after each node of a chain."""
 
 
+class StoppingRule(Structure):
+    _fields_ = [
+        ("num_edges", c_int64),
+        ("edges", c_void_p),
+        ("own", c_void_p),
+        ("following", c_void_p),
+        ("least", c_void_p),
+        ("groups", c_void_p),
+    ]
+
+
 class Chain(Structure):
     _fields_ = [
         ("num_nodes", c_int64),
@@ -150,6 +161,7 @@ class Chain(Structure):
         ("log_min_p", c_double),
         ("uniforms", c_void_p),
         ("hashes", c_void_p),
+        ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         ("answer", c_int64),
         ("tokens", c_void_p),
