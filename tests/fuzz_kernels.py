@@ -177,9 +177,9 @@ def chain_case(rng: random.Random) -> None:
     decoder = NativeDecoder(*random_decoder(rng)[:2])
     seed, settings, found = rng.getrandbits(30), rng.choice(SETTINGS), []
     vocab_size = decoder.described.head.num_outputs - rng.randint(0, 5)
-    for method in (KeyedNoise.chain_numbers, lambda self, num_nodes: None):
+    for method in (KeyedNoise.of_row, lambda self: None):
         drafter = ModelDrafter(NativeRuntime(decoder), "model:draft", vocab_size)
-        with patch.object(KeyedNoise, "chain_numbers", method):
+        with patch.object(KeyedNoise, "of_row", method):
             found.append(run_rounds(drafter, None, random.Random(seed), settings))
     for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
         assert (tokens, decisions) == (own_tokens, own_decisions)

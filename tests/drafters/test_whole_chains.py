@@ -85,11 +85,11 @@ CASES: dict[str, Callable[[Path], Pair]] = {
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    original = KeyedNoise.chain_numbers
+    original = KeyedNoise.of_row
 
     def choose(is_at_once: bool) -> None:
-        method = original if is_at_once else (lambda self, num_nodes: None)
-        monkeypatch.setattr(KeyedNoise, "chain_numbers", method)
+        method = original if is_at_once else (lambda self: None)
+        monkeypatch.setattr(KeyedNoise, "of_row", method)
 
     return choose
 

@@ -202,8 +202,8 @@ class SamplingDrafter(Drafter):
 
     def _draw_whole_chain(self, row: Row, limit: int, budgets: Budgets, noise: Noise) -> Draft | None:
         """Return the draft of the only row if its drafter can draw it at once; it has the same bits."""
-        numbers = noise.chain_numbers(limit)
-        if numbers is None:
+        row_noise = noise.of_row()
+        if row_noise is None:
             return None
 
         def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
@@ -212,7 +212,7 @@ class SamplingDrafter(Drafter):
         rule = budgets.stopping_rule
         keep = keep_drafting if budgets.uses_probs and rule is None else None
         drawn = self.whole_chain(
-            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), numbers, keep, rule)
+            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), row_noise, keep, rule)
         )
         if drawn is None:
             return None

@@ -66,16 +66,18 @@ class EmbeddingAndHead:
 
 
 @dataclass(frozen=True)
-class ChainNumbers:
-    """Random numbers of the nodes of a chain of one row, as `Noise.draft` uses them.
+class RowNoise:
+    """Source of the random decisions of one row in a round, which the kernels make like `KeyedNoise`.
 
     Args:
-        uniforms: for draws by inversion; None if tokens are drawn by races, or are the most likely ones.
-        hashes: hashes of races, unsigned; None if there are none.
+        key: unsigned hash of the row's seed and sample index.
+        position: at which the round begins.
+        races: True if draft tokens are drawn by races.
     """
 
-    uniforms: Sequence[float] | None = None
-    hashes: Sequence[int] | None = None
+    key: int
+    position: int
+    races: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class ChainRequest:
         num_nodes: largest number of nodes.
         vocab_size: width of the distributions; logits beyond are not used.
         settings: temperature, top-k, top-p and min-p of the row.
-        numbers: the random numbers of the nodes.
+        noise: by which the nodes are drawn; unused at temperature 0.
         keep_drafting: called after each node but the last with its logits `[1, vocab]`, which are valid
             during the call, its depth and the probability of the most likely token; returns whether to
             go on. None to draw all nodes, or as many as the stopping rule has.
@@ -96,7 +98,7 @@ class ChainRequest:
     num_nodes: int
     vocab_size: int
     settings: KernelSettings
-    numbers: ChainNumbers
+    noise: RowNoise
     keep_drafting: Callable[[Tensor, int, float], bool] | None
     stopping_rule: StoppingRule | None = None
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row, token_tensor
-from secondguess.runtime.base import ChainNumbers
+from secondguess.runtime.base import RowNoise
 from secondguess.runtime.native.sampling import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
 
@@ -81,10 +81,10 @@ class Noise(ABC):
                 that was selected several times draws several nodes, each as if drawn alone.
         """
 
-    def chain_numbers(self, num_nodes: int) -> ChainNumbers | None:
-        """Return the numbers by which `draft` draws the first nodes of a chain for the only row.
+    def of_row(self) -> RowNoise | None:
+        """Return the source of all decisions about the only row.
 
-        None if they cannot be known in advance; nodes are then drawn by `draft`.
+        None if they must be requested one by one, or there are several rows.
         """
         return None
 
@@ -157,15 +157,10 @@ class KeyedNoise(Noise):
             return raced
         return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
 
-    def chain_numbers(self, num_nodes: int) -> ChainNumbers | None:
+    def of_row(self) -> RowNoise | None:
         if len(self.keys) != 1:
             return None
-        if self.all_greedy:
-            return ChainNumbers()
-        if self.any_coupled:
-            hashes = self._race_hashes_on_host(torch.arange(num_nodes)[None])
-            return ChainNumbers(hashes=hashes.view(numpy.uint64)[0].tolist())
-        return ChainNumbers(self.uniforms([range(num_nodes)], Purpose.DRAFT)[0].tolist())
+        return RowNoise(self.keys[0] & _ALL_BITS, self.positions[0], self.any_coupled)
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape

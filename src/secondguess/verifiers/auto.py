@@ -34,6 +34,9 @@ class AutoVerifier(Verifier):
     def guarantee(self, row: Row) -> Exactness:
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness
 
+    def verify_row(self, row: Row, draft: Draft, logits: Tensor, noise: Noise) -> Verdict | None:
+        return self._block.verify_row(row, draft, logits, noise)
+
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if noise.all_greedy:
             return self._greedy.verify(draft, target_probs, noise)

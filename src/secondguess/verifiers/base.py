@@ -85,6 +85,13 @@ class Verifier(ABC):
             BadInputError: a draft or rows that this rule cannot verify exactly.
         """
 
+    def verify_row(self, row: Row, draft: Draft, logits: Tensor, noise: Noise) -> Verdict | None:
+        """Verify the draft of the only row with logits `[1, node + 1, vocab]` at once, like `verify`.
+
+        None where this rule cannot, so that `verify` must be called.
+        """
+        return None
+
     def verify_greedy(self, draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
         """Return the verdict for rows at temperature 0, without their one-hot distributions.
 
@@ -134,6 +141,10 @@ def verify_logits(
     """
     if noise.all_greedy and draft.probs is None:
         return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
+    if len(rows) == 1:
+        verdict = verifier.verify_row(rows[0], draft, logits, noise)
+        if verdict is not None:
+            return verdict
     return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
 
 

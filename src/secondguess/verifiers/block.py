@@ -25,9 +25,11 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.core import Draft, Verdict
+from secondguess.core import Draft, Row, Verdict
 from secondguess.runtime.native.sampling import chain_weights
+from secondguess.runtime.native.verification import verify_block
 from secondguess.sampling.noise import Noise
+from secondguess.sampling.truncation import kernel_settings
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,
@@ -46,6 +48,17 @@ class BlockVerifier(UncoupledVerifier):
     name = "block"
     exactness = Exactness.LOSSLESS
     supports_trees = False
+
+    def verify_row(self, row: Row, draft: Draft, logits: Tensor, noise: Noise) -> Verdict | None:
+        if row.coupled or row.params.edits_logits or not row.params.temperature:
+            return None
+        row_noise = noise.of_row()
+        if row_noise is None or draft.probs is None or not draft.num_nodes or not draft.is_chain:
+            return None
+        found = verify_block(
+            logits[0], draft.probs[0], draft.tokens[0], kernel_settings(row.params), row_noise
+        )
+        return None if found is None else Verdict.from_chain(*([each] for each in found))
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights, masses, residual_at = _weigh(draft, target_probs)

@@ -20,11 +20,8 @@ struct StoppingRule {
 
 struct Chain {
     int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
-    double temperature;              // 0: the most likely token is drawn
-    int64_t is_truncated, top_k;     // arguments of `secondguess_truncated_softmax`, or only
-    double top_p, log_min_p;         // `log_min_p` of `secondguess_softmax`
-    const double* uniforms;          // [node], numbers for draws by inversion; or
-    const uint64_t* hashes;          // [node], hashes of races
+    Settings settings;
+    RowNoise noise;
     const StoppingRule* rule;        // or
     KeepDrafting keeps_drafting;     // both null to draw all nodes
     int64_t answer;                  // none if the call was interrupted
@@ -38,18 +35,17 @@ enum ChainFailure { CHAIN_NO_MEMORY = -1, CHAIN_UNKNOWN_TOKEN = -2, CHAIN_NOT_FI
 static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth) {
     const int64_t width = chain.vocab_size;
     int64_t& token = chain.tokens[depth];
-    if (chain.temperature == 0) {
+    if (chain.settings.temperature == 0) {
         const float maximum = largest_in(logits, width);  // NaN counts as the largest
         token = std::find_if(logits, logits + width, [&](float each) { return each == maximum || std::isnan(each); }) - logits;
         return 0;
     }
     float* probs = chain.probs + depth * width;
-    if (!chain.is_truncated)
-        secondguess_softmax(logits, 1, width, width, chain.temperature, chain.log_min_p, probs);
-    else if (secondguess_truncated_softmax(logits, 1, width, width, chain.temperature, chain.top_k, chain.top_p, chain.log_min_p, probs))
-        return CHAIN_NO_MEMORY;
+    if (!write_probs(chain.settings, logits, 1, width, width, probs)) return CHAIN_NO_MEMORY;
     if (std::isnan(probs[0])) return CHAIN_NOT_FINITE;
-    token = chain.uniforms ? secondguess_draw(probs, width, chain.uniforms[depth]) : secondguess_race(probs, width, chain.hashes[depth]);
+    const RowNoise& noise = chain.noise;
+    token = noise.races ? secondguess_race(probs, width, hash_of(noise.key, noise.position + depth, RACE))
+                        : secondguess_draw(probs, width, uniform_of(noise, depth, DRAFT));
     return 0;
 }
 

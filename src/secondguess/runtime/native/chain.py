@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from ctypes import c_double, c_int64, c_uint64
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from secondguess.errors import SecondGuessError
 from secondguess.runtime.base import ChainRequest, DrawnChain
 from secondguess.runtime.native import library
 from secondguess.runtime.native.sampling import require_finite
+from secondguess.runtime.native.verification import described_noise, described_settings
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, GO_ON = 1, 2
@@ -31,23 +32,16 @@ class ChainCall:
     """
 
     def __init__(self, request: ChainRequest, logits: Tensor) -> None:
-        num_nodes, settings, numbers = request.num_nodes, request.settings, request.numbers
+        num_nodes = request.num_nodes
         self._request, self._logits = request, logits
         self._errors: list[BaseException] = []
         self.tokens = (c_int64 * num_nodes)()
-        self._probs = torch.empty(num_nodes, request.vocab_size) if settings.temperature else None
-        self._uniforms = None if numbers.uniforms is None else (c_double * num_nodes)(*numbers.uniforms)
-        self._hashes = None if numbers.hashes is None else (c_uint64 * num_nodes)(*numbers.hashes)
+        self._probs = torch.empty(num_nodes, request.vocab_size) if request.settings.temperature else None
         self.chain = library.Chain(
             num_nodes=num_nodes,
             vocab_size=request.vocab_size,
-            temperature=settings.temperature,
-            is_truncated=settings.truncates,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            log_min_p=settings.log_min_p,
-            uniforms=None if self._uniforms is None else ctypes.addressof(self._uniforms),
-            hashes=None if self._hashes is None else ctypes.addressof(self._hashes),
+            settings=described_settings(request.settings),
+            noise=described_noise(request.noise),
             tokens=ctypes.addressof(self.tokens),
             probs=None if self._probs is None else self._probs.data_ptr(),
         )

@@ -1,4 +1,4 @@
-"""Compiled kernels (`decoder.h`, `modules.h`, `sampling.h`, `chain.h`), and the structures that are passed to them.
+"""Compiled kernels (the headers of this folder), and the structures that are passed to them.
 
 The kernels are built for each kind of processor when the package is installed, if there is a C++
 compiler for x86. `units` returns those that this processor can run. If there are none, the fused
@@ -139,6 +139,20 @@ KEEP_DRAFTING = CFUNCTYPE(None, c_int64, c_double)
 """Type of the function that is called after each node of a chain."""
 
 
+class Settings(Structure):
+    _fields_ = [
+        ("temperature", c_double),
+        ("is_truncated", c_int64),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("log_min_p", c_double),
+    ]
+
+
+class RowNoise(Structure):
+    _fields_ = [("key", c_uint64), ("position", c_int64), ("races", c_int64)]
+
+
 class StoppingRule(Structure):
     _fields_ = [
         ("num_edges", c_int64),
@@ -154,18 +168,30 @@ class Chain(Structure):
     _fields_ = [
         ("num_nodes", c_int64),
         ("vocab_size", c_int64),
-        ("temperature", c_double),
-        ("is_truncated", c_int64),
-        ("top_k", c_int64),
-        ("top_p", c_double),
-        ("log_min_p", c_double),
-        ("uniforms", c_void_p),
-        ("hashes", c_void_p),
+        ("settings", Settings),
+        ("noise", RowNoise),
         ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         ("answer", c_int64),
         ("tokens", c_void_p),
         ("probs", c_void_p),
+    ]
+
+
+class Verification(Structure):
+    _fields_ = [
+        ("num_nodes", c_int64),
+        ("vocab_size", c_int64),
+        ("stride", c_int64),
+        ("settings", Settings),
+        ("noise", RowNoise),
+        ("logits", c_void_p),
+        ("draft_probs", c_void_p),
+        ("tokens", c_void_p),
+        ("probs", c_void_p),
+        ("weights", c_void_p),
+        ("masses", c_void_p),
+        ("next_token", c_int64),
     ]
 
 
@@ -225,7 +251,7 @@ class Unit:
 
     Args:
         name: `amx`, `avx512` or `avx2`.
-        kernels: the functions of `decoder.h`, `modules.h` and `sampling.h`.
+        kernels: the functions of the headers.
     """
 
     name: str
@@ -313,6 +339,8 @@ def _open(kind: str) -> ctypes.CDLL | None:
         c_void_p,
     ]
     kernels.secondguess_chain_weights.restype = None
+    kernels.secondguess_verify_block.argtypes = [POINTER(Verification)]
+    kernels.secondguess_verify_block.restype = c_int64
     kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
     kernels.secondguess_residual.restype = c_double
     kernels.secondguess_linear.argtypes = [
@@ -335,9 +363,8 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
         kernels.secondguess_sources.restype = c_char_p
         found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
-        kernels.secondguess_size_of_chain.restype = c_int64
-        size_of_chain = kernels.secondguess_size_of_chain()
+        others = (kernels.secondguess_size_of_chain(), kernels.secondguess_size_of_verification())
     except AttributeError:
         return False
-    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chain)]
-    return expected in (None, found.decode()) and [*sizes, size_of_chain] == expected_sizes
+    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chain, Verification)]
+    return expected in (None, found.decode()) and [*sizes, *others] == expected_sizes

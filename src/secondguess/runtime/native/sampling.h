@@ -260,3 +260,36 @@ double secondguess_residual(float factor, const float* p, const float* q, int64_
 }
 }
 #pragma GCC visibility pop
+
+// Sampling settings of a row: those of `secondguess_truncated_softmax`, or only temperature and `log_min_p`.
+struct Settings {
+    double temperature;              // 0: the most likely token
+    int64_t is_truncated, top_k;
+    double top_p, log_min_p;
+};
+
+// Write the probabilities of some rows of `width` logits; returns false if there is no memory.
+inline bool write_probs(const Settings& settings, const float* logits, int64_t num_rows, int64_t width, int64_t stride, float* probs) {
+    if (settings.is_truncated)
+        return !secondguess_truncated_softmax(logits, num_rows, width, stride, settings.temperature, settings.top_k, settings.top_p,
+                                              settings.log_min_p, probs);
+    secondguess_softmax(logits, num_rows, width, stride, settings.temperature, settings.log_min_p, probs);
+    return true;
+}
+
+// Random numbers of a row, which `sampling/noise.py` defines.
+struct RowNoise {
+    uint64_t key;
+    int64_t position;                // at which the round begins
+    int64_t races;                   // draft tokens are drawn by races
+};
+enum Purpose { DRAFT = 1, ACCEPT = 2, DRAW = 3, RACE = 4, ROUND = 5, NUM_PURPOSES = 5 };
+
+inline uint64_t hash_of(uint64_t key, int64_t place, Purpose purpose) {
+    const uint64_t step = 0x9E3779B97F4A7C15u;
+    return mixed((key ^ mixed((uint64_t)(place * NUM_PURPOSES + purpose) + step)) + step);
+}
+
+inline double uniform_of(const RowNoise& noise, int64_t place, Purpose purpose) {
+    return ((hash_of(hash_of(noise.key, noise.position, ROUND), place, purpose) >> 12) + 0.5) * 0x1p-52;
+}

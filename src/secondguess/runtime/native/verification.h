@@ -1,0 +1,51 @@
+// Block verification of the chain of one row, from logits to the next token. The numbers are those of
+// `verifiers/block.py`, which this saves.
+#pragma once
+
+#include "sampling.h"
+
+struct Verification {
+    int64_t num_nodes, vocab_size, stride;  // `stride` numbers from the logits of one query to those of the next
+    Settings settings;                      // with a positive temperature
+    RowNoise noise;
+    const float* logits;                    // [query][stride]
+    const float* draft_probs;               // [node][vocab_size]
+    const int64_t* tokens;                  // [node]
+    float* probs;                           // [query][vocab_size], room for target probabilities
+    double *weights, *masses;               // [query] and [node], room for the numbers of the prefixes
+    int64_t next_token;
+};
+
+#pragma GCC visibility push(default)
+extern "C" {
+int64_t secondguess_size_of_verification() { return sizeof(Verification); }
+
+// Returns the number of nodes accepted and writes the next token; -1 if there is no memory or a distribution is
+// not defined.
+int64_t secondguess_verify_block(Verification* verification) {
+    Verification& it = *verification;
+    const int64_t num_nodes = it.num_nodes, width = it.vocab_size;
+    if (!write_probs(it.settings, it.logits, num_nodes + 1, width, it.stride, it.probs)) return -1;
+    for (int64_t query = 0; query <= num_nodes; query++)
+        if (std::isnan(it.probs[query * width])) return -1;
+    secondguess_chain_weights(it.probs, it.draft_probs, it.tokens, num_nodes, width, it.weights, it.masses);
+    int64_t accepted = 0;
+    for (int64_t length = 1; length <= num_nodes; length++) {
+        double chance = it.weights[length];
+        if (length < num_nodes) {
+            const double mass = it.masses[length], total = mass + 1 - it.weights[length];
+            chance = total > 0 ? mass / total : 1;
+        }
+        if (uniform_of(it.noise, length - 1, ACCEPT) < chance) accepted = length;
+    }
+    const float* next = it.probs + accepted * width;
+    if (accepted < num_nodes) {
+        // The distributions after the next one are not used any more.
+        float* residual = it.probs + (accepted + 1) * width;
+        if (secondguess_residual(it.weights[accepted], next, it.draft_probs + accepted * width, width, residual) > 0) next = residual;
+    }
+    it.next_token = secondguess_draw(next, width, uniform_of(it.noise, accepted, DRAW));
+    return accepted;
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,64 @@
+"""Block verification of the chain of one row by the kernels, from logits to the next token."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy
+from torch import Tensor
+
+from secondguess.runtime.base import RowNoise
+from secondguess.runtime.native import library
+from secondguess.runtime.native.sampling import KernelSettings, kernels_for
+
+
+@lru_cache(maxsize=256)
+def described_settings(settings: KernelSettings) -> library.Settings:
+    """Return the structure of sampling settings; cached, as few occur."""
+    temperature, top_k, top_p, log_min_p = settings
+    return library.Settings(temperature, settings.truncates, top_k, top_p, log_min_p)
+
+
+def described_noise(noise: RowNoise) -> library.RowNoise:
+    """Return the structure of a row's noise."""
+    return library.RowNoise(noise.key, noise.position, noise.races)
+
+
+def verify_block(
+    logits: Tensor, draft_probs: Tensor, tokens: Tensor, settings: KernelSettings, noise: RowNoise
+) -> tuple[int, int] | None:
+    """Verify a chain with the target's logits.
+
+    Args:
+        logits: `[query, vocab]`, after all settings but those of `settings`.
+        draft_probs: `[node, vocab]`.
+        tokens: `[node]`.
+        settings: with a positive temperature.
+        noise: of the row, which is not coupled.
+
+    Returns:
+        The number of nodes accepted and the next token; None where the kernels cannot be used, or a
+        distribution is not defined.
+    """
+    kernels, (num_nodes, vocab_size) = kernels_for(logits, draft_probs), draft_probs.shape
+    if kernels is None or logits.shape[-1] != vocab_size:
+        return None
+    if not (draft_probs.is_contiguous() and tokens.is_contiguous()):
+        return None
+    probs, numbers = logits.new_empty(num_nodes + 1, vocab_size), numpy.empty(2 * num_nodes + 1)
+    address = numbers.ctypes.data
+    verification = library.Verification(
+        num_nodes,
+        vocab_size,
+        logits.stride(0),
+        described_settings(settings),
+        described_noise(noise),
+        logits.data_ptr(),
+        draft_probs.data_ptr(),
+        tokens.data_ptr(),
+        probs.data_ptr(),
+        address,
+        address + numbers.itemsize * (num_nodes + 1),
+    )
+    accepted = kernels.secondguess_verify_block(verification)
+    return None if accepted < 0 else (accepted, verification.next_token)
