@@ -119,6 +119,8 @@ class CostController(Controller):
             if decision is None:
                 # A series of probes is continued even if all candidates are in backoff.
                 self._in_backoff = paused and not self._decision.is_probe
+            else:
+                self._cost_model.rate = decision.rate
         if decision is None:
             decision = self._decide(rows, candidates)
         self._decision = decision
@@ -165,7 +167,7 @@ class CostController(Controller):
             self._learn_drafted()
             return Decision(place)
         self._cost_model.enter(len(rows), place)
-        decision = Decision(place)
+        decision = Decision(place, self._cost_model.rate)
         proposals = self._best_proposals(rows, candidates)
         decision.proposals = worthwhile(proposals, rows, self._cost_model)
         if decision.proposals:
@@ -276,12 +278,14 @@ class CostController(Controller):
         if len(rows) > 1 or not proposals or proposals[0].deterministic:
             return None
         (proposal,) = proposals
-        rate = self._cost_model.rate
-        least = [
-            rate * seconds for seconds in self._cost_model.extension_seconds(proposal.part, proposal.length)
-        ]
-        own, following = self.expectations.of_nodes(proposal.kind)
-        return StoppingRule(CONFIDENCE_EDGES, own, following, array("d", least), proposal.seen)
+        if self._decision.stopping_rule is None:  # nothing is learned while a decision is repeated
+            rate, model = self._cost_model.rate, self._cost_model
+            least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
+            own, following = self.expectations.of_nodes(proposal.kind)
+            self._decision.stopping_rule = StoppingRule(
+                CONFIDENCE_EDGES, own, following, array("d", least), []
+            )
+        return self._decision.stopping_rule._replace(groups=proposal.seen)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._is_paused:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from secondguess.controllers.cost.proposals import DraftProposal
 from secondguess.controllers.cost.round_times import mean_length
-from secondguess.core import Candidate, RoundTime, Row
+from secondguess.core import Candidate, RoundTime, Row, StoppingRule
 
 FEW = 8
 """Maximum number of plain rounds that are added to the statistics as one."""
@@ -30,17 +30,21 @@ class Decision:
 
     Args:
         place: key of the token rate that drafts are compared with (`CostModel`).
+        rate: tokens per second that drafts have to exceed.
         proposals: the drafts, at most one per row.
         is_probe: True if they are probes.
         is_settled: True if the decision can be repeated before anything is learned from it.
         longest_lookup: number of nodes of the longest lookup draft.
+        stopping_rule: that of its only draft, once it was needed.
     """
 
     place: Hashable = None
+    rate: float = 0.0
     proposals: Sequence[DraftProposal] = ()
     is_probe: bool = False
     is_settled: bool = False
     longest_lookup: int = 0
+    stopping_rule: StoppingRule | None = None
 
 
 class DraftedRound(NamedTuple):
