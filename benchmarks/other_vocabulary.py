@@ -1,7 +1,7 @@
 """Measure a draft model with another tokenizer than the target's, beside the same model with the target's.
 
     python benchmarks/other_vocabulary.py --output other.json
-    python benchmarks/other_vocabulary.py --model pairs/grown-88m/target --draft pairs/grown-88m/drafter
+    python benchmarks/other_vocabulary.py --model pairs/grown-88m/target --draft pairs/grown-88m/drafter --transformers
 
 No draft model was trained with another tokenizer for these targets. The stand-in has the weights of
 the draft model: its tokenizer lacks the last merges, and the remaining tokens, with their rows of the
@@ -31,13 +31,17 @@ from typing import Any
 import torch
 from in_turns import ModelsWithOwnCaches, in_turns
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GenerationConfig
 
+from secondguess.bench.peers import TransformersModel
 from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter, TranslatingDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
+from secondguess.runtime.quiet import quiet
 from secondguess.workloads.loading import load_workload
+from secondguess.workloads.provenance import collect_provenance, public_name
 
 TIMED = [(TranslatingDrafter, "_follow"), (IntersectionDrafter, "_restrict"), (StringDrafter, "_encoded")]
 
@@ -129,6 +133,36 @@ def measure(models: Models, drafters: dict[str, str], options: argparse.Namespac
     return found
 
 
+def measure_transformers(
+    target: Path, other: Path, prompts: list[list[int]], options: argparse.Namespace, temperature: float
+) -> dict[str, float]:
+    """Return tokens/s of `generate`, prefill included: plain, and with a draft model with another tokenizer."""
+    model, assistant = (
+        TransformersModel(path, torch.bfloat16, torch.device("cpu")) for path in (target, other)
+    )
+    tokenizers = {
+        "assistant_model": assistant.module,
+        "tokenizer": AutoTokenizer.from_pretrained(target),
+        "assistant_tokenizer": AutoTokenizer.from_pretrained(other),
+    }
+    config = GenerationConfig(
+        max_new_tokens=options.max_tokens, do_sample=temperature > 0, top_k=0, pad_token_id=0
+    )
+    systems: dict[str, dict[str, Any]] = {"plain": {}, "assistant_tokenizer": tokenizers}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    with quiet(), torch.inference_mode():
+        for number, prompt in enumerate(prompts):
+            ids = torch.tensor([prompt])
+            for name, arguments in systems.items():
+                torch.manual_seed(number)
+                start = time.perf_counter()
+                model.module.generate(
+                    ids, attention_mask=torch.ones_like(ids), generation_config=config, **arguments
+                )
+                seconds[name].append(time.perf_counter() - start)
+    return {name: len(prompts) * options.max_tokens / sum(each) for name, each in seconds.items()}
+
+
 def seconds_to_follow(pair: VocabularyPair, tokens: list[int], length: int) -> float:
     """Return the median seconds to follow a commit of 4 tokens behind a text of that many."""
     text = (tokens * (length // len(tokens) + 2))[: length + 400]
@@ -155,6 +189,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--transformers", action="store_true", help="run `generate` of Transformers too")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     models = Models(options.model, options.dtype, "cpu")
@@ -168,13 +203,25 @@ def main() -> None:
                 drafters[f"{method} {keep:g}"] = f"model:{other},vocab={method}"
         for temperature in options.temperature:
             record[f"temperature {temperature:g}"] = measure(models, drafters, options, temperature)
+            if options.transformers:
+                prompts = [
+                    models.target.encode(text)[-512:]
+                    for text in load_workload(None, options.num_prompts).prompts
+                ]
+                record[f"transformers, temperature {temperature:g}"] = measure_transformers(
+                    Path(find_checkpoint(options.model)), other, prompts, options, temperature
+                )
         for name, drafter in list(drafters.items())[2:]:
             system = SecondguessSystem(models, drafter)
             assert isinstance(system._drafter, TranslatingDrafter)
             pair, tokens = system._drafter.pair, models.target.encode(Path(__file__).read_text())
             seconds = {length: seconds_to_follow(pair, tokens, length) for length in (200, 4000)}
             record[name] = pair.as_dict() | {"follow": seconds}
-    text = json.dumps(record, indent=1)
+    about = collect_provenance(
+        num_threads=torch.get_num_threads(), device="cpu", dtype=options.dtype, seed=0, models={}, runtimes={}
+    )
+    record["arguments"] |= {name: public_name(record["arguments"][name]) for name in ("model", "draft")}
+    text = json.dumps({"provenance": about.as_dict(), **record}, indent=1)
     print(text)
     if options.output:
         options.output.write_text(text + "\n")

@@ -6,6 +6,8 @@ check passes on the code as it ships and fails with the mutant in place.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -529,6 +531,40 @@ def draft_of_text_treated_as_sampled(patch: Patch) -> None:
     patch.setattr(StringDrafter, "propose", propose)
 
 
+def probabilities_passed_to_tokens_encoded_again(patch: Patch) -> None:
+    """The rule of TokenTiming (arXiv 2510.15545): drafts are sampled, and their text is encoded by the target's tokenizer.
+
+    A token has the probability of the draft token that is aligned with it, here the one in which it ends;
+    the rest is spread over the other tokens. The token is not drawn from that distribution.
+    """
+
+    def propose(self, rows, budgets, noise):
+        chains, chances = [[] for _ in rows], [[] for _ in rows]
+        self.chains = chains
+        active = list(range(len(rows)))
+        for depth in range(budgets.longest):
+            dists = self.chain_logits(rows, active).softmax(-1)
+            tokens = noise.draft(dists, depth).tolist()
+            for index, token in enumerate(tokens):
+                chains[index].append(token)
+                chances[index].append(dists[index, token].item())
+            self.extend(rows, active, tokens)
+        encoded = [self._encoded(chain)[: budgets.longest] for chain in chains]
+        probs = torch.zeros(len(rows), max(map(len, encoded)), self.vocab_size, dtype=torch.float64)
+        target, draft = self.pair.target, self.pair.draft
+        for index, tokens in enumerate(encoded):
+            ends = list(itertools.accumulate(len(draft.bytes_of(token)) for token in chains[index]))
+            for place, end in enumerate(
+                itertools.accumulate(len(target.bytes_of(token)) for token in tokens)
+            ):
+                chance = chances[index][bisect.bisect_left(ends, end)]
+                probs[index, place] = (1 - chance) / (self.vocab_size - 1)
+                probs[index, place, tokens[place]] = chance
+        return Draft.chains(encoded, probs)
+
+    patch.setattr(StringDrafter, "propose", propose)
+
+
 def lenience(patch: Patch) -> None:
     patch.setattr(rejection, "likelihood_ratios", lambda *args: 1.05 * base.likelihood_ratios(*args))
 
@@ -974,6 +1010,8 @@ MUTANTS = [
     Mutant(intersection_is_not_renormalised, dist("block", "intersection")),
     Mutant(intersection_of_what_was_sampled_without_it, dist("block", "intersection")),
     Mutant(draft_of_text_treated_as_sampled, dist("rejection", "string")),
+    Mutant(probabilities_passed_to_tokens_encoded_again, dist("rejection", "string")),
+    Mutant(probabilities_passed_to_tokens_encoded_again, dist("block", "string"), "token-timing-block"),
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),
     Mutant(top_p_after_the_ratio, dist("rejection", params=TRUNCATED)),

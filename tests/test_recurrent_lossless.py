@@ -13,6 +13,7 @@ import transformers
 
 from distribution_cases import PAIRS, SAMPLED, dist_error, make_pair_drafter
 from families import RECURRENT
+from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -32,7 +33,7 @@ NUM_TOKENS = 8
 def tiny_pair(family, vocab_size):
     """Return a target in float64 and a similar draft model; some layers compute in float32 all the same."""
     if family == "mamba":
-        config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=2)
+        config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=2)
     else:
         config = RECURRENT[family]()
     config.vocab_size, config.initializer_range = vocab_size, 0.3
@@ -88,45 +89,55 @@ SETTINGS = {
 
 def generate(family, drafter, controller, setting, records=True, num_rows=4):
     target, draft_model = tiny_pair(family, VOCAB_SIZE)
-    proposer = make_drafter(
-        drafter, target_vocab_size=VOCAB_SIZE, load_draft_model=lambda _: wrap(draft_model, records)
-    )
+    runtime = wrap(target, records)
+    if drafter in HEADS:
+        proposer = HEADS[drafter](runtime, None)
+    else:
+        proposer = make_drafter(
+            drafter, target_vocab_size=VOCAB_SIZE, load_draft_model=lambda _: wrap(draft_model, records)
+        )
+    runtime.request_hidden_states(proposer.hidden_layers)
     verifier, params = make_verifier("auto"), SETTINGS[setting]
     rows = [
         Row(list(prompt), params, seed=7, coupled=verifier.uses_coupling(params.seed is not None))
         for prompt in PROMPTS[:num_rows]
     ]
-    for _ in decode(Components(wrap(target, records), proposer, verifier, make_controller(controller)), rows):
+    components = Components(runtime, proposer, verifier, make_controller(controller))
+    for _ in decode(components, rows):
         pass
-    return [row.output for row in rows]
+    return [row.output for row in rows], sum(components.recorder.of(row).num_drafted for row in rows)
 
 
 @cache
 def plain_texts(family, setting):
-    return generate(family, "none", "fixed:0", setting)
+    return generate(family, "none", "fixed:0", setting)[0]
 
 
-@pytest.mark.parametrize(
-    ("family", "drafter", "records"),
-    [
-        ("qwen3-next", "model:draft", True),
-        ("qwen3-next", "suffix,min=1", False),
-        ("mamba2", "ngram", True),
-        ("mamba2", "model:draft", False),
-        ("lfm2", "suffix,min=1", True),
-        ("lfm2", "model:draft", True),
-        ("nemotron-h", "ngram", False),
-        ("falcon-h1", "model:draft", True),
-        ("falcon-h1", "suffix,min=1", False),
-        ("mamba", "ngram", True),
-    ],
+DRAFTERS = (
+    "ngram",
+    "suffix,min=1",
+    "jacobi,width=2",
+    "model:draft",
+    "model:draft,tree=2x1",
+    "suffix,min=1+model:draft",
+    *(kind for kind in HEADS if kind not in (*NEEDS_FUSED, *NEEDS_NATIVE)),
 )
-def test_text_equals_plain_decoding(family, drafter, records):
-    """A batch, and one row with `cost`, which runs rounds without drafts between others."""
-    assert generate(family, drafter, "fixed:4", "seeded", records) == plain_texts(family, "seeded")
-    assert (
-        generate(family, drafter, "cost", "greedy", records, num_rows=1) == plain_texts(family, "greedy")[:1]
-    )
+"""All drafters but those that run the target's layers one by one, or a copy of them."""
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", [*RECURRENT, "mamba"])
+def test_text_equals_plain_decoding(family, drafter):
+    """A batch, and one row with `cost`, which runs rounds without drafts between others.
+
+    Drafts of text are the same with both kinds of states, which alternate.
+    """
+    records = ([*RECURRENT, "mamba"].index(family) + DRAFTERS.index(drafter)) % 2 == 0
+    found, num_drafted = generate(family, drafter, "fixed:4", "seeded", records)
+    assert found == plain_texts(family, "seeded")
+    assert num_drafted > 0
+    found, _ = generate(family, drafter, "cost", "greedy", records, num_rows=1)
+    assert found == plain_texts(family, "greedy")[:1]
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "mamba"])

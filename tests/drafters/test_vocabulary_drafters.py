@@ -246,6 +246,23 @@ def test_texts_of_a_target_are_the_same_with_drafters_of_other_tokenizers(
     assert num_drafted > 0
 
 
+@pytest.fixture(scope="module")
+def builtin_texts() -> list[str]:
+    return texts_and_num_drafted(load("builtin", "none"))[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("byte-level", "intersection"), ("sentencepiece", "string"), ("wordpiece", "string")]
+)
+def test_texts_of_the_builtin_target_are_the_same_with_drafters_of_other_tokenizers(
+    other_model: Callable[[str], Path], builtin_texts: list[str], kind: str, method: Method
+) -> None:
+    drafting = load("builtin", f"model:{other_model(kind)},vocab={method}", controller="fixed:3")
+    texts, num_drafted = texts_and_num_drafted(drafting)
+    assert texts == builtin_texts
+    assert num_drafted > 0
+
+
 def test_the_method_is_chosen_when_models_are_loaded(
     tiny_checkpoint: Path, other_model: Callable[[str], Path]
 ) -> None:

@@ -160,11 +160,12 @@ def last_norm(model: Any) -> Any:
     Raises:
         UnsupportedModelError: if there is none.
     """
-    norms = [
-        module
-        for name, module in model.base_model.named_children()
-        if "norm" in type(module).__name__.lower() and "embed" not in name
-    ]
+    norms, has_layers = [], False
+    for name, module in model.base_model.named_children():
+        has_layers |= isinstance(module, torch.nn.ModuleList)
+        # A norm of the embeddings comes before the layers; LFM2 calls the one after them `embedding_norm`.
+        if "norm" in type(module).__name__.lower() and (has_layers or "embed" not in name):
+            norms.append(module)
     if not norms:
         raise UnsupportedModelError(
             f"expected a norm after the layers of a {type(model).__name__}, got none; use a drafter that needs none"
