@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 from in_turns import ModelsWithOwnCaches, in_turns
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 from transformers import AutoTokenizer, GenerationConfig
 
 from secondguess.bench.peers import TransformersModel
@@ -60,13 +60,17 @@ def write_other_model(source: Path, folder: Path, keep: float) -> None:
     order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = [kept[place] for place in order]
     rows = torch.tensor([model["vocab"][token] for token in tokens])
+    # Transformers fails if the target has all tokens of the draft model; no text is encoded to this one.
+    tokens.append("<|unused|>")
     model["vocab"], model["merges"] = {token: index for index, token in enumerate(tokens)}, merges
     for added in tokenizer["added_tokens"]:
         added["id"] = model["vocab"][added["content"]]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     weights = load_file(source / "model.safetensors")
     size = json.loads((source / "config.json").read_text())["vocab_size"]
-    weights = {name: each[rows].contiguous() if len(each) == size else each for name, each in weights.items()}
+    weights = {
+        name: pad(each[rows], (0, 0, 0, 1)) if len(each) == size else each for name, each in weights.items()
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     end = tokenizer["added_tokens"][0]["id"]
     for name in ("config.json", "generation_config.json"):
@@ -228,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
