@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from head_formats import Named, edit, head_of, named
 from plain_layers import Tensors, layer_config, layer_tensors, plain_layer, plain_norm, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5RMSNorm,
-    Qwen3_5TextRotaryEmbedding,
-)
 
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
@@ -169,41 +165,121 @@ def test_a_written_head_is_read_back(make: Callable[[Path], Path], names: Names,
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
 
 
-def test_a_module_of_qwen3_5_has_the_logits_of_its_layer_in_transformers(tmp_path: Path) -> None:
-    """Gates on the attention output, rotary positions on a part of each head, norm weights around 0."""
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * NUM_LAYERS,
-        attn_implementation="eager",
-    )  # fmt: skip
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "attn_implementation": "eager",
+}
+ATTENTION = {"num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GATED = {**ATTENTION, "layer_types": ["full_attention"] * NUM_LAYERS}
+SOFTMAX = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}
+SIGMOID = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_interleave": True,
+}
+PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
+    "qwen3.5": ("qwen3_5", "Qwen3_5Text", QWEN, GATED),
+    "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5MoeText", QWEN, GATED | SOFTMAX),
+    "qwen3-next": ("qwen3_next", "Qwen3Next", QWEN, GATED | SOFTMAX),
+    "glm-4.5": (
+        "glm4_moe",
+        "Glm4Moe",
+        DEEPSEEK,
+        ATTENTION | SIGMOID | {"use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm-4.7-flash": (
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        DEEPSEEK,
+        SIGMOID | LATENT | {"mlp_layer_types": ["sparse"] * NUM_LAYERS},
+    ),
+    "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, SIGMOID | LATENT),
+    "deepseek-v3, queries projected": (
+        "deepseek_v3",
+        "DeepseekV3",
+        DEEPSEEK,
+        SIGMOID | LATENT | {"q_lora_rank": None, "rope_interleave": False},
+    ),
+}
+"""Folder and class names in Transformers, tensor names and sizes, by published family."""
+
+
+def write_published(folder: Path, name: str) -> tuple[nn.ModuleDict, Any]:
+    """Write a module with a layer of Transformers, as published, and return its parts and rotary embedding."""
+    package, prefix, names, fields = PUBLISHED[name]
+    code = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    config = getattr(transformers, f"{prefix}Config")(**SIZES | fields)
+    make = {part: getattr(code, prefix.removesuffix("Text") + part) for part in ("RMSNorm", "DecoderLayer")}
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        modules = nn.ModuleDict(
-            {name: Qwen3_5RMSNorm(WIDTH) for name in (QWEN["enorm"], QWEN["hnorm"], "norm")}
+        parts = nn.ModuleDict(
+            {part: make["RMSNorm"](WIDTH, eps=config.rms_norm_eps) for part in ("enorm", "hnorm", "norm")}
         )
-        modules["fc"] = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        modules["layers"] = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
-        for weight in modules.parameters():
+        parts["project"] = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        parts["layer"] = make["DecoderLayer"](config, 0)
+        for weight in [*parts.parameters(), *parts.buffers()]:
             nn.init.normal_(weight, std=0.3)
-    save_file(
-        {f"mtp.{name}": tensor for name, tensor in modules.state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
-    config.save_pretrained(tmp_path)
-    modules.double()
-    model, rotary = target_model(), Qwen3_5TextRotaryEmbedding(config)
-    found = drafted_logits(load(tmp_path), TEXT[:6], TEXT[6:9])
-    with torch.no_grad():
-        features = model.model(torch.tensor([TEXT[:6]])).last_hidden_state[:, :5]
-        for depth in range(3):
-            embedded = model.model.embed_tokens(torch.tensor([TEXT[1 : 6 + depth]]))
-            both = modules[QWEN["enorm"]](embedded), modules[QWEN["hnorm"]](features)
-            joined, length = modules["fc"](torch.cat(both, -1)), embedded.shape[1]
-            positions = rotary(joined, torch.arange(length).expand(3, 1, -1))
-            mask = torch.full((1, 1, length, length), -torch.inf).triu(1).double()
-            states = modules["norm"](modules["layers"][0](joined, positions, mask)[:, -1:])
-            features = torch.cat([features, states], 1)
-            torch.testing.assert_close(found[depth], model.lm_head(states)[0, 0], atol=1e-5, rtol=1e-4)
+    tensors: Tensors = {}
+    for key, tensor in parts.state_dict().items():
+        part, _, rest = key.partition(".")
+        own = names["prefix"] + (names["layer"] + rest if part == "layer" else f"{names[part]}.{rest}")
+        separate = name != "qwen3.5-moe" and own.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        tensors |= of_each_expert(own, tensor) if separate else {own: tensor}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    config.save_pretrained(folder)
+    return parts.double(), getattr(code, f"{prefix}RotaryEmbedding")(config)
+
+
+def of_each_expert(name: str, joined: Tensor) -> Tensors:
+    start, _, projection = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{start}.{expert}.{part}.weight": matrix
+        for expert, matrices in enumerate(joined)
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: str, tmp_path: Path) -> None:
+    """Gated and latent attention, experts, rotary positions on a part of each head, norm weights around 0."""
+    parts, rotary = write_published(tmp_path, name)
+    head, is_qwen = load(tmp_path), PUBLISHED[name][2] is QWEN
+    head.save(tmp_path / "again")
+    model = target_model()
+    for each in (head, load(tmp_path / "again")):
+        found = drafted_logits(each, TEXT[:6], TEXT[6:9])
+        with torch.no_grad():
+            features = model.model(torch.tensor([TEXT[:6]])).last_hidden_state[:, :5]
+            for depth in range(3):
+                embedded = model.model.embed_tokens(torch.tensor([TEXT[1 : 6 + depth]]))
+                both, length = (parts["enorm"](embedded), parts["hnorm"](features)), embedded.shape[1]
+                joined = parts["project"](torch.cat(both, -1))
+                places = torch.arange(length)[None]
+                positions = rotary(joined, places.expand(3, 1, -1) if "3.5" in name else places)
+                mask = torch.full((1, 1, length, length), -torch.inf).triu(1).double()
+                states = parts["layer"](joined, position_embeddings=positions, attention_mask=mask)[:, -1:]
+                normed = parts["norm"](states)
+                features = torch.cat([features, normed if is_qwen else states], 1)
+                torch.testing.assert_close(found[depth], model.lm_head(normed)[0, 0], atol=1e-5, rtol=1e-4)
 
 
 def drafter_of(name: str, path: Path) -> MtpDrafter:
@@ -277,8 +353,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
     "latent attention": (beside("self_attn.kv_a_proj_with_mqa.weight", 1), r"latent attention \(MLA\)"),
-    "experts": (beside("mlp.experts.0.up_proj.weight", 1), r"mixture of experts \(MoE\)"),
-    "a router": (beside("mlp.gate.weight", 1), r"mixture of experts \(MoE\)"),
+    "experts": (beside("mlp.experts.0.up_proj.weight", 1), "expected the field 'moe_intermediate_size'"),
+    "a router": (beside("mlp.gate.weight", 1), "unknown model.layers.4.mlp.gate.weight"),
+    "linear attention": (beside("linear_attn.in_proj.weight", 1), "with linear attention"),
     "gates": (lambda at: edit(qwen(at), attn_output_gate=True), "gated attention"),
     "another layer": (lambda at: edit(deepseek(at), model_type="gpt_oss"), "got gpt_oss"),
     "another width": (lambda at: edit(deepseek(at), hidden_size=64), "width 32"),
@@ -305,7 +382,7 @@ def test_unusable_folders_are_refused_in_one_line(
     with pytest.raises(SecondGuessError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
-    unsupported = any(word in message for word in ("MLA", "MoE", "gated", "gpt_oss"))
+    unsupported = any(word in message for word in ("MLA", "linear attention", "gated", "gpt_oss"))
     assert isinstance(caught.value, UnsupportedModelError) == unsupported
 
 

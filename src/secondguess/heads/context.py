@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Row
-from secondguess.heads.layer import AttentionFunction, attention
+from secondguess.heads.layer import attention
+from secondguess.heads.parts import AttentionFunction
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.slots import SlotTable
 

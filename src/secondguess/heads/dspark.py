@@ -36,14 +36,7 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.layer import (
-    AttentionFunction,
-    DecoderLayer,
-    LayerConfig,
-    Norm,
-    cos_sin_at,
-    sequence_attention,
-)
+from secondguess.heads.layer import DecoderLayer, LayerConfig, cos_sin_at, sequence_attention
 from secondguess.heads.learning import (
     CountedTokens,
     DepthLosses,
@@ -51,6 +44,7 @@ from secondguess.heads.learning import (
     TrainingBatch,
     mean,
 )
+from secondguess.heads.parts import AttentionFunction, Norm
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,

@@ -42,8 +42,9 @@ from secondguess.heads.files import (
     require_same,
     write_head,
 )
-from secondguess.heads.layer import AttentionFunction, CosSin, DecoderLayer, LayerConfig, Norm
+from secondguess.heads.layer import DecoderLayer, LayerConfig
 from secondguess.heads.mtp import MtpHead, TensorNames
+from secondguess.heads.parts import AttentionFunction, CosSin, Norm
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,

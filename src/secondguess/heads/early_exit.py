@@ -24,8 +24,8 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.layer import Norm
 from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
+from secondguess.heads.parts import Norm
 from secondguess.runtime.base import EmbeddingAndHead
 
 KIND = "secondguess-early-exit"

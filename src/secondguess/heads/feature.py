@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
-from secondguess.heads.layer import AttentionFunction, CosSin, LayerConfig, cos_sin_at, sequence_attention
+from secondguess.heads.layer import LayerConfig, cos_sin_at, sequence_attention
 from secondguess.heads.learning import (
     LAST_HIDDEN,
     CountedTokens,
@@ -28,6 +28,7 @@ from secondguess.heads.learning import (
     Objective,
     TrainingBatch,
 )
+from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 DEFAULT_STEPS = 4

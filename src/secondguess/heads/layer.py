@@ -1,4 +1,4 @@
-"""Decoder layer used by drafter heads, compatible with Llama and Qwen.
+"""Decoder layer used by drafter heads, compatible with Llama, Qwen, GLM and DeepSeek.
 
 The attention function is a parameter: training attends over whole sequences, drafting over a KV
 cache. Weight names are those of the published checkpoints.
@@ -6,7 +6,7 @@ cache. Weight names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.heads.experts import Experts, ExpertsConfig
+from secondguess.heads.latent import LatentAttention, LatentConfig
+from secondguess.heads.parts import AttentionFunction, CosSin, Mlp, Norm, rotate
 
-GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text")
+DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose attention has gates on its output, and rotates a part of each head."""
-AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
-
-Query, key and value are `[row, attention head, position, size]`.
-"""
-CosSin = tuple[Tensor, Tensor]
-"""Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
+LATENT_TYPES = ("deepseek_v3", "glm4_moe_lite")
+"""Model types with latent attention."""
+PARTLY_ROTATED = {"glm4_moe": 0.5, **dict.fromkeys(GATED_TYPES, 0.25)}
+"""Share of each head that is rotated, unless the configuration has another one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class LayerConfig:
         attention_bias: whether the query, key and value projections have biases (Qwen2).
         rotary_size: number of leading values of each head that are rotated; even, 0 for all.
         has_gate: whether the query projection also computes gates on the attention output.
+        latent: sizes of latent attention; None for grouped-query attention.
+        experts: options of a mixture of experts; None for a dense feed-forward network.
 
     Raises:
         BadInputError: a size below 1, an odd head or rotary size, or query heads that cannot be divided
@@ -58,6 +61,8 @@ class LayerConfig:
     attention_bias: bool = False
     rotary_size: int = 0
     has_gate: bool = False
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "num_kv_heads", "head_size", "mlp_size"):
@@ -69,18 +74,28 @@ class LayerConfig:
                 f"{self.num_kv_heads} key heads of size {self.head_size}, of which {self.rotary_size} are rotated"
             )
 
+    @property
+    def is_gqa_and_dense(self) -> bool:
+        """True if the layer has grouped-query attention without gates and a dense feed-forward network."""
+        return not (self.has_gate or self.rotary_size or self.latent or self.experts)
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LayerConfig:
+    def from_config(cls, config: Mapping[str, Any], *, has_experts: bool = False) -> LayerConfig:
         """Build a shape from a Llama-like configuration.
+
+        Args:
+            config: of the model.
+            has_experts: whether the layer has a mixture of experts; some layers of such models have none.
 
         Raises:
             UnsupportedModelError: unsupported model type, activation or rotary embedding.
         """
         kind = config.get("model_type", "llama")
         has_gate = kind in GATED_TYPES
-        if kind not in ("llama", "mistral", "qwen2", "qwen3") and not has_gate:
+        known = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
+        if kind not in known:
             raise UnsupportedModelError(
-                f"expected a drafter with layers like those of llama, mistral, qwen2, qwen3 or qwen3_next, got {kind}"
+                f"expected a drafter with layers like those of {', '.join(known)}, got {kind}"
             )
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModelError(f"expected the activation silu, got {config['hidden_act']}")
@@ -88,30 +103,45 @@ class LayerConfig:
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UnsupportedModelError(f"expected plain rotary positions, got {rope}")
         num_heads = config["num_attention_heads"]
+        latent = LatentConfig.from_config(config) if kind in LATENT_TYPES else None
         head_size = config.get("head_dim") or config["hidden_size"] // num_heads
-        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+        rotary_size = 0
+        if latent is not None:
+            head_size, rotary_size = latent.key_size, latent.qk_rope_head_dim
+        elif kind in PARTLY_ROTATED:
+            usual = config.get("partial_rotary_factor", PARTLY_ROTATED[kind])
+            rotary_size = int(head_size * rope.get("partial_rotary_factor", usual))
         return cls(
             width=config["hidden_size"],
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=num_heads if latent else config.get("num_key_value_heads") or num_heads,
             head_size=head_size,
             mlp_size=config["intermediate_size"],
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-            has_qk_norm=kind == "qwen3" or has_gate,
+            has_qk_norm=kind == "qwen3" or has_gate or bool(config.get("use_qk_norm")),
             attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
-            rotary_size=int(head_size * rotated) if has_gate else 0,
+            rotary_size=rotary_size,
             has_gate=has_gate,
+            latent=latent,
+            experts=ExpertsConfig.from_config(config) if has_experts else None,
         )
 
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        if self.has_gate:
-            kind = "qwen3_next"
+        more: dict[str, Any] = {}
+        if self.latent is not None:
+            kind, more = "deepseek_v3", self.latent.to_config()
+        elif self.rotary_size:
+            kind = "qwen3_next" if self.has_gate else "glm4_moe"
+            more = {"use_qk_norm": self.has_qk_norm, "attention_bias": self.attention_bias}
             rope["partial_rotary_factor"] = self.rotary_size / self.head_size
+        if self.experts is not None:
+            more |= self.experts.to_config()
         return {
+            **more,
             "model_type": kind,
             "hidden_size": self.width,
             "num_attention_heads": self.num_heads,
@@ -122,18 +152,6 @@ class LayerConfig:
             "rope_parameters": rope,
             "hidden_act": "silu",
         }
-
-
-class Norm(nn.Module):
-    """RMSNorm."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -186,20 +204,6 @@ class Attention(nn.Module):
         return joined.view(*joined.shape[:2], -1, self.shape.head_size)
 
 
-class Mlp(nn.Module):
-    """Gated feed-forward network (SwiGLU)."""
-
-    def __init__(self, shape: LayerConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.mlp_size, bias=False)
-        self.up_proj = nn.Linear(shape.width, shape.mlp_size, bias=False)
-        self.down_proj = nn.Linear(shape.mlp_size, shape.width, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
-        return down
-
-
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer with residual connections.
 
@@ -213,9 +217,15 @@ class DecoderLayer(nn.Module):
     def __init__(self, shape: LayerConfig, has_input_norm: bool = True, input_width: int = 0) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
-        self.self_attn = Attention(shape, input_width or shape.width)
+        self.self_attn: Any = (
+            Attention(shape, input_width or shape.width)
+            if shape.latent is None
+            else LatentAttention(shape.latent, shape.width, shape.num_heads)
+        )
         self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
-        self.mlp = Mlp(shape)
+        self.mlp: Any = (
+            Mlp(shape.width, shape.mlp_size) if shape.experts is None else Experts(shape.experts, shape.width)
+        )
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int = 0) -> Tensor:
         return self.add_mlp(states + self.self_attn(self.input_layernorm(states), cos_sin, attend, layer))
@@ -224,19 +234,6 @@ class DecoderLayer(nn.Module):
         """Return the states after the feed-forward network and its residual connection."""
         output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
-
-
-def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
-    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`.
-
-    Values of a head beyond the size of `cos_sin` stay as they are.
-    """
-    cos, sin = cos_sin
-    size = cos.shape[-1]
-    turned, rest = (heads, None) if size == heads.shape[-1] else (heads[..., :size], heads[..., size:])
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return turned if rest is None else torch.cat((turned, rest), -1)
 
 
 def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:

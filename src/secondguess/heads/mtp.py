@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
+from secondguess.heads.experts import separate_experts
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
     FeatureHead,
@@ -38,15 +39,9 @@ from secondguess.heads.files import (
     read_named_tensors,
     write_head,
 )
-from secondguess.heads.layer import (
-    GATED_TYPES,
-    AttentionFunction,
-    CosSin,
-    DecoderLayer,
-    LayerConfig,
-    Norm,
-)
+from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, DecoderLayer, LayerConfig
 from secondguess.heads.learning import LAST_HIDDEN
+from secondguess.heads.parts import AttentionFunction, CosSin, Norm
 from secondguess.runtime.base import HiddenStates
 
 
@@ -119,13 +114,15 @@ class MtpHead(FeatureHead):
                 )
             own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
             _require_supported_layer(folder, own, config)
+            has_experts = any("mlp.experts." in name for name in own)
             if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} words and {target.num_layers} "
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
             tensors = {names.in_module(name): tensor for name, tensor in read_named_tensors(own).items()}
-            layer = _layer_config(config)
+            tensors = separate_experts(tensors, "layer.mlp.experts.")
+            layer = _layer_config(config, has_experts)
             if names.centred_norms and layer.has_gate:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
             if names.state_first:
@@ -254,14 +251,6 @@ _MIMO = TensorNames(
     norm_output=True,
 )
 
-_UNSUPPORTED_PARTS = {
-    "self_attn.kv_a_proj_with_mqa.": "latent attention (MLA)",
-    "mlp.experts.": "a mixture of experts (MoE)",
-    "mlp.gate.": "a mixture of experts (MoE)",
-    "linear_attn.": "linear attention",
-}
-"""Unsupported layer parts by a substring of their tensor names."""
-
 
 def family_names(num_layers: int) -> tuple[TensorNames, ...]:
     """Return the tensor names of all families, for a target of `num_layers` layers."""
@@ -289,17 +278,22 @@ def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | Non
 
 
 def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
-    found = [reason for part, reason in _UNSUPPORTED_PARTS.items() if any(part in name for name in names)]
-    if config.get("attn_output_gate") and config.get("model_type") not in GATED_TYPES:
+    kind, found = config.get("model_type"), []
+    if any("linear_attn." in name for name in names):
+        found.append("linear attention")
+    if any("kv_a_proj_with_mqa." in name for name in names) and kind not in LATENT_TYPES:
+        found.append("latent attention (MLA)")
+    if config.get("attn_output_gate") and kind not in GATED_TYPES:
         found.append("gated attention")
     if found:
         raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with a dense layer like those of llama or qwen in {folder}, got one "
-            f"with {found[0]}, which is not supported yet; train one with `secondguess train mtp` or use another drafter"
+            f"expected a multi-token-prediction module with the layer of a {kind} in {folder}, got one with "
+            f"{found[0]}, which is not supported; train one with `secondguess train mtp` or use another drafter"
         )
 
 
-def _layer_config(config: Mapping[str, Any]) -> LayerConfig:
+def _layer_config(config: Mapping[str, Any], has_experts: bool) -> LayerConfig:
     """Return the layer shape; MiMo's layers are those of Qwen2."""
     is_mimo = config.get("model_type") == "mimo"
-    return LayerConfig.from_config({**config, "model_type": "qwen2"} if is_mimo else config)
+    described = {**config, "model_type": "qwen2"} if is_mimo else config
+    return LayerConfig.from_config(described, has_experts=has_experts)

@@ -1,0 +1,56 @@
+"""Parts of the decoder layers of drafter heads: norm, feed-forward network, rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
+
+Query, key and value are `[row, attention head, position, size]`.
+"""
+CosSin = tuple[Tensor, Tensor]
+"""Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
+class Mlp(nn.Module):
+    """Gated feed-forward network (SwiGLU)."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, size, bias=False)
+        self.up_proj = nn.Linear(width, size, bias=False)
+        self.down_proj = nn.Linear(size, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+        return down
+
+
+def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
+    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`.
+
+    Values of a head beyond the size of `cos_sin` stay as they are.
+    """
+    cos, sin = cos_sin
+    size = cos.shape[-1]
+    turned, rest = (heads, None) if size == heads.shape[-1] else (heads[..., :size], heads[..., size:])
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return turned if rest is None else torch.cat((turned, rest), -1)
