@@ -8,9 +8,9 @@ the draft model: its tokenizer lacks the last merges, and the remaining tokens, 
 embeddings, are in another order. It was not trained to write the removed tokens in pieces, so it drafts
 worse than a model trained with its tokenizer would.
 
-All systems decode in turns, one round each. `tau` is the number of tokens per target pass;
-`translation` the share of following the text, encoding and restricting drafts in all of a system's
-time. `follow` is the time to follow a commit of 4 tokens at the end of texts of two lengths.
+Our systems decode in turns, one round each; `--transformers` runs whole texts, with prefill. `tau` is the
+number of tokens per target pass; `translation` the share of following the text, encoding and restricting
+drafts in all of a system's time. `follow` is the time to follow a commit of 4 tokens at the end of texts of two lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from in_turns import ModelsWithOwnCaches, in_turns
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import pad
 from transformers import AutoTokenizer, GenerationConfig
 
 from secondguess.bench.peers import TransformersModel
@@ -46,8 +45,14 @@ from secondguess.workloads.provenance import collect_provenance, public_name
 TIMED = [(TranslatingDrafter, "_follow"), (IntersectionDrafter, "_restrict"), (StringDrafter, "_encoded")]
 
 
-def write_other_model(source: Path, folder: Path, keep: float) -> None:
-    """Write a draft model with a part of the merges, and with its tokens in another order."""
+def write_other_model(source: Path, folder: Path, keep: float, unused: tuple[str, ...] = ()) -> None:
+    """Write a draft model with a part of the merges, and with its tokens in another order.
+
+    Args:
+        source, folder: of the draft model as it is, and as it is written.
+        keep: share of the merges.
+        unused: tokens to add, whose embeddings are zeros.
+    """
     shutil.copytree(source, folder)
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     model = tokenizer["model"]
@@ -60,8 +65,7 @@ def write_other_model(source: Path, folder: Path, keep: float) -> None:
     order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = [kept[place] for place in order]
     rows = torch.tensor([model["vocab"][token] for token in tokens])
-    # Transformers fails if the target has all tokens of the draft model; no text is encoded to this one.
-    tokens.append("<|unused|>")
+    tokens += unused
     model["vocab"], model["merges"] = {token: index for index, token in enumerate(tokens)}, merges
     for added in tokenizer["added_tokens"]:
         added["id"] = model["vocab"][added["content"]]
@@ -69,7 +73,10 @@ def write_other_model(source: Path, folder: Path, keep: float) -> None:
     weights = load_file(source / "model.safetensors")
     size = json.loads((source / "config.json").read_text())["vocab_size"]
     weights = {
-        name: pad(each[rows], (0, 0, 0, 1)) if len(each) == size else each for name, each in weights.items()
+        name: torch.cat([each[rows], each.new_zeros(len(unused), *each.shape[1:])])
+        if len(each) == size
+        else each
+        for name, each in weights.items()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     end = tokenizer["added_tokens"][0]["id"]
@@ -140,22 +147,28 @@ def measure(models: Models, drafters: dict[str, str], options: argparse.Namespac
 def measure_transformers(
     target: Path, other: Path, prompts: list[list[int]], options: argparse.Namespace, temperature: float
 ) -> dict[str, float]:
-    """Return tokens/s of `generate`, prefill included: plain, and with a draft model with another tokenizer."""
-    model, assistant = (
-        TransformersModel(path, torch.bfloat16, torch.device("cpu")) for path in (target, other)
-    )
+    """Return tokens/s of `generate`, prefill included: plain, and with a draft model with another tokenizer.
+
+    A first run of each, which is not counted, allocates memory.
+    """
+    dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
+    model, assistant = (TransformersModel(path, dtype, torch.device("cpu")) for path in (target, other))
     tokenizers = {
         "assistant_model": assistant.module,
         "tokenizer": AutoTokenizer.from_pretrained(target),
         "assistant_tokenizer": AutoTokenizer.from_pretrained(other),
     }
     config = GenerationConfig(
-        max_new_tokens=options.max_tokens, do_sample=temperature > 0, top_k=0, pad_token_id=0
+        max_new_tokens=options.max_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_k=0,
+        pad_token_id=0,
     )
     systems: dict[str, dict[str, Any]] = {"plain": {}, "assistant_tokenizer": tokenizers}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     with quiet(), torch.inference_mode():
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate([prompts[0], *prompts]):
             ids = torch.tensor([prompt])
             for name, arguments in systems.items():
                 torch.manual_seed(number)
@@ -164,7 +177,7 @@ def measure_transformers(
                     ids, attention_mask=torch.ones_like(ids), generation_config=config, **arguments
                 )
                 seconds[name].append(time.perf_counter() - start)
-    return {name: len(prompts) * options.max_tokens / sum(each) for name, each in seconds.items()}
+    return {name: len(prompts) * options.max_tokens / sum(each[1:]) for name, each in seconds.items()}
 
 
 def seconds_to_follow(pair: VocabularyPair, tokens: list[int], length: int) -> float:
@@ -212,8 +225,16 @@ def main() -> None:
                     models.target.encode(text)[-512:]
                     for text in load_workload(None, options.num_prompts).prompts
                 ]
-                record[f"transformers, temperature {temperature:g}"] = measure_transformers(
-                    Path(find_checkpoint(options.model)), other, prompts, options, temperature
+                # `generate` fails if the target has all tokens of the draft model.
+                with_unused = Path(folder) / "with-unused"
+                if not with_unused.exists():
+                    write_other_model(
+                        Path(find_checkpoint(options.draft)), with_unused, options.keep[-1], ("<|unused|>",)
+                    )
+                record[f"transformers {options.keep[-1]:g}, temperature {temperature:g}"] = (
+                    measure_transformers(
+                        Path(find_checkpoint(options.model)), with_unused, prompts, options, temperature
+                    )
                 )
         for name, drafter in list(drafters.items())[2:]:
             system = SecondguessSystem(models, drafter)

@@ -75,7 +75,7 @@ def fuzz(options: argparse.Namespace) -> None:
     loaded = Path(library.__file__)
     assert units, "expected kernels, got none; were they built?"
     assert loaded.is_relative_to(os.environ[COPY]), f"expected the copy of the package, got {loaded}"
-    cases = (decoder_case, chain_case, product_case, sampling_case)
+    cases = (decoder_case, chain_case, verification_case, product_case, sampling_case)
     end, seed, counts = time.monotonic() + 60 * options.minutes, options.seed, Counter[str]()
     while time.monotonic() < end if options.cases is None else seed < options.seed + options.cases:
         rng = random.Random(seed)
@@ -184,6 +184,21 @@ def chain_case(rng: random.Random) -> None:
     for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
         assert (tokens, decisions) == (own_tokens, own_decisions)
         assert probs is own_probs is None or torch.equal(probs, own_probs)
+
+
+def verification_case(rng: random.Random) -> None:
+    """Verify a chain at once and in separate steps."""
+    from secondguess.sampling.noise import KeyedNoise
+    from secondguess.sampling.probs import compute_target_probs
+    from secondguess.verifiers import make_verifier
+    from verifiers.test_verification_at_once import SETTINGS, random_case
+
+    row, draft, logits = random_case(rng, rng.choice(SETTINGS))
+    verifier, noise = make_verifier("block"), KeyedNoise.from_rows([row])
+    found = verifier.verify_row(row, draft, logits, noise)
+    expected = verifier.verify(draft, compute_target_probs(logits, [row], draft), noise)
+    assert found is not None
+    assert (found.paths, found.next_tokens) == (expected.paths, expected.next_tokens)
 
 
 def product_case(rng: random.Random) -> None:

@@ -497,9 +497,10 @@ class KeepDrafting(Protocol):
 class StoppingRule(NamedTuple):
     """Rule for the length of a chain of one row, with the decisions of `Budgets.keep_drafting`.
 
-    Drafters that draw a whole chain at once evaluate it instead of calling back after every node. The
-    nodes are grouped by confidence, the largest probability of their draft distribution before
-    sampling settings. With b_i the group of node i, another node is drafted after node d if and only if
+    Drafters that draw a whole chain at once, and predict no acceptance probabilities, evaluate it instead
+    of calling back after every node. The nodes are grouped by confidence, the largest probability of
+    their draft distribution before sampling settings. With b_i the group of node i, another node is
+    drafted after node d if and only if
 
         own[b_0] * ... * own[b_d] * following[b_d]  >  least[d]
 

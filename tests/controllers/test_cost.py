@@ -919,7 +919,7 @@ def test_the_stopping_rule_decides_like_keep_drafting() -> None:
                 break
         lengths.add(length)
         verdict = Verdict.from_chain([rng.randint(0, length)], [0])
-        time = RoundTime(0.0, 0.05 * length, 1 + 0.07 * length)
+        time = RoundTime(0.0, 0.05 * length, 1 + 0.07 * length + (0.2 if length > 2 else 0.0))
         controller.learn([row], Draft.chains([[0] * length]), verdict, time)
     assert len(lengths) > 2
 

@@ -34,9 +34,9 @@ def random_rule(rng: random.Random) -> StoppingRule | None:
     """Return a rule that stops after one node, after all, or in between; or none."""
     if rng.random() < 0.5:
         return None
-    edges, least = array("d", sorted(rng.random() * 0.2 for _ in range(rng.randint(1, 5)))), rng.random()
+    edges = array("d", sorted(rng.random() * 0.2 for _ in range(rng.randint(1, 5))))
     own, following = (array("d", [rng.random() for _ in range(len(edges) + 1)]) for _ in range(2))
-    return StoppingRule(edges, own, following, array("d", [least**2 * 0.2] * 7), [])
+    return StoppingRule(edges, own, following, array("d", [rng.random() ** 3 * 0.3 for _ in range(7)]), [])
 
 
 def run_rounds(

@@ -245,6 +245,12 @@ def write_published(folder: Path, name: str) -> tuple[nn.ModuleDict, Any]:
         tensors |= of_each_expert(own, tensor) if separate else {own: tensor}
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
     config.save_pretrained(folder)
+    if (
+        "moe_intermediate_size" in fields and names is QWEN
+    ):  # not in the configuration of models without dense layers
+        described = json.loads((folder / "config.json").read_text())
+        described.pop("intermediate_size", None)
+        (folder / "config.json").write_text(json.dumps(described))
     return parts.double(), getattr(code, f"{prefix}RotaryEmbedding")(config)
 
 
@@ -280,6 +286,18 @@ def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: st
                 normed = parts["norm"](states)
                 features = torch.cat([features, normed if is_qwen else states], 1)
                 torch.testing.assert_close(found[depth], model.lm_head(normed)[0, 0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_correction_of_the_experts_load_stays_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 the corrections of a large model, which differ little, would become equal."""
+    write_published(tmp_path, "glm-4.5")
+    name = f"{DEEPSEEK['prefix']}mlp.gate.e_score_correction_bias"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = 7 + torch.arange(8) / 1000
+    save_file(tensors, tmp_path / "model.safetensors")
+    router = MtpHead.load(tmp_path, TARGET).to(torch.bfloat16).layer.mlp.gate
+    assert router.weight.dtype is torch.bfloat16
+    assert torch.equal(router.e_score_correction_bias, tensors[name])
 
 
 def drafter_of(name: str, path: Path) -> MtpDrafter:

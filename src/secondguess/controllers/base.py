@@ -78,10 +78,10 @@ class Controller(ABC):
         return [True] * len(rows)
 
     def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
-        """Return a rule with the decisions of `keep_drafting` for the planned round, if there is one.
+        """Return a rule with the decisions of `keep_drafting` in the planned round, if there is one.
 
-        It must hold for whatever is drafted as planned, and is used for a single row without a draft
-        length of its own.
+        It is used for a single row without a draft length of its own, by drafters that predict no
+        acceptance probabilities.
         """
         return None
 

@@ -7,9 +7,9 @@ Weight names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class ExpertsConfig:
     Args:
         num_experts, num_selected: number of experts, and of those that each token selects.
         mlp_size: intermediate size of an expert.
-        shared_size: intermediate size of the expert that every token uses.
+        shared_size: intermediate size of the expert that every token uses; 0 for none.
         has_sigmoid_scores: whether scores are sigmoids; otherwise they are softmax probabilities, and
             the shared expert has a gate.
         num_groups, num_selected_groups: number of groups of experts, and of those selected first.
@@ -48,11 +48,15 @@ class ExpertsConfig:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        sizes = (self.num_selected, self.mlp_size, self.shared_size, self.num_selected_groups)
-        if min(sizes) < 1 or self.num_groups < self.num_selected_groups or self.num_experts % self.num_groups:
+        if min(self.num_selected, self.mlp_size, self.num_selected_groups) < 1 or self.shared_size < 0:
             raise BadInputError(
-                f"expected experts in groups of one size, and at least one selected, got {self.num_experts} experts in "
-                f"{self.num_groups} groups, {self.num_selected} and {self.num_selected_groups} selected"
+                f"expected sizes and numbers of experts of at least 1, got {self.num_selected} selected from "
+                f"{self.num_selected_groups} groups, of size {self.mlp_size}, shared {self.shared_size}"
+            )
+        if self.num_groups < self.num_selected_groups or self.num_experts % self.num_groups:
+            raise BadInputError(
+                f"expected experts in groups of one size, got {self.num_experts} experts in {self.num_groups} groups, "
+                f"of which {self.num_selected_groups} are selected"
             )
         if self.num_selected > self.num_selected_groups * self.num_experts // self.num_groups:
             raise BadInputError(
@@ -68,7 +72,7 @@ class ExpertsConfig:
                 num_experts=config["n_routed_experts"],
                 num_selected=config["num_experts_per_tok"],
                 mlp_size=size,
-                shared_size=size * config.get("n_shared_experts", 1),
+                shared_size=size * (config.get("n_shared_experts") or 0),
                 has_sigmoid_scores=True,
                 num_groups=config.get("n_group") or 1,
                 num_selected_groups=config.get("topk_group") or 1,
@@ -79,7 +83,7 @@ class ExpertsConfig:
             num_experts=config["num_experts"],
             num_selected=config["num_experts_per_tok"],
             mlp_size=size,
-            shared_size=config["shared_expert_intermediate_size"],
+            shared_size=config.get("shared_expert_intermediate_size") or 0,
             has_sigmoid_scores=False,
             normalises=config.get("norm_topk_prob", True),
         )
@@ -115,12 +119,20 @@ class Router(nn.Module):
         if config.has_sigmoid_scores:
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts))
 
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert or move the weights; the correction stays in float32, where its differences are small."""
+        kept = self.e_score_correction_bias.detach() if self.config.has_sigmoid_scores else None
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        if kept is not None:
+            self.e_score_correction_bias.data = kept.to(self.weight.device)
+        return self
+
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts that `[token, width]` states select and their weights, `[token, selected]` each."""
-        config, logits = self.config, functional.linear(states, self.weight).float()
+        config, logits = self.config, functional.linear(states.float(), self.weight.float())
         if config.has_sigmoid_scores:
             scores = logits.sigmoid()
-            selected = self._best(scores + self.e_score_correction_bias.float())
+            selected = self._best(scores + self.e_score_correction_bias)
         else:
             scores = logits.softmax(-1)
             selected = scores.topk(config.num_selected).indices
@@ -147,11 +159,11 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = Router(config, width)
         self.experts = nn.ModuleList(Mlp(width, config.mlp_size) for _ in range(config.num_experts))
-        shared = Mlp(width, config.shared_size)
-        if config.has_sigmoid_scores:
-            self.shared_experts = shared
-        else:
-            self.shared_expert, self.shared_expert_gate = shared, nn.Linear(width, 1, bias=False)
+        if config.shared_size and config.has_sigmoid_scores:
+            self.shared_experts = Mlp(width, config.shared_size)
+        elif config.shared_size:
+            self.shared_expert = Mlp(width, config.shared_size)
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
         tokens = states.flatten(0, -2)
@@ -164,6 +176,8 @@ class Experts(nn.Module):
         return output.view_as(states)
 
     def _shared(self, tokens: Tensor) -> Tensor:
+        if not self.gate.config.shared_size:
+            return torch.zeros_like(tokens)
         if self.gate.config.has_sigmoid_scores:
             shared: Tensor = self.shared_experts(tokens)
             return shared

@@ -106,6 +106,6 @@ class LatentAttention(nn.Module):
         return joined.view(*joined.shape[:2], -1, size)
 
     def _rotated(self, heads: Tensor, cos_sin: CosSin) -> Tensor:
-        if self.config.rope_interleave:  # order of the halves; queries and keys alike
+        if self.config.rope_interleave:  # pairs of neighbours, put into the order of two halves
             heads = torch.cat((heads[..., ::2], heads[..., 1::2]), -1)
         return rotate(heads, cos_sin)

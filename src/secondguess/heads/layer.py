@@ -6,7 +6,7 @@ cache. Weight names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_
 """Model types whose attention has gates on its output, and rotates a part of each head."""
 LATENT_TYPES = ("deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention."""
+MTP_TYPES = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
+"""Model types whose multi-token-prediction modules are supported."""
 PARTLY_ROTATED = {"glm4_moe": 0.5, **dict.fromkeys(GATED_TYPES, 0.25)}
 """Share of each head that is rotated, unless the configuration has another one."""
 
@@ -75,16 +77,26 @@ class LayerConfig:
             )
 
     @property
-    def is_gqa_and_dense(self) -> bool:
-        """True if the layer has grouped-query attention without gates and a dense feed-forward network."""
+    def is_like_llama(self) -> bool:
+        """True if the layer has the parts of Llama's, perhaps with biases and query and key norms.
+
+        Then it has grouped-query attention without gates, with whole heads rotated, and no experts.
+        """
         return not (self.has_gate or self.rotary_size or self.latent or self.experts)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, has_experts: bool = False) -> LayerConfig:
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        kinds: Sequence[str] = DENSE_TYPES + GATED_TYPES,
+        *,
+        has_experts: bool = False,
+    ) -> LayerConfig:
         """Build a shape from a Llama-like configuration.
 
         Args:
             config: of the model.
+            kinds: supported model types.
             has_experts: whether the layer has a mixture of experts; some layers of such models have none.
 
         Raises:
@@ -92,10 +104,9 @@ class LayerConfig:
         """
         kind = config.get("model_type", "llama")
         has_gate = kind in GATED_TYPES
-        known = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
-        if kind not in known:
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"expected a drafter with layers like those of {', '.join(known)}, got {kind}"
+                f"expected a drafter with layers like those of {', '.join(kinds)}, got {kind}"
             )
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModelError(f"expected the activation silu, got {config['hidden_act']}")
@@ -116,7 +127,7 @@ class LayerConfig:
             num_heads=num_heads,
             num_kv_heads=num_heads if latent else config.get("num_key_value_heads") or num_heads,
             head_size=head_size,
-            mlp_size=config["intermediate_size"],
+            mlp_size=config["moe_intermediate_size" if has_experts else "intermediate_size"],
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
             has_qk_norm=kind == "qwen3" or has_gate or bool(config.get("use_qk_norm")),

@@ -39,7 +39,7 @@ from secondguess.heads.files import (
     read_named_tensors,
     write_head,
 )
-from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, DecoderLayer, LayerConfig
+from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, DecoderLayer, LayerConfig
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.parts import AttentionFunction, CosSin, Norm
 from secondguess.runtime.base import HiddenStates
@@ -120,9 +120,9 @@ class MtpHead(FeatureHead):
                     f"expected a module in {folder} for a target with {target.vocab_size} words and {target.num_layers} "
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
+            layer = _layer_config(config, has_experts)
             tensors = {names.in_module(name): tensor for name, tensor in read_named_tensors(own).items()}
             tensors = separate_experts(tensors, "layer.mlp.experts.")
-            layer = _layer_config(config, has_experts)
             if names.centred_norms and layer.has_gate:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
             if names.state_first:
@@ -296,4 +296,4 @@ def _layer_config(config: Mapping[str, Any], has_experts: bool) -> LayerConfig:
     """Return the layer shape; MiMo's layers are those of Qwen2."""
     is_mimo = config.get("model_type") == "mimo"
     described = {**config, "model_type": "qwen2"} if is_mimo else config
-    return LayerConfig.from_config(described, has_experts=has_experts)
+    return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)

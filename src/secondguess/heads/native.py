@@ -60,7 +60,7 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
         target: target whose hidden states the head reads.
     """
     plain = TorchFeatureRuntime(head, target.context_length, target.device)
-    if not isinstance(target, NativeRuntime) or not head.shape.is_gqa_and_dense:
+    if not isinstance(target, NativeRuntime) or not head.shape.is_like_llama:
         return plain
     native = NativeFeatureRuntime(head, target.decoder, target.context_length)
     tokens, dtype = _probe_tokens(head.target), head.target.dtype

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention function: `(layer, query, key, value)` to the attention output in the query's shape.
+"""Attention function: `(layer, query, key, value)` to the attention output, per query in the value's size.
 
 Query, key and value are `[row, attention head, position, size]`.
 """

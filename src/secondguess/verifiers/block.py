@@ -55,6 +55,8 @@ class BlockVerifier(UncoupledVerifier):
         row_noise = noise.of_row()
         if row_noise is None or draft.probs is None or not draft.num_nodes or not draft.is_chain:
             return None
+        if int(draft.lengths[0]) < draft.num_nodes:
+            return None
         found = verify_block(
             logits[0], draft.probs[0], draft.tokens[0], kernel_settings(row.params), row_noise
         )

@@ -159,17 +159,14 @@ class CostController(Controller):
             return Decision(place)
         if self._drafted.rows != tuple(rows):
             self._learn_drafted()
-            self._drafted.rows = tuple(rows)
+            self._drafted.begin(rows)
         self._learn_buffered()
-        context = self.times.context = mean_length(rows)
-        self.measures_plain = self.times.needs_plain(len(rows), context)
-        if self.guard.is_stopped or self.measures_plain:
+        decision, proposals = self._evaluate(rows, candidates, place)
+        if self._drafted and not decision.is_settled:  # what the buffered rounds show may change it
             self._learn_drafted()
-            return Decision(place)
-        self._cost_model.enter(len(rows), place)
-        decision = Decision(place, self._cost_model.rate)
-        proposals = self._best_proposals(rows, candidates)
-        decision.proposals = worthwhile(proposals, rows, self._cost_model)
+            decision, proposals = self._evaluate(rows, candidates, place)
+        if self.guard.is_stopped or self.measures_plain:
+            return decision
         if decision.proposals:
             self.probe_budget.succeeded()
         elif proposals:
@@ -180,18 +177,35 @@ class CostController(Controller):
             self._backoffs.begin(rows, candidates)
         elif not decision.is_probe:
             self._backoffs.end()
+        self._limit_lengths(decision)
+        if decision.is_settled:
+            self._drafted.keep(candidates, decision)
+        return decision
+
+    def _evaluate(
+        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], place: Hashable
+    ) -> tuple[Decision, list[DraftProposal]]:
+        """Return the decision to draft what pays, and the best candidates of all rows, best first.
+
+        Nothing is drafted while plain decoding is measured or drafting is stopped.
+        """
+        context = self.times.context = mean_length(rows)
+        self.measures_plain = self.times.needs_plain(len(rows), context)
+        if self.guard.is_stopped or self.measures_plain:
+            return Decision(place), []
+        self._cost_model.enter(len(rows), place)
+        proposals = self._best_proposals(rows, candidates)
+        taken = worthwhile(proposals, rows, self._cost_model)
+        is_settled = bool(taken) and all(map(_is_settled, taken))
+        return Decision(place, self._cost_model.rate, taken, is_settled=is_settled), proposals
+
+    def _limit_lengths(self, decision: Decision) -> None:
+        """Limit the first drafts of a drafter, and record the length of the longest lookup."""
         for proposal in decision.proposals:
             if self.times.is_new(proposal.part):
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
             if proposal.deterministic:
                 decision.longest_lookup = max(decision.longest_lookup, proposal.length)
-        taken = decision.proposals
-        decision.is_settled = bool(taken) and not decision.is_probe and all(map(_is_settled, taken))
-        if decision.is_settled:
-            self._drafted.keep(candidates, decision)
-        else:
-            self._learn_drafted()
-        return decision
 
     def _best_proposals(
         self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
@@ -278,7 +292,7 @@ class CostController(Controller):
         if len(rows) > 1 or not proposals or proposals[0].deterministic:
             return None
         (proposal,) = proposals
-        if self._decision.stopping_rule is None:  # nothing is learned while a decision is repeated
+        if self._decision.stopping_rule is None:  # no node is learned from while a decision is repeated
             rate, model = self._cost_model.rate, self._cost_model
             least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
             own, following = self.expectations.of_nodes(proposal.kind)

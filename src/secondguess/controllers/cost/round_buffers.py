@@ -26,7 +26,7 @@ MAX_UNBOOKED = 2.0
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """Drafts planned for a round.
+    """Drafts planned for a round, and for those that repeat it.
 
     Args:
         place: key of the token rate that drafts are compared with (`CostModel`).
@@ -51,7 +51,7 @@ class DraftedRound(NamedTuple):
     """Round with drafts.
 
     Args:
-        decision: its plans.
+        decision: what was planned.
         drafted: the proposals that were drafted.
         seen: confidence bins of the nodes of each.
         lengths: levels drafted, per row.
@@ -73,21 +73,38 @@ class DraftedRoundBuffer:
     """Buffer of successive rounds of the same rows, and the decisions made since it was empty.
 
     Attributes:
-        rows: the rows; change them only while it is empty.
+        rows: the rows.
     """
 
     def __init__(self) -> None:
         self.rows: tuple[Row, ...] = ()
         self._decisions: dict[Hashable, Decision] = {}
+        self._num_repeated = 0
         self._rounds: list[DraftedRound] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rounds)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Set the rows of the next rounds; the rounds before must have been taken."""
+        assert not self._rounds
+        self._decisions.clear()
+        self.rows = tuple(rows)
 
     def keep(self, candidates: Sequence[Sequence[Candidate]], decision: Decision) -> None:
         """Keep a decision for further rounds with the same candidates."""
         self._decisions[tuple(map(tuple, candidates))] = decision
 
     def decision(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> Decision | None:
-        """Return the decision that applies to this round too, if there is one."""
+        """Return the decision that applies to this round too, if there is one.
+
+        Rounds that are not added, as they were not drafted as planned, repeat a decision as well: at
+        most as often as rounds can be buffered.
+        """
         if not self._decisions or tuple(rows) != self.rows or not all([row.room > 1 for row in rows]):
+            return None
+        self._num_repeated += 1
+        if self._num_repeated > MOST_DRAFTED:
             return None
         return self._decisions.get(tuple(map(tuple, candidates)))
 
@@ -104,6 +121,7 @@ class DraftedRoundBuffer:
     def take(self) -> list[DraftedRound]:
         """Return the rounds, empty the buffer and discard the decisions."""
         self._decisions.clear()
+        self._num_repeated = 0
         rounds, self._rounds = self._rounds, []
         return rounds
 

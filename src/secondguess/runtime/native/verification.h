@@ -1,5 +1,5 @@
-// Block verification of the chain of one row, from logits to the next token. The numbers are those of
-// `verifiers/block.py`, which this saves.
+// Block verification of the chain of one row, from logits to the next token, with the numbers of the separate
+// steps in `verifiers/block.py`.
 #pragma once
 
 #include "sampling.h"

@@ -41,9 +41,9 @@ def verify_block(
         distribution is not defined.
     """
     kernels, (num_nodes, vocab_size) = kernels_for(logits, draft_probs), draft_probs.shape
-    if kernels is None or logits.shape[-1] != vocab_size:
+    if kernels is None or not (draft_probs.is_contiguous() and tokens.is_contiguous()):
         return None
-    if not (draft_probs.is_contiguous() and tokens.is_contiguous()):
+    if logits.shape != (num_nodes + 1, vocab_size) or tokens.shape != (num_nodes,):
         return None
     probs, numbers = logits.new_empty(num_nodes + 1, vocab_size), numpy.empty(2 * num_nodes + 1)
     address = numbers.ctypes.data
