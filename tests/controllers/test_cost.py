@@ -933,3 +933,21 @@ def test_there_is_no_stopping_rule_for_batches_and_lookups() -> None:
             verdict = Verdict.from_chain([0] * num_rows, [0] * num_rows)
             controller.learn(rows, Draft.empty(num_rows), verdict, RoundTime(0.0, 0.0, 1.0))
         assert controller.stopping_rule(rows) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafting_starts_although_the_first_drafts_fail_beside_other_load(seed: int) -> None:
+    """A series of probes follows at once, instead of after the hundreds of rounds that would earn it."""
+
+    def disturbed(rng: random.Random, number: int, seconds: float) -> float:
+        return seconds * (1 + 2 * rng.random()) if 1 < number < 25 else seconds
+
+    simulation = Simulation(
+        lambda number, depth: 0.0 if number < 8 else 0.82,
+        step=0.08,
+        node=0.01,
+        confidence=0.8,
+        delay=disturbed,
+    )
+    simulation.play(CostController(), 300, seed=seed)
+    assert sum(length > 0 for (length,) in simulation.drafted) > 200

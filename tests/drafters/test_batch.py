@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from head_cases import HEADS, NEEDS_NATIVE, tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import needs_kernels
+from head_cases import HEADS, NEEDS_NATIVE, tiny_target
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Batch, Components, decode

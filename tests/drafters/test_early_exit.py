@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import tiny_target
 from torch import Tensor
 from torch.nn import Parameter
 
+from head_cases import tiny_target
 from secondguess import custom_generate, load
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row

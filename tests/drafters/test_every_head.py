@@ -7,8 +7,8 @@ from functools import cache, partial
 
 import pytest
 import torch
-from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE, tiny_target
 
+from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE, tiny_target
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Candidate, Draft, Plan, RoundTime, Row, Verdict

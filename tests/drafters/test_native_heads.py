@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from head_cases import tiny_target
 
+from head_cases import tiny_target
 from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native

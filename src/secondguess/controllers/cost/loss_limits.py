@@ -41,11 +41,12 @@ MAX_PROBE_BALANCE = 6.0
 MOST_HALVINGS = 5
 SERIES = 4
 """Approximate number of probes in a series."""
-GRANT = 2.0
+GRANT = 2.9
 """Probe budget at the beginning, and after the machine has changed its speed, in plain rounds.
 
-Enough for a series of probes of usual cost, whose result then decides, and less than what a series
-of unknown cost needs.
+Enough for a series of probes whose cost other load made look three times as high, as the first drafts
+may all fail then; it would take hundreds of rounds to earn such a series. Less than half of the
+maximum, at which a series of any expected cost may begin.
 """
 MAX_LOSS = 16.0
 """Loss at which the guard stops drafting, in plain rounds."""
