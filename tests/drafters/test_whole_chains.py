@@ -22,6 +22,8 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.self import SelfDrafter
+from secondguess.drafters.vocabulary.drafters import make_translating_drafter
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
@@ -29,6 +31,7 @@ from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
+from vocabulary_cases import vocabulary
 
 pytestmark = needs_kernels
 
@@ -71,7 +74,15 @@ def mtp(folder: Path) -> Pair:
     return MtpDrafter(random_head("mtp", target), target, "mtp"), target
 
 
+def other_tokenizer(folder: Path) -> Pair:
+    """Return a draft model whose drafts are text; its first token ends it."""
+    runtime = native(folder, "llama")
+    vocabularies = VocabularyPair.of(vocabulary("byte-level"), vocabulary("byte-level"), "string")
+    return make_translating_drafter(runtime, "model:draft", 320, vocabularies, None), None
+
+
 CASES: dict[str, Callable[[Path], Pair]] = {
+    "model, other tokenizer": other_tokenizer,
     "model": model,
     "model, gemma3": lambda folder: model(folder, "gemma3"),
     "self:int4": copy,

@@ -18,7 +18,7 @@ from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime
-from secondguess.runtime.native.sampling import with_confidences
+from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings, most_likely
@@ -202,22 +202,31 @@ class SamplingDrafter(Drafter):
 
     def _draw_whole_chain(self, row: Row, limit: int, budgets: Budgets, noise: Noise) -> Draft | None:
         """Return the draft of the only row if its drafter can draw it at once; it has the same bits."""
-        row_noise = noise.of_row()
+        drawn = self._draw_at_once(row, limit, self.vocab_size, kernel_settings(row.params), budgets, noise)
+        if drawn is None:
+            return None
+        self.chains = [drawn.tokens]
+        return Draft.chains([drawn.tokens], None if drawn.probs is None else drawn.probs[None], self.device)
+
+    def _draw_at_once(
+        self,
+        row: Row,
+        limit: int,
+        vocab_size: int,
+        settings: KernelSettings,
+        budgets: Budgets,
+        noise: Noise,
+    ) -> DrawnChain | None:
+        """Return a chain of the only row; None if it must be drawn token by token."""
+        row_noise, rule = noise.of_row(), budgets.stopping_rule
         if row_noise is None:
             return None
 
         def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
             return budgets.keep_drafting(logits, depth, None, [confidence])[0]
 
-        rule = budgets.stopping_rule
         keep = keep_drafting if budgets.uses_probs and rule is None else None
-        drawn = self.whole_chain(
-            row, ChainRequest(limit, self.vocab_size, kernel_settings(row.params), row_noise, keep, rule)
-        )
-        if drawn is None:
-            return None
-        self.chains = [drawn.tokens]
-        return Draft.chains([drawn.tokens], None if drawn.probs is None else drawn.probs[None], self.device)
+        return self.whole_chain(row, ChainRequest(limit, vocab_size, settings, row_noise, keep, rule))
 
     def _draw_trees(
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,10 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
 from secondguess.runtime.base import ChainRequest, Runtime
-from secondguess.runtime.native.sampling import with_confidences
+from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
+
+GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)
 
 
 class TranslatingDrafter(TokenDrafter):
@@ -137,7 +140,8 @@ class StringDrafter(TranslatingDrafter):
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         steps = [self._num_steps(row, limit) if limit else 0 for row, limit in zip(rows, limits, strict=True)]
-        drawn = self._draw(rows, steps, budgets)
+        whole = self._draw_whole(rows[0], steps[0], budgets, noise) if len(rows) == 1 and steps[0] else None
+        drawn = self._draw(rows, steps, budgets) if whole is None else [whole]
         chains = [self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True)]
         return Draft.chains(chains, device=self.device)
 
@@ -146,6 +150,17 @@ class StringDrafter(TranslatingDrafter):
         view = self._views[row]
         room = self.runtime.context_length - len(view.tokens) + 1
         return min(math.ceil(limit * len(view.tokens) / view.num_read), room, MAX_DRAFT_LENGTH)
+
+    def _draw_whole(self, row: Row, num_steps: int, budgets: Budgets, noise: Noise) -> list[int] | None:
+        """Return the chain that `_draw` returns for the only row, drawn at once; None if it cannot be."""
+        rule = budgets.stopping_rule
+        if rule is not None and len(rule.least) < num_steps - 1:  # it counts tokens of the target
+            budgets = replace(budgets, stopping_rule=None)
+        drawn = self._draw_at_once(row, num_steps, self.runtime.vocab_size, GREEDY, budgets, noise)
+        if drawn is None:
+            return None
+        of_text = itertools.takewhile(lambda token: self.pair.draft.bytes_of(token) is not None, drawn.tokens)
+        return drawn.tokens[: len(list(of_text)) + 1]
 
     def _draw(self, rows: Sequence[Row], steps: list[int], budgets: Budgets) -> list[list[int]]:
         """Return per row the most probable chain of the draft model, up to the end of the text."""
