@@ -74,14 +74,14 @@ def test_other_rows_and_noise_are_verified_in_steps(monkeypatch: pytest.MonkeyPa
     assert verifier.verify_row(row, replace(draft, probs=None), logits, noise) is None
     assert verifier.verify_row(row, draft, logits.double(), noise) is None
     assert draft.probs is not None
-    padded = Draft.chains([[*tokens, 0] for tokens in draft.token_lists], draft.probs)
-    assert verifier.verify_row(row, replace(padded, lengths=draft.lengths), logits, noise) is None
+    assert draft.num_nodes > 1
+    padded = replace(draft, lengths=draft.lengths - 1)  # as beside a longer draft of another row
+    assert verifier.verify_row(row, padded, logits, noise) is None
     assert verifier.verify_row(row, draft, logits[:, :-1], noise) is None
     assert verifier.verify_row(row, draft, logits[..., :-1], noise) is None
-    apart = draft.probs.transpose(1, 2).contiguous().transpose(1, 2)
-    assert (
-        draft.num_nodes == 1 or verifier.verify_row(row, replace(draft, probs=apart), logits, noise) is None
-    )
+    apart = torch.nn.functional.pad(draft.probs, (0, 3))[..., :-3]  # rows further apart than they are wide
+    assert not apart[0].is_contiguous()
+    assert verifier.verify_row(row, replace(draft, probs=apart), logits, noise) is None
     monkeypatch.setattr(KeyedNoise, "of_row", lambda self: None)  # as where outcomes are enumerated
     assert verifier.verify_row(row, draft, logits, noise) is None
     monkeypatch.undo()

@@ -91,8 +91,8 @@ class ChainRequest:
         noise: by which the nodes are drawn; unused at temperature 0.
         keep_drafting: called after each node but the last with its logits `[1, vocab]`, which are valid
             during the call, its depth and the probability of the most likely token; returns whether to
-            go on. None to draw all nodes, or as many as the stopping rule has.
-        stopping_rule: takes the place of `keep_drafting`.
+            go on. None to draw all nodes, or those that the stopping rule decides on.
+        stopping_rule: takes the place of `keep_drafting`; None if there is none.
     """
 
     num_nodes: int

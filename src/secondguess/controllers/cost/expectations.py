@@ -116,9 +116,8 @@ class KindStats:
             nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins
         ]
         self.miscalibration = nodes.path(("miscalibration", pool, own))
-        self.node_chances: tuple[array[float], array[float]] | None = (
-            None  # result of `Expectations.of_nodes`
-        )
+        # Result of `Expectations.of_nodes`, until something is learned.
+        self.node_chances: tuple[array[float], array[float]] | None = None
         self.appears = drafts.path(("comes", pool, own))
         self.of_pool, self.of_kind = of_pool, DraftAverages()
         self.at_level = [DraftAverages() for _ in range(RowHistory.NUM_LEVELS)]

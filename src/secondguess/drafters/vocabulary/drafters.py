@@ -21,6 +21,7 @@ from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
 
 GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)
+"""Settings of drafts of text, which are deterministic whatever the request's settings are."""
 
 
 class TranslatingDrafter(TokenDrafter):
