@@ -81,7 +81,7 @@ def empty(request):
 
 @pytest.fixture(params=["recorded", "replayed", "serial"])
 def recorded(request, model, monkeypatch):
-    """Two ways on after a rejection: states known after each token, or accepted tokens run again.
+    """Ways on after a rejection: states known after each token, or accepted tokens run again.
 
     In serial mode, that of Mamba-1, each token has a pass of its own.
     """
