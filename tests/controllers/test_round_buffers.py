@@ -6,7 +6,12 @@ import pytest
 from simulation import FixedConfidences, Simulation
 
 from secondguess.controllers.cost.controller import CostController
-from secondguess.controllers.cost.round_buffers import MAX_UNBOOKED, MOST_DRAFTED
+from secondguess.controllers.cost.round_buffers import (
+    MAX_UNBOOKED,
+    MOST_DRAFTED,
+    Decision,
+    DraftedRoundBuffer,
+)
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
@@ -115,3 +120,16 @@ def test_a_row_without_room_is_not_drafted_for() -> None:
         row.tokens.extend([0] * (1 + length))
         draft = Draft.chains([[0] * length])
         controller.learn([row], draft, verdict, RoundTime(0.0, 0.1 * length, 1 + 0.2 * length))
+
+
+def test_a_decision_is_repeated_a_limited_number_of_times() -> None:
+    """Rounds that are not learned from would otherwise repeat it for ever."""
+    buffer, row, decision = DraftedRoundBuffer(), new_row(), Decision()
+    candidates = [(CANDIDATE,)]
+    buffer.begin([row])
+    for _ in range(2):
+        buffer.keep(candidates, decision)
+        assert [buffer.decision([row], candidates) for _ in range(MOST_DRAFTED)] == [decision] * MOST_DRAFTED
+        assert buffer.decision([row], candidates) is None
+        assert buffer.take() == []
+        assert buffer.decision([row], candidates) is None
