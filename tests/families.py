@@ -153,6 +153,11 @@ SIMILAR: dict[str, Callable[[], Any]] = {
                          "short_factor": [1.0, 1.2, 1.3, 1.5, 2.0, 3.0], "long_factor": [9.0] * 6},
     ),
     "olmo3": lambda: transformers.Olmo3Config(**LLAMA_LIKE, sliding_window=WINDOW, layer_types=GEMMA["layer_types"]),
+    "olmoe": lambda: transformers.OlmoeConfig(**LLAMA_LIKE, num_experts=4, num_experts_per_tok=2),
+    "qwen3-moe-mixed": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA_LIKE, num_experts=40, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
     "glm4": lambda: transformers.Glm4Config(**LLAMA_LIKE, head_dim=16),
     "stablelm": lambda: transformers.StableLmConfig(**LLAMA_LIKE, use_qkv_bias=True),
     "gpt-neox-sequential": lambda: transformers.GPTNeoXConfig(

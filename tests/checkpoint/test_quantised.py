@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -158,19 +159,41 @@ FORMATS = {
 }  # fmt: skip
 
 
-def write(folder: Path, form: Format, config: dict[str, Any] | None = None) -> nn.Module:
-    """Write a random Llama in a format; return it in float32 with the weights of that format."""
-    model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300, initializer_range=0.2)
+def random_mixture() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=300, initializer_range=0.2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def write(
+    folder: Path, form: Format, config: dict[str, Any] | None = None, model: Any | None = None
+) -> nn.Module:
+    """Write a random model, by default Llama, in a format; return it in float32 with the weights of that format."""
+    if model is None:
+        model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300, initializer_range=0.2)
     model.config.eos_token_id = 0
     tensors, own = {}, dict(model.state_dict())
-    for name, module in model.model.named_modules():
-        if isinstance(module, nn.Linear):
-            found = rounded(module.weight.data, form.size, form.bits, form.symmetric, form.shuffled)
-            module.weight.data = found.weight
-            del own[f"model.{name}.weight"]
-            tensors |= {
-                f"model.{name}.{part}": value.contiguous() for part, value in form.write(found).items()
-            }
+
+    def encode(name: str, weight: Tensor) -> Tensor:
+        found = rounded(weight, form.size, form.bits, form.symmetric, form.shuffled)
+        tensors.update({f"{name}.{part}": value.contiguous() for part, value in form.write(found).items()})
+        return found.weight
+
+    for name, module in model.named_modules():
+        if name.startswith("model.") and isinstance(module, nn.Linear):
+            module.weight.data = encode(name, module.weight.data)
+            del own[f"{name}.weight"]
+        elif name.endswith(".experts"):  # stored one by one, as published
+            for expert, joined in enumerate(module.gate_up_proj.data):
+                halves = zip(("gate_proj", "up_proj"), joined.chunk(2), strict=True)
+                joined.copy_(torch.cat([encode(f"{name}.{expert}.{part}", half) for part, half in halves]))
+            for expert, weight in enumerate(module.down_proj.data):
+                weight.copy_(encode(f"{name}.{expert}.down_proj", weight))
+            del own[f"{name}.gate_up_proj"], own[f"{name}.down_proj"]
     model.config.save_pretrained(folder)
     save_file(tensors | own, folder / "model.safetensors")
     described = json.loads((folder / "config.json").read_text()) | {
@@ -209,6 +232,18 @@ def test_logits_are_those_of_the_dequantised_weights_within_the_rounding_of_inpu
     assert loaded.runtime_description == (f"native, weights in {form.bits} bits" if form.exact else "native")
     found = logits_of(loaded)
     assert error(found, expected) < (0.06 if form.exact else 0.03)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_stored_codes_of_experts_are_run(name, tmp_path):
+    form = replace(FORMATS[name], size=32)
+    model = write(tmp_path, form, model=random_mixture())
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
+    loaded = Checkpoint.resolve(tmp_path, device="cpu").load()
+    assert loaded.runtime_description == "native, weights in 4 bits"
+    assert error(logits_of(loaded), expected) < 0.06
 
 
 @needs_kernels

@@ -22,9 +22,9 @@ pytestmark = needs_kernels
 TOKENS = random_tokens(24, seed=3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mixtral"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied and untied heads, biases, norms of outputs."""
+    """Tied and untied heads, biases, norms of outputs, experts."""
     return write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("copied"))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import keep_codes
 from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
 from secondguess.checkpoint.weights import is_gguf, tensor_files
@@ -192,7 +193,9 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
-        model, found = loader.from_pretrained(**_place(path), dtype=dtype, output_loading_info=True)
+        model, found = loader.from_pretrained(
+            **_place(path), dtype=dtype, output_loading_info=True, **_experts_option(dtype)
+        )
         _check_complete(found)
         if layer_by_layer and is_gguf(path):
             keep_codes(model, Path(path))
@@ -207,8 +210,14 @@ def _read_stored(
     with torch.device("meta"):
         outline = model_class(config)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
+    experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
     tensors, stored = {}, {}
+    for place in experts:
+        for name, joined in outline.get_submodule(place).named_parameters():
+            tensors[f"{place}.{name}"] = torch.zeros((), dtype=dtype).expand(joined.shape)
     for name in weights.names:
+        if name in in_experts:
+            continue
         if layer_by_layer and name in linears and not _is_tied_head(outline, linears[name]):
             linear = linears[name]
             stored[name] = partial(weights.read, name), linear.in_features, linear.out_features
@@ -217,15 +226,30 @@ def _read_stored(
             found = weights.read(name)
             tensors[name] = found.dequantised().to(dtype) if isinstance(found, GroupedWeight) else found
     model, info = model_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        output_loading_info=True,
+        **_experts_option(dtype),
     )
     _check_complete(info)
     for name, parts in stored.items():
         place = name.removesuffix(".weight")
         model.set_submodule(place, StoredLinear(*parts, model.get_submodule(place).bias, dtype))
+    for place, module in experts.items():
+        model.set_submodule(place, module)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _experts_option(dtype: torch.dtype) -> dict[str, str]:
+    """Return the argument of `from_pretrained` with which mixtures of experts run in this dtype.
+
+    torch multiplies grouped matrices in all but float64.
+    """
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def _is_tied_head(model: Any, linear: Any) -> bool:

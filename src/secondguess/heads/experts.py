@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from secondguess.errors import BadInputError
 from secondguess.heads.parts import Mlp
+from secondguess.runtime.feed_forward import mix_networks
 
 
 @dataclass(frozen=True)
@@ -168,12 +169,7 @@ class Experts(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         tokens = states.flatten(0, -2)
         selected, weights = self.gate(tokens)
-        output = self._shared(tokens)
-        for expert in selected.unique().tolist():
-            of_token, place = (selected == expert).nonzero(as_tuple=True)
-            added = self.experts[expert](tokens[of_token]) * weights[of_token, place, None]
-            output = output.index_add(0, of_token, added)
-        return output.view_as(states)
+        return mix_networks([*self.experts], tokens, selected, weights, self._shared(tokens)).view_as(states)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         if not self.gate.config.shared_size:

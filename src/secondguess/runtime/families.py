@@ -1,4 +1,4 @@
-"""Descriptions of the dense decoder families that the fused decoder supports.
+"""Descriptions of the decoder families that the fused decoder supports.
 
 Each family is one entry of `FAMILIES`. `why_not_fused` rejects configurations with features
 that a description cannot express. The probe in `fused.fuse` then checks that the description is
@@ -101,7 +101,15 @@ class LinearNames(NamedTuple):
     mlp_output: str = "down_proj"
 
 
-LLAMA_NORMS, LLAMA_LINEARS = NormNames(), LinearNames()
+class ExpertNames(NamedTuple):
+    """Names in a checkpoint of the linear layers of the expert `{}`, within its decoder layer."""
+
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+
+
+LLAMA_NORMS, LLAMA_LINEARS, QWEN_EXPERTS = NormNames(), LinearNames(), ExpertNames()
 NO_ROTARY = "none"
 """Key of the rotary table of layers without rotary positions."""
 
@@ -128,6 +136,35 @@ def rotary_by_layer_type(config: Any) -> list[str | None]:
 
 def rotary_in_marked_layers(config: Any) -> list[str | None]:
     return [None if has_rotary else NO_ROTARY for has_rotary in config.no_rope_layers]
+
+
+def all_layers(config: Any) -> list[bool]:
+    return [True] * config.num_hidden_layers
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    return [
+        index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+        for index in range(config.num_hidden_layers)
+    ]
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Mixture of experts of a family, with weights that are softmax probabilities.
+
+    Args:
+        layers: function from the configuration to whether each layer has experts.
+        normalises: function from the configuration to whether the weights of the selected experts are
+            divided by their sum.
+        rounds_weights: whether the weights are rounded to the dtype of the states.
+        names: names of the experts' linear layers in a checkpoint.
+    """
+
+    layers: Callable[[Any], list[bool]] = all_layers
+    normalises: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
+    rounds_weights: bool = True
+    names: ExpertNames = QWEN_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -158,6 +195,7 @@ class Family:
         rotates_in_float32: whether cosines and sines are float32 in any dtype (OLMo 2).
         scales_embeddings: whether the embedding module scales its output (Gemma).
         activation: name of the configuration field that holds the activation.
+        experts: description of the mixture of experts; None for a dense family.
     """
 
     windows: Callable[[Any], list[int | None]] = no_windows
@@ -176,10 +214,15 @@ class Family:
     rotates_in_float32: bool = False
     scales_embeddings: bool = False
     activation: str = "hidden_act"
+    experts: MixtureOfExperts | None = None
 
     def number(self, config: Any, field: str) -> float | None:
         """Return the value of a configuration field, or None if the family's module does not use it."""
         return getattr(config, field) if field in self.own_fields else None
+
+    def has_experts(self, config: Any) -> list[bool]:
+        """Return whether each layer has a mixture of experts."""
+        return [False] * config.num_hidden_layers if self.experts is None else self.experts.layers(config)
 
 
 GEMMA_NORMS = NormNames(
@@ -202,6 +245,7 @@ OLMO2 = Family(
     has_qk_norm=True,
     rotates_in_float32=True,
 )
+EXPERT_FIELDS = frozenset({"num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef"})
 GLM = Family(linears=LinearNames(mlp_inputs=("gate_up_proj",)), rotates_pairs=True)
 
 FAMILIES = {
@@ -210,6 +254,22 @@ FAMILIES = {
     "ministral": Family(window_by_layer),
     "qwen2": Family(window_by_layer),
     "qwen3": Family(window_by_layer, has_qk_norm=True),
+    "qwen3_moe": Family(
+        one_window,
+        EXPERT_FIELDS | {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"},
+        has_qk_norm=True,
+        experts=MixtureOfExperts(sparse_layers),
+    ),
+    "mixtral": Family(
+        one_window,
+        EXPERT_FIELDS | {"num_local_experts", "router_jitter_noise"},
+        experts=MixtureOfExperts(
+            normalises=lambda config: True,
+            rounds_weights=False,
+            names=ExpertNames(*(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        ),
+    ),
+    "olmoe": Family(own_fields=EXPERT_FIELDS, has_qk_norm=True, experts=MixtureOfExperts()),
     "phi3": Family(one_window, linears=LinearNames(("qkv_proj",), mlp_inputs=("gate_up_proj",))),
     "gemma": Family(norm=GemmaNorm, scales_embeddings=True),
     "gemma2": GEMMA2,
@@ -298,12 +358,16 @@ def _unknown_fields(config: Any, family: Family) -> list[str]:
     return [name for name in declared if getattr(config, name, None)]
 
 
-def linears_of(layer: Any, family: Family) -> tuple[list[Any], Any, list[Any], Any]:
-    """Return a layer's linear layers: inputs and output of attention, inputs and output of the MLP."""
-    names, attention, mlp = family.linears, getattr(layer, family.attention), layer.mlp
+def attention_linears(layer: Any, family: Family) -> tuple[list[Any], Any]:
+    """Return the linear layers of a layer's attention: those of its inputs, and its output."""
+    names, attention = family.linears, getattr(layer, family.attention)
     return (
         [getattr(attention, name) for name in names.attention_inputs],
         getattr(attention, names.attention_output),
-        [getattr(mlp, name) for name in names.mlp_inputs],
-        getattr(mlp, names.mlp_output),
     )
+
+
+def mlp_linears(layer: Any, family: Family) -> tuple[list[Any], Any]:
+    """Return the linear layers of a layer's only feed-forward network: those of its inputs, and its output."""
+    names = family.linears
+    return [getattr(layer.mlp, name) for name in names.mlp_inputs], getattr(layer.mlp, names.mlp_output)

@@ -1,4 +1,4 @@
-"""Dense decoder with few calls per layer, built from the weights of a Transformers module.
+"""Decoder with few calls per layer, built from the weights of a Transformers module.
 
 On a CPU the time of a small model is determined by the number of its calls. A module makes some
 fifty per layer and prepares masks and positions through several levels of Python; this decoder
@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from secondguess.runtime.attention import explicit_attention, masked_attention
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.families import ACTIVATIONS, FAMILIES, Family, Norm, linears_of
+from secondguess.runtime.families import FAMILIES, Family, Norm, attention_linears
+from secondguess.runtime.feed_forward import Experts, make_feed_forward
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
@@ -114,6 +115,7 @@ class Layer:
 
     Args:
         module: the layer whose weights are taken.
+        index: number of the layer.
         family, config: description of the module's computation.
         window: sliding window in tokens; None for full attention.
         rotary_kind: key of the rotary table that the layer uses.
@@ -123,13 +125,14 @@ class Layer:
     def __init__(
         self,
         module: Any,
+        index: int,
         family: Family,
         config: Any,
         window: int | None,
         rotary_kind: str | None,
         packed: bool,
     ) -> None:
-        attention_inputs, attention_output, mlp_inputs, mlp_output = linears_of(module, family)
+        attention_inputs, attention_output = attention_linears(module, family)
         attention = getattr(module, family.attention)
         num_queries: int = config.num_attention_heads
         size = attention_output.in_features // num_queries
@@ -139,9 +142,6 @@ class Layer:
         self.rotates_pairs = family.rotates_pairs
         cap = family.number(config, "attn_logit_softcapping")
         self.heads = AttentionHeads(num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap)
-        self.activation_name: str = getattr(config, family.activation)
-        self.activation = ACTIVATIONS[self.activation_name]
-        self.is_gated = family.is_gated
         self.is_parallel = family.is_parallel(config)
         self.residual_scale = family.number(config, "residual_multiplier")
 
@@ -158,8 +158,7 @@ class Layer:
             order = torch.arange(num_heads * size).view(-1, 3, size).transpose(0, 1).flatten()
         self.qkv = PackableLinear.joined(attention_inputs, packed, order)
         self.output = PackableLinear.joined([attention_output], packed)
-        self.gate_up = PackableLinear.joined(mlp_inputs, packed)
-        self.down = PackableLinear.joined([mlp_output], packed)
+        self.feed_forward = make_feed_forward(module, index, family, config, packed)
 
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
@@ -199,13 +198,13 @@ class Layer:
         return self._scaled(_normalised(self.attention_output_norm, self.output(mixed)))
 
     def _feed_forward(self, states: Tensor) -> Tensor:
-        inner = self.gate_up(_normalised(self.mlp_norm, states))
-        if self.is_gated:
-            gate, up = inner.chunk(2, -1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
-        return self._scaled(_normalised(self.mlp_output_norm, self.down(inner)))
+        output = self.feed_forward(_normalised(self.mlp_norm, states))
+        return self._scaled(_normalised(self.mlp_output_norm, output))
+
+    @property
+    def linears(self) -> list[PackableLinear]:
+        """All linear layers, joined as they are computed."""
+        return [self.qkv, self.output, *self.feed_forward.linears]
 
     def _scaled(self, added: Tensor) -> Tensor:
         return added if self.residual_scale is None else added * self.residual_scale
@@ -250,7 +249,7 @@ class FusedDecoder:
         }
         self.layers: list[Layer] = []
         for index, (window, kind) in enumerate(zip(windows, kinds, strict=True)):
-            self.layers.append(Layer(body.layers[index], family, config, window, kind, packed))
+            self.layers.append(Layer(body.layers[index], index, family, config, window, kind, packed))
             body.layers[index] = nn.Identity()  # frees the module's weights
         self.norm = family.norm(getattr(body, family.final_norm))
         self.head = PackableLinear.joined([model.get_output_embeddings()], packed)
@@ -282,6 +281,11 @@ class FusedDecoder:
         """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
         return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.unembed)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if a layer is a mixture of experts."""
+        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
 
     @property
     def num_heads_per_key(self) -> int:

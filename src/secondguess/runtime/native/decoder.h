@@ -1,4 +1,4 @@
-// Forward pass of a dense decoder in one call of all threads: nothing returns to Python between
+// Forward pass of a decoder in one call of all threads: nothing returns to Python between
 // two products, and threads are synchronised five times a layer. Compiled once for each kind of
 // processor (see `vectors.h`).
 //
@@ -13,17 +13,20 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "modules.h"
 
 enum Activation { SILU, GELU, GELU_TANH };
 
-// A layer without `qkv` has no attention. One without `gate_up` adds the activated product by `down`
-// to its input, as the layers of Medusa heads do.
+// A layer without `qkv` has no attention. One with a `router` has `experts`; one without `gate_up` adds the
+// activated product by `down` to its input, as the layers of Medusa heads do.
 struct Layer {
     Norm attention_norm, query_norm, key_norm, attention_output_norm, mlp_norm, mlp_output_norm;
     Weight qkv, output, gate_up, down;
     int64_t window;    // sliding window in tokens, 0 for full attention
     int64_t rotary;    // index into `Forward::cos_sin`
+    Weight router;     // an output per expert
+    const Expert* experts;
 };
 
 struct Decoder {
@@ -52,6 +55,10 @@ struct Decoder {
     float residual_scale;          // factor on what a layer adds
     float score_cap, logit_cap;    // soft caps
     float logit_divisor;
+    // Mixtures of experts, all with as many experts of one size; 0 for none.
+    int64_t num_experts, num_selected, expert_width;
+    int64_t normalises_selection;  // the weights of a token's experts are divided by their sum
+    int64_t rounds_selection;      // and rounded
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
@@ -135,8 +142,10 @@ struct Rows {
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
         }
     }
-    Values values(int64_t num_rows) const {
-        return {numbers.data(), wide.data(), small.data(), scale.data(), group_sums.data(), stride, num_rows};
+    Values values(int64_t num_rows, int64_t first = 0) const {
+        const int64_t start = first * stride;
+        return {numbers.data() + start, wide.data() + start,          small.data() + start, scale.data() + first,
+                group_sums.data() + start / GROUP, stride, num_rows};
     }
 };
 
@@ -145,6 +154,8 @@ struct Rows {
 struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
     Rows joined, states, qkv, mixed, gated, added;
+    Selection selection;
+    Rows of_pairs, gated_pairs;  // inputs of the experts' two products
     std::vector<Rows> normalised;  // per thread
     std::vector<Attention> attention;
     std::vector<std::vector<int32_t>> positions;
@@ -161,6 +172,12 @@ struct Workspace {
             mixed.reserve(rows, mixed_width);
             gated.reserve(rows, decoder.inner_width);
             added.reserve(rows, decoder.width);
+            if (decoder.num_experts) {
+                // the last rows of an expert are read as whole tiles
+                const int64_t num_pairs = rows * decoder.num_selected + 2 * TILE;
+                selection.reserve(rows, decoder.num_experts, decoder.num_selected);
+                of_pairs.reserve(num_pairs, decoder.width), gated_pairs.reserve(num_pairs, decoder.expert_width);
+            }
             normalised.resize(threads);
             for (int64_t i = 0; i < threads; i++) normalised[i].reserve(i ? std::min<int64_t>(rows, TILE) : rows, decoder.width);
             attention.resize(threads), positions.resize(threads);
@@ -432,8 +449,93 @@ struct Worker {
             add(values, layer.output, layer.attention_output_norm);
     }
 
+    // Write products of gates and values, from a row on. A block holds 16 gates and the 16 values that
+    // they multiply.
+    void write_gated(const Values& values, const Weight& weight, Rows& to, int64_t first) const {
+        product(values, weight, [&, first](int64_t row, int64_t block, Floats gate, Floats up) {
+            const Floats opened = rounded(activate(rounded(gate), decoder.activation));
+            store(to.row(first + row) + block * TILE, opened * rounded(up));
+        });
+    }
+
+    // Call a function with the expert, first pair and number of pairs of each expert that is selected.
+    template <class Function>
+    void for_each_expert(const Layer& layer, Function function) const {
+        const auto& firsts = space.selection.firsts;
+        for (int64_t expert = 0; expert < decoder.num_experts; expert++)
+            if (const int64_t count = firsts[expert + 1] - firsts[expert]) function(layer.experts[expert], firsts[expert], count);
+    }
+
+    // Form this thread's share of the inputs of one of the experts' products.
+    template <class Select>
+    void form_pairs(const Layer& layer, Rows& rows, Select weight_of) const {
+        for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
+            if (!Rows::needs_form(weight_of(expert))) return;
+            for (int64_t pair = first; pair < first + count; pair++)
+                if (pair % num_threads == thread) rows.form(pair, weight_of(expert));
+        });
+    }
+
+    // Select the experts of all tokens, and list the inputs of each expert.
+    void select_experts(const Layer& layer) const {
+        Selection& selection = space.selection;
+        const Values values = read_states(layer.mlp_norm, layer.router);
+        product(values, layer.router, [&](int64_t row, int64_t block, Floats low, Floats high) {
+            float* at = selection.logits.data() + row * decoder.num_experts + block * BLOCK;
+            store(at, rounded(low), lanes(decoder.num_experts - block * BLOCK));
+            store(at + TILE, rounded(high), lanes(decoder.num_experts - block * BLOCK - TILE));
+        });
+        wait();
+        for (int64_t token = thread * num_rows / num_threads; token < (thread + 1) * num_rows / num_threads; token++)
+            selection.select(token, decoder.normalises_selection);
+        wait();
+        if (thread == 0) selection.sort(num_rows);
+        wait();
+        for (int64_t pair = thread; pair < num_rows * decoder.num_selected; pair += num_threads)
+            std::memcpy(space.of_pairs.row(pair), values.numbers + selection.tokens[pair] * values.stride,
+                        values.stride * sizeof(bf16));
+        form_pairs(layer, space.of_pairs, [](const Expert& expert) -> const Weight& { return expert.gate_up; });
+        wait();
+    }
+
+    // Add the weighted outputs of each token's experts to its state. They are added up in the order of the
+    // experts, so a token's bits do not depend on the other tokens. A thread computes the same columns of all
+    // experts, whose outputs it can therefore add without waiting for other threads.
+    void run_experts(const Layer& layer) const {
+        select_experts(layer);
+        for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
+            write_gated(space.of_pairs.values(count, first), expert.gate_up, space.gated_pairs, first);
+        });
+        wait();
+        form_pairs(layer, space.gated_pairs, [](const Expert& expert) -> const Weight& { return expert.down; });
+        wait();
+        const int64_t num_blocks = (decoder.width + BLOCK - 1) / BLOCK;
+        const int64_t start = thread * num_blocks / num_threads * BLOCK;
+        const int64_t end = std::min((thread + 1) * num_blocks / num_threads * BLOCK, decoder.width);
+        for (int64_t row = 0; row < num_rows; row++) std::fill(space.added.row(row) + start, space.added.row(row) + end, 0);
+        for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
+            product(space.gated_pairs.values(count, first), expert.down, [&](int64_t row, int64_t block, Floats low, Floats high) {
+                const float weight = space.selection.weights[first + row];
+                const Floats factor = decoder.rounds_selection ? rounded(all(weight)) : all(weight);
+                const int64_t column = block * BLOCK;
+                bf16* at = space.added.row(space.selection.tokens[first + row]) + column;
+                const Lanes parts[2] = {lanes(decoder.width - column), lanes(decoder.width - column - TILE)};
+                store(at, load(at, parts[0]) + rounded(rounded(low) * factor), parts[0]);
+                store(at + TILE, load(at + TILE, parts[1]) + rounded(rounded(high) * factor), parts[1]);
+            });
+        });
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int64_t i = start; i < end; i += 16) {
+                bf16* at = space.states.row(row) + i;
+                const Lanes part = lanes(end - i);
+                store(at, load(at, part) + load(space.added.row(row) + i, part), part);
+            }
+        wait();
+    }
+
     void run_layer(const Layer& layer, int64_t index) const {
         if (layer.qkv.num_outputs) run_attention_part(layer, index);
+        if (layer.router.num_outputs) return run_experts(layer);
         if (!layer.gate_up.num_outputs) {
             const Values values = read_states(layer.mlp_norm, layer.down);
             wait();  // other threads still read the states
@@ -447,11 +549,8 @@ struct Worker {
                 store(at, activate(rounded(low), decoder.activation));
                 store(at + TILE, activate(rounded(high), decoder.activation));
             });
-        else  // a block holds 16 gates and the 16 values that they multiply
-            product(values, layer.gate_up, [&](int64_t row, int64_t block, Floats gate, Floats up) {
-                const Floats opened = rounded(activate(rounded(gate), decoder.activation));
-                store(space.gated.row(row) + block * TILE, opened * rounded(up));
-            });
+        else
+            write_gated(values, layer.gate_up, space.gated, 0);
         wait();
         const Values gated = read_shared(space.gated, layer.down);
         if (decoder.is_parallel)

@@ -1,10 +1,11 @@
-"""Weights of a dense decoder in the layout of the kernels, and checks for covered models."""
+"""Weights of a decoder in the layout of the kernels, and checks for covered models."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.families import Norm, why_not_fused
+from secondguess.runtime.feed_forward import Experts, FeedForward
 from secondguess.runtime.fused_decoder import FusedDecoder, Layer
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
@@ -118,7 +120,7 @@ class NativeDecoder(PackedDecoder):
         heads = first.heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         kinds = list(decoder.rotaries)
-        inner_width = first.down.weight.shape[1]
+        sizes = _feed_forward_sizes([layer.feed_forward for layer in decoder.layers])
         layers = (library.Layer * self.num_layers)()
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
@@ -131,11 +133,9 @@ class NativeDecoder(PackedDecoder):
             layers=layers,
             num_layers=self.num_layers,
             width=self.embedding.shape[1],
-            inner_width=inner_width,
             num_queries=heads.num_queries,
             num_keys=heads.num_keys,
             head_size=heads.size,
-            activation=ACTIVATIONS[first.activation_name],
             num_embedded=self.embedding.shape[0],
             amx=self.unit.has_tiles,
             scaling=heads.scaling,
@@ -148,11 +148,11 @@ class NativeDecoder(PackedDecoder):
             rotary_is_float32=rotary.dtype == torch.float32,
             joins_heads_in_norms=first.query_norm is not None and len(first.query_norm.weight) != heads.size,
             is_parallel=first.is_parallel,
-            has_no_gates=not first.is_gated,
             residual_scale=first.residual_scale or 0,
             score_cap=heads.cap or 0,
             logit_divisor=decoder.logit_scaling.divisor or 0,
             logit_cap=decoder.logit_scaling.cap or 0,
+            **sizes,
         )
 
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
@@ -190,10 +190,22 @@ class NativeDecoder(PackedDecoder):
             blocks: Blocks = rounded._kept[-1]
             return blocks
 
+        def round_weights(part: library.Layer | library.Expert, names: Sequence[str]) -> None:
+            for name in names:
+                setattr(part, name, round_weight(getattr(part, name), weight_format).weight)
+
         layers = (library.Layer * self.num_layers)(*self.described.layers[: self.num_layers])
         for layer in layers:
-            for name in ("qkv", "output", "gate_up", "down"):
-                setattr(layer, name, round_weight(getattr(layer, name), weight_format).weight)
+            round_weights(layer, ("qkv", "output"))
+            if not layer.router.num_outputs:
+                round_weights(layer, ("gate_up", "down"))
+                continue
+            layer.experts = rounded._keep_experts(
+                library.Expert.from_buffer_copy(layer.experts[index])
+                for index in range(layer.router.num_outputs)
+            )
+            for index in range(layer.router.num_outputs):
+                round_weights(layer.experts[index], ("gate_up", "down"))
         rounded.head = round_weight(self.head.weight, weight_format.of_head)
         rounded.described = library.Decoder.from_buffer_copy(self.described)
         rounded.described.layers, rounded.described.head = layers, rounded.head.weight
@@ -205,9 +217,10 @@ class NativeDecoder(PackedDecoder):
         return states if self.embedding_scale is None else states * self.embedding_scale
 
     def read_weights(self, num_threads: int) -> int:
-        """Read all weights that a forward pass over one token reads; return their size in bytes.
+        """Read all weights; return their size in bytes.
 
-        The time of this call is a lower bound for a forward pass.
+        The time of this call is a lower bound for a forward pass, except through a mixture of experts,
+        of which a pass reads those that its tokens select.
         """
         held = [blocks.tensors[-1] for blocks in self._kept if isinstance(blocks, Blocks)]
         sizes = [tensor.numel() for tensor in held]
@@ -216,7 +229,7 @@ class NativeDecoder(PackedDecoder):
         return sum(sizes)
 
     def _layer(self, layer: Layer, rotary_kinds: list[str | None]) -> library.Layer:
-        return library.Layer(
+        described = library.Layer(
             attention_norm=self._norm(layer.attention_norm),
             query_norm=self._norm(layer.query_norm),
             key_norm=self._norm(layer.key_norm),
@@ -225,11 +238,31 @@ class NativeDecoder(PackedDecoder):
             mlp_output_norm=self._norm(layer.mlp_output_norm),
             qkv=self._weight(layer.qkv, self.weight_format).weight,
             output=self._weight(layer.output, self.weight_format).weight,
-            gate_up=self._weight(layer.gate_up, self.weight_format, gated=layer.is_gated).weight,
-            down=self._weight(layer.down, self.weight_format).weight,
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
+        part = layer.feed_forward
+        if isinstance(part, Experts):
+            described.router = self._weight(part.router, BFLOAT16).weight
+            described.experts = self._keep_experts(
+                library.Expert(*self._network(network)) for network in part.networks
+            )
+        else:
+            described.gate_up, described.down = self._network(part)
+        return described
+
+    def _network(self, network: FeedForward) -> tuple[library.Weight, library.Weight]:
+        """Return the packed weights of a feed-forward network."""
+        return (
+            self._weight(network.inner, self.weight_format, gated=network.is_gated).weight,
+            self._weight(network.output, self.weight_format).weight,
+        )
+
+    def _keep_experts(self, experts: Iterable[library.Expert]) -> Any:
+        """Return the address of an array of experts, which stays allocated as long as this object."""
+        described = list(experts)
+        self._kept.append((library.Expert * len(described))(*described))
+        return ctypes.cast(self._kept[-1], POINTER(library.Expert))
 
     def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
         stored = product.in_groups() if weight_format.group_size is not None else None
@@ -245,3 +278,22 @@ class NativeDecoder(PackedDecoder):
         if norm is None:
             return library.Norm()
         return self._keep_norm(norm.weight, norm.eps, norm.rounds_first, norm.bias)
+
+
+def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, int]:
+    """Return the fields of `library.Decoder` that describe the feed-forward parts, which are still unpacked."""
+    dense = next((part for part in parts if isinstance(part, FeedForward)), None)
+    mixture = next((part for part in parts if isinstance(part, Experts)), None)
+    first = parts[0] if isinstance(parts[0], FeedForward) else parts[0].networks[0]
+    found = {"activation": ACTIVATIONS[first.activation]}
+    if dense is not None:
+        found |= {"inner_width": dense.output.weight.shape[1], "has_no_gates": int(not dense.is_gated)}
+    if mixture is not None:
+        found |= {
+            "num_experts": len(mixture.networks),
+            "num_selected": mixture.num_selected,
+            "expert_width": mixture.networks[0].output.weight.shape[1],
+            "normalises_selection": int(mixture.normalises),
+            "rounds_selection": int(mixture.rounds_weights),
+        }
+    return found

@@ -50,6 +50,10 @@ class Norm(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
 
 
+class Expert(Structure):
+    _fields_ = [("gate_up", Weight), ("down", Weight)]
+
+
 class Layer(Structure):
     _fields_ = [
         ("attention_norm", Norm),
@@ -64,6 +68,8 @@ class Layer(Structure):
         ("down", Weight),
         ("window", c_int64),
         ("rotary", c_int64),
+        ("router", Weight),
+        ("experts", POINTER(Expert)),
     ]
 
 
@@ -101,6 +107,11 @@ class Decoder(Structure):
         ("score_cap", c_float),
         ("logit_cap", c_float),
         ("logit_divisor", c_float),
+        ("num_experts", c_int64),
+        ("num_selected", c_int64),
+        ("expert_width", c_int64),
+        ("normalises_selection", c_int64),
+        ("rounds_selection", c_int64),
     ]
 
 

@@ -55,11 +55,12 @@ def to_native(decoder: FusedDecoder, weight_format: WeightFormat = BFLOAT16) -> 
         weight_format: as in `NativeDecoder`.
     """
     tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
-    expected = FusedRuntime(decoder).read(tokens).logits
+    expected, has_experts = FusedRuntime(decoder).read(tokens).logits, decoder.has_experts
     native = NativeDecoder(decoder, weight_format)
     found = NativeRuntime(native).read(tokens).logits
     name = f"native ({weight_format.name})"
-    return native if probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format]) else None
+    passes = probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format], has_experts)
+    return native if passes else None
 
 
 class NativeRuntime(LayeredRuntime):

@@ -1,0 +1,58 @@
+"""Mixtures of experts whose weights are read one by one when they are packed.
+
+Transformers joins the weights of all experts of a layer, which would take the memory of the whole model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from secondguess.checkpoint.quantised import StoredWeights
+from secondguess.runtime.families import FAMILIES
+from secondguess.runtime.feed_forward import StoredExperts
+from secondguess.runtime.stored import StoredLinear
+
+
+def stored_experts(
+    weights: StoredWeights, outline: Any, dtype: torch.dtype
+) -> tuple[dict[str, StoredExperts], set[str]]:
+    """Return the experts of each layer that a checkpoint stores one by one, and the names of their weights.
+
+    Args:
+        weights: weights of the checkpoint.
+        outline: module without memory.
+        dtype: dtype of the weights.
+
+    Returns:
+        Modules by their place in the model, and names in the checkpoint.
+    """
+    config, found, used = outline.config, dict[str, StoredExperts](), set[str]()
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.experts is None:
+        return found, used
+    present = set(weights.names)
+    for index, has_experts in enumerate(family.has_experts(config)):
+        if not has_experts:
+            continue
+        place = f"{outline.base_model_prefix}.layers.{index}"
+        num_experts, width, size = outline.base_model.layers[index].mlp.experts.down_proj.shape
+        names = [
+            [f"{place}.{name.format(expert)}.weight" for name in family.experts.names]
+            for expert in range(num_experts)
+        ]
+        all_names = {name for of_expert in names for name in of_expert}
+        if all_names <= present:  # else they are joined in the checkpoint too
+
+            def linear(name: str, num_inputs: int, num_outputs: int) -> StoredLinear:
+                return StoredLinear(partial(weights.read, name), num_inputs, num_outputs, None, dtype)
+
+            linears = [
+                ([linear(gate, width, size), linear(up, width, size)], linear(down, size, width))
+                for gate, up, down in names
+            ]
+            found[f"{place}.mlp.experts"] = StoredExperts(linears, getattr(config, family.activation))
+            used |= all_names
+    return found, used

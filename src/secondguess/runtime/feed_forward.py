@@ -1,0 +1,161 @@
+"""Feed-forward part of a decoder layer: one network, or a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondguess.runtime.families import ACTIVATIONS, Family, MixtureOfExperts, mlp_linears
+from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.stored import StoredLinear
+
+
+class FeedForward:
+    """Two linear layers with an activation between them.
+
+    Args:
+        inner: the first one; with `is_gated`, the first half of its outputs gates the second one.
+        output: the second one.
+        activation: name of the activation.
+        is_gated: whether there are gates.
+    """
+
+    def __init__(
+        self, inner: PackableLinear, output: PackableLinear, activation: str, is_gated: bool = True
+    ) -> None:
+        self.inner, self.output = inner, output
+        self.activation, self.is_gated = activation, is_gated
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return the output for normalised states, `[..., width]`."""
+        inner = self.inner(states)
+        activate = ACTIVATIONS[self.activation]
+        if self.is_gated:
+            gate, up = inner.chunk(2, -1)
+            return self.output(activate(gate) * up)
+        return self.output(activate(inner))
+
+    @property
+    def linears(self) -> list[PackableLinear]:
+        return [self.inner, self.output]
+
+
+class StoredExperts(nn.Module):
+    """Module of the networks of a mixture of experts, with weights that stay in the files.
+
+    Args:
+        linears: linear layers of each network: those of its gates and values, and its output.
+        activation: name of the activation.
+    """
+
+    def __init__(self, linears: Sequence[tuple[list[StoredLinear], StoredLinear]], activation: str) -> None:
+        super().__init__()
+        self.linears = linears
+        self._activation = activation
+
+    def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted outputs, as `mix_networks`."""
+        networks = [
+            FeedForward(
+                PackableLinear.joined(inner, packed=False),
+                PackableLinear.joined([output], packed=False),
+                self._activation,
+            )
+            for inner, output in self.linears
+        ]
+        return mix_networks(networks, states, selected, weights)
+
+
+class Experts:
+    """Mixture of experts: each token uses the few networks to which the router gives most probability.
+
+    The outputs of its networks are weighted by these probabilities and added in the order of the networks.
+
+    Args:
+        module: Transformers' module, whose weights are taken.
+        description, config: of the module's computation.
+        activation: name of the networks' activation.
+        packed: whether to pack the weights.
+    """
+
+    def __init__(
+        self, module: Any, description: MixtureOfExperts, config: Any, activation: str, packed: bool
+    ) -> None:
+        self.router = PackableLinear(module.gate.weight.detach(), None, packed)
+        self.num_selected: int = config.num_experts_per_tok
+        self.normalises = description.normalises(config)
+        self.rounds_weights = description.rounds_weights
+        self.networks = [
+            FeedForward(
+                PackableLinear.joined(inner, packed), PackableLinear.joined([output], packed), activation
+            )
+            for inner, output in _linears_of_networks(module.experts)
+        ]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Return the output for normalised states, `[..., width]`."""
+        of_tokens = states.flatten(0, -2)
+        probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
+        weights, selected = probs.topk(self.num_selected)
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.rounds_weights:
+            weights = weights.to(states.dtype)
+        return mix_networks(self.networks, of_tokens, selected, weights).view_as(states)
+
+    @property
+    def linears(self) -> list[PackableLinear]:
+        return [self.router, *(linear for network in self.networks for linear in network.linears)]
+
+
+def mix_networks(
+    networks: Sequence[Callable[[Tensor], Tensor]],
+    states: Tensor,
+    selected: Tensor,
+    weights: Tensor,
+    output: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sums of the outputs of each token's networks, `[token, width]`.
+
+    Args:
+        networks: the networks.
+        states: their inputs, `[token, width]`.
+        selected, weights: `[token, k]`, the networks of each token, and their weights.
+        output: `[token, width]`, to which they are added, in the order of the networks; None for zeros.
+    """
+    mixed = torch.zeros_like(states) if output is None else output
+    for network in sorted(set(selected.flatten().tolist())):
+        tokens, places = torch.where(selected == network)
+        added = networks[network](states[tokens]) * weights[tokens, places, None]
+        mixed = mixed.index_add(0, tokens, added.to(mixed.dtype))
+    return mixed
+
+
+def make_feed_forward(
+    layer: Any, index: int, family: Family, config: Any, packed: bool
+) -> FeedForward | Experts:
+    """Return the feed-forward part of a decoder layer of Transformers."""
+    activation: str = getattr(config, family.activation)
+    if family.experts is not None and family.has_experts(config)[index]:
+        return Experts(layer.mlp, family.experts, config, activation, packed)
+    inner, output = mlp_linears(layer, family)
+    return FeedForward(
+        PackableLinear.joined(inner, packed),
+        PackableLinear.joined([output], packed),
+        activation,
+        family.is_gated,
+    )
+
+
+def _linears_of_networks(experts: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the linear layers of each network: those of its gates and values, and its output."""
+    if isinstance(experts, StoredExperts):
+        yield from experts.linears
+        return
+    # Transformers joins the weights of all networks.
+    for inner, output in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+        yield [SimpleNamespace(weight=inner, bias=None)], SimpleNamespace(weight=output, bias=None)

@@ -1,0 +1,67 @@
+// Mixtures of experts: the networks that each token selects, sorted by network.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "product.h"
+
+// Network of a mixture, as `Layer::gate_up` and `Layer::down`.
+struct Expert {
+    Weight gate_up, down;
+};
+
+// Experts selected by the tokens of a pass. Each token and one of its experts are a pair; the pairs of an
+// expert are adjacent, in the order of the tokens.
+struct Selection {
+    int64_t num_experts = 0, num_selected = 0;
+    std::vector<float> logits;      // [token][expert]
+    std::vector<int32_t> experts;   // [token][num_selected]
+    std::vector<float> of_experts;  // their weights
+    std::vector<int64_t> firsts;    // [expert + 1], first pair of each expert
+    std::vector<int32_t> tokens;    // [pair]
+    std::vector<float> weights;     // [pair]
+
+    void reserve(int64_t num_tokens, int64_t experts_of_layer, int64_t selected) {
+        num_experts = experts_of_layer, num_selected = selected;
+        logits.resize(num_tokens * num_experts);
+        firsts.resize(num_experts + 1);
+        for (auto* each : {&experts, &tokens}) each->resize(num_tokens * num_selected);
+        for (auto* each : {&of_experts, &weights}) each->resize(num_tokens * num_selected);
+    }
+
+    // Select the experts of a token with the largest logits, the first among equals. Their weights are
+    // softmax probabilities over all experts, divided by their sum if `normalises`.
+    void select(int64_t token, bool normalises) {
+        float* const all_of_token = logits.data() + token * num_experts;
+        const float most = *std::max_element(all_of_token, all_of_token + num_experts);
+        float total = 0, of_selected = 0;
+        for (int64_t expert = 0; expert < num_experts; expert++)
+            total += all_of_token[expert] = std::exp(all_of_token[expert] - most);
+        int32_t* const chosen = experts.data() + token * num_selected;
+        float* const to = of_experts.data() + token * num_selected;
+        for (int64_t place = 0; place < num_selected; place++) {
+            int64_t best = -1;
+            for (int64_t expert = 0; expert < num_experts; expert++)
+                if (std::find(chosen, chosen + place, expert) == chosen + place && (best < 0 || all_of_token[expert] > all_of_token[best]))
+                    best = expert;
+            chosen[place] = (int32_t)best;
+            of_selected += to[place] = all_of_token[best];
+        }
+        for (int64_t place = 0; place < num_selected; place++) to[place] /= normalises ? of_selected : total;
+    }
+
+    // Sort the pairs of all tokens.
+    void sort(int64_t num_tokens) {
+        std::fill(firsts.begin(), firsts.end(), 0);
+        for (int64_t i = 0; i < num_tokens * num_selected; i++) firsts[experts[i] + 1]++;
+        for (int64_t expert = 0; expert < num_experts; expert++) firsts[expert + 1] += firsts[expert];
+        for (int64_t i = 0; i < num_tokens * num_selected; i++) {
+            const int64_t pair = firsts[experts[i]]++;
+            tokens[pair] = (int32_t)(i / num_selected), weights[pair] = of_experts[i];
+        }
+        for (int64_t expert = num_experts; expert > 0; expert--) firsts[expert] = firsts[expert - 1];
+        firsts[0] = 0;
+    }
+};
