@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,38 @@ def grow(small: Any, shape: GrownShape) -> Any:
                 layer.mlp.down_proj.weight.zero_()
     model.tie_weights()
     return model.eval()
+
+
+def with_experts(model: Any, num_experts: int, num_selected: int) -> Any:
+    """Return a `MixtralForCausalLM` that has the logits of a Llama, within rounding.
+
+    All experts of a layer are its feed-forward network, so a random router may select any of them.
+    """
+    config = MixtralConfig(
+        **{
+            name: value
+            for name, value in model.config.to_dict().items()
+            if name not in ("model_type", "architectures")
+        },
+        num_local_experts=num_experts,
+        num_experts_per_tok=num_selected,
+    )
+    with torch.device("meta"):
+        mixture = MixtralForCausalLM(config)
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        place = name.partition(".mlp.")[0]
+        if name.endswith("mlp.gate_proj.weight"):
+            joined = torch.cat((weight, model.get_parameter(f"{place}.mlp.up_proj.weight")))
+            tensors[f"{place}.mlp.experts.gate_up_proj"] = joined.repeat(num_experts, 1, 1)
+            tensors[f"{place}.mlp.gate.weight"] = torch.randn(num_experts, weight.shape[1]).to(weight.dtype)
+        elif name.endswith("mlp.down_proj.weight"):
+            tensors[f"{place}.mlp.experts.down_proj"] = weight.repeat(num_experts, 1, 1)
+        elif not name.endswith("mlp.up_proj.weight"):
+            tensors[name] = weight
+    mixture.load_state_dict(tensors, assign=True)
+    mixture.model.rotary_emb = type(mixture.model.rotary_emb)(config)
+    return mixture.eval()
 
 
 def fill_layer(grown: Any, layer: Any, small: GrownShape, shape: GrownShape) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from growth import GrownShape, grow
+from growth import GrownShape, grow, with_experts
 from growth_heads import GROW, target_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -61,12 +61,15 @@ SHAPES = {
 GROWN_SHAPES = {
     "88m": (GrownShape(768, 1536, 16, 12, 4), GrownShape(768, 2048, 1, 12, 4)),
     "llama-3.2-1b": (GrownShape(2048, 8192, 20, 32, 8), GrownShape(2048, 8192, 1, 32, 8)),
+    "experts-2.5b": (GrownShape(1024, 768, 16, 16, 4), GrownShape(768, 2048, 1, 12, 4)),
 }
 """Shapes of the grown built-in target and draft model.
 
 The 1B shape has four layers more than Llama 3.2 1B, which replace the weights of its larger
 vocabulary: a token reads as many bytes.
 """
+GROWN_EXPERTS = {"experts-2.5b": (64, 8)}
+"""By shape, the experts of each layer of the target, and how many of them a token selects."""
 
 NUM_TEXTS, TEXT_LENGTH, UNREAD = 16, 64, 16
 """Random texts on which agreement is measured, and their first positions, which are skipped.
@@ -222,10 +225,12 @@ def grow_pair(out: Path, small: Path | None, shape: str, with_heads: bool = True
         path = folder / name
         original = LlamaForCausalLM.from_pretrained(path, dtype="auto")
         model = grow(original, grown_shape)
+        if name == "target" and shape in GROWN_EXPERTS:
+            model = with_experts(model, *GROWN_EXPERTS[shape])
         model.save_pretrained(out / name)
         AutoTokenizer.from_pretrained(path).save_pretrained(out / name)
         print(f"{out / name}: {model.num_parameters() / 1e6:.0f} million parameters")
-        if name == "target" and with_heads:
+        if name == "target" and with_heads and shape not in GROWN_EXPERTS:
             grow_heads(out, folder, original, model)
 
 
@@ -248,7 +253,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("out", type=Path, help="directory to write to")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--shape", choices=sorted(SHAPES), default="88m")
+    shape.add_argument("--shape", choices=sorted(SHAPES | GROWN_SHAPES), default="88m")
     parser.add_argument("--grow", help="builtin, or the directory of a trained pair of Llama models")
     shape.add_argument("--config", type=Path, help="config.json of a Llama model, for any other shape")
     parser.add_argument("--drafter-layers", type=int, default=2)
@@ -258,6 +263,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.grow and options.config:
         parser.error("expected --grow with --shape, got --config")
+    if not options.grow and options.shape not in SHAPES:
+        parser.error(f"expected --grow with --shape {options.shape}, got none")
     if not 0 < options.agreement < 1:
         parser.error(f"expected --agreement between 0 and 1, got {options.agreement}")
     return options

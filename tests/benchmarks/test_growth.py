@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth import GrownShape, grow
+from growth import GrownShape, grow, with_experts
 from growth_heads import GROW, grown_layer, target_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,6 +68,17 @@ def test_logits_equal_those_of_the_small_model(
         grown.config.num_key_value_heads,
     )
     assert GrownShape(*sizes) == shape
+
+
+def test_a_mixture_of_equal_experts_has_the_logits_of_its_network() -> None:
+    dense = small_model(4, 2, is_tied=True).float()
+    mixture = with_experts(dense, num_experts=5, num_selected=3)
+    tokens = torch.randint(40, (3, 20))
+    with torch.inference_mode():
+        expected, got = dense(tokens).logits, mixture(tokens).logits
+    assert (expected - got).abs().max() < 1e-5 * expected.abs().max()
+    selected = mixture.model.layers[0].mlp.gate(torch.randn(100, 16))[2]
+    assert len(selected.unique()) == 5
 
 
 @pytest.mark.parametrize(
