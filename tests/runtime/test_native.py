@@ -38,7 +38,6 @@ from secondguess.runtime.native.weights import (
     Arena,
     interleave_rows,
     pack_blocks,
-    quantise,
 )
 from secondguess.runtime.stored import GroupedWeight
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS, QUANTIZATIONS
@@ -286,7 +285,7 @@ def typical_error(logits, exact):
 def as_rounded(weight, weight_format):
     """Return a weight `[output, input]` as its encoding rounds it."""
     if weight_format is INT8:
-        numbers, scale = quantise(weight)
+        numbers, scale = in_8_bits(weight)
         return numbers * scale[:, None]
     if weight_format.group_size is not None:
         padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 64))
@@ -358,11 +357,41 @@ def test_a_block_contains_every_weight_once():
     assert sorted(held[held != 0].tolist()) == sorted(weight[weight != 0].tolist())
 
 
-def test_a_weight_in_8_bits_is_within_half_a_step_of_its_output():
-    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-    found, scale = quantise(weight)
-    assert found.abs().amax(1).unique().tolist() == [127]
-    assert ((found * scale[:, None] - weight.float()).abs().amax(1) <= 0.5001 * scale).all()
+def in_8_bits(rows):
+    """Whole numbers and scales of rows `[output, input]`, with the largest magnitude of a row at 127."""
+    scale = rows.float().abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (rows.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def in_tiles(rows):
+    """The bytes of rows `[output, input]`, 64 of each of 32 outputs at a time: per tile of 16, 4 bytes of each in turn."""
+    bytes_of_rows = rows.contiguous().view(torch.uint8).view(-1, 2, 16, rows[0].nbytes // 64, 16, 4)
+    return bytes_of_rows.permute(0, 3, 1, 4, 2, 5).flatten()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@every_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "gated"), [((96, 64), False), ((33, 200), False), ((300, 48), False), ((74, 90), True)]
+)
+def test_weights_are_packed_as_defined(shape, gated, dtype, weight_format, unit, monkeypatch):
+    monkeypatch.setattr(library, "units", lambda: (unit,))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight[5], weight[6, :32], weight[7] = 0, 3, weight[7].abs()
+    found = pack_blocks(weight, None, Arena(), weight_format, gated)
+    rows = interleave_rows(*weight.chunk(2)) if gated else weight
+    rows = torch.nn.functional.pad(rows, (0, -shape[1] % 64, 0, -len(rows) % 32))
+    if weight_format is BFLOAT16:
+        assert torch.equal(found.tensors[-1], in_tiles(rows.bfloat16()))
+    elif weight_format is INT8:
+        numbers, scale = in_8_bits(rows)
+        assert torch.equal(found.tensors[-1], in_tiles(numbers))
+        assert torch.equal(found.tensors[0], scale)
+        assert torch.equal(found.tensors[1], numbers.sum(1, dtype=torch.int32))
+    else:
+        codes = GroupedWeight.rounded(rows, weight_format).in_bytes(weight_format)
+        assert torch.equal(found.tensors[-1], pack_blocks(codes, None, Arena(), weight_format).tensors[-1])
 
 
 @pytest.mark.parametrize("weight_format", [INT4, INT8_GROUPS], ids=lambda each: each.name)

@@ -111,6 +111,10 @@ class StoredProduct(PackableLinear):
     def release(self) -> None:
         self._linears = []
 
+    def __call__(self, values: Tensor) -> Tensor:
+        product = torch.cat([linear(values) for linear in self._linears], -1)
+        return product if self._order is None else product[..., self._order]
+
 
 def _joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]

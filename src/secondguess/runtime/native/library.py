@@ -46,6 +46,16 @@ class Weight(Structure):
     ]
 
 
+class Source(Structure):
+    _fields_ = [
+        ("first", c_void_p),
+        ("second", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("is_float32", c_int64),
+    ]
+
+
 class Norm(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
 
@@ -357,6 +367,10 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_linear.argtypes = [
         *(POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),
     ]
+    kernels.secondguess_pack.argtypes = [POINTER(Weight), POINTER(Source), c_int64]
+    kernels.secondguess_pack.restype = None
+    kernels.secondguess_repack.argtypes = [POINTER(Weight), POINTER(Weight), c_int64]
+    kernels.secondguess_repack.restype = None
     kernels.secondguess_delta_rule.argtypes = [POINTER(DeltaRule), c_int64]
     kernels.secondguess_state_space.argtypes = [POINTER(StateSpace), c_int64]
     kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]

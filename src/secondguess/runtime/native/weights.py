@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.native import library
-from secondguess.runtime.stored import GROUP, GroupedWeight
+from secondguess.runtime.stored import GROUP
+from secondguess.runtime.support import num_threads
 from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
 PARAMETER_BYTES = 128
 """Bytes of the scales and minima of a group of inputs of a block."""
-SMALLEST = torch.finfo(torch.float32).tiny
-"""Smallest positive number of float32 without loss of precision."""
 ARENA = 2**26
 NUMBERS_AT_ONCE = 2**20
-"""Numbers of a weight that are padded and quantised at once.
+"""Numbers of a weight whose codes are packed at once.
 
 A whole language-modelling head would take as much memory as a small model.
 """
@@ -79,7 +78,7 @@ def pack_blocks(
 ) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
 
-    The weight is packed in slices: beside it and its blocks little memory is needed.
+    Beside the weight and its blocks little memory is needed.
 
     Args:
         weight: `[output, input]`, or in groups as `GroupedWeight.in_bytes` returns it.
@@ -96,76 +95,87 @@ def pack_blocks(
     if bias is not None:
         bias = interleave_rows(*bias.chunk(2)) if gated else bias
         blocks.weight.bias = blocks.keep(_padded(bias.float(), blocks.num_lines))
-    num_rows = _blocks_at_once(num_inputs) * BLOCK // len(halves)
-    slices = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
-    _store(blocks, (interleave_rows(*parts) if gated else parts[0] for parts in slices), arena, weight_format)
+    data = _allocate(blocks, arena, weight_format)
+    if weight.dim() == 2:
+        _pack_rows(blocks, halves)
+    else:
+        num_rows = _blocks_at_once(num_inputs) * BLOCK // len(halves)
+        slices = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
+        rows = (interleave_rows(*parts) if gated else parts[0] for parts in slices)
+        _store_codes(data, rows, num_inputs // GROUP, weight_format.bits)
     return blocks
 
 
 def requantise(packed: Blocks, arena: Arena, weight_format: WeightFormat) -> Blocks:
     """Return a weight in bfloat16 in another encoding; both share the bias."""
     blocks = Blocks(library.Weight.from_buffer_copy(packed.weight), packed.tensors[:-1])
-    _store(blocks, _unpack(packed), arena, weight_format)
+    _allocate(blocks, arena, weight_format)
+    library.units()[0].kernels.secondguess_repack(blocks.weight, packed.weight, num_threads())
     return blocks
 
 
 def unpack_blocks(packed: Blocks) -> Tensor:
     """Return a weight in bfloat16 in plain layout, `[output, input]` with the padding."""
-    return torch.cat(list(_unpack(packed)))
+    data = packed.tensors[-1].view(torch.bfloat16)
+    tiles = data.view(-1, packed.weight.num_inputs // BLOCK, BLOCK // TILE, TILE, TILE, 2)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(packed.num_lines, -1)
 
 
-def _unpack(packed: Blocks) -> Iterator[Tensor]:
-    """Yield the rows of a weight in bfloat16, some blocks at once."""
-    num_inputs = packed.weight.num_inputs
-    all_tiles = _as_tiles(packed.tensors[-1].view(torch.bfloat16), num_inputs)
-    for tiles in torch.split(all_tiles, _blocks_at_once(num_inputs)):
-        yield tiles.permute(0, 2, 4, 1, 3, 5).reshape(len(tiles) * BLOCK, -1)
-
-
-def _store(blocks: Blocks, slices: Iterable[Tensor], arena: Arena, weight_format: WeightFormat) -> None:
-    """Store a weight, given in slices `[output, input]` of whole blocks; only the last one may be shorter."""
+def _allocate(blocks: Blocks, arena: Arena, weight_format: WeightFormat) -> Tensor:
+    """Allocate the blocks of a weight in an encoding; return their bytes."""
     weight, num_lines = blocks.weight, blocks.num_lines
     weight.encoding = library.ENCODINGS.index(weight_format.name)
-    scale, sums = torch.zeros(num_lines), torch.zeros(num_lines, dtype=torch.int32)
+    num_bytes = num_lines * weight.num_inputs * weight_format.bits // 8
     if weight_format.group_size is not None:
         num_groups = weight.num_inputs // weight_format.group_size
-        group_bytes = BLOCK * weight_format.group_size * weight_format.bits // 8 + PARAMETER_BYTES
-        data = arena.allocate(num_lines // BLOCK * num_groups * group_bytes)
-        parts = data.view(-1, num_groups, group_bytes)
-    else:
-        dtype = torch.int8 if weight_format.is_quantised else torch.bfloat16
-        data = arena.allocate(num_lines * weight.num_inputs * dtype.itemsize)
-        parts = _as_tiles(data.view(dtype), weight.num_inputs)
+        num_bytes += num_lines // BLOCK * num_groups * PARAMETER_BYTES
+    if weight_format is INT8:
+        weight.scale = blocks.keep(torch.zeros(num_lines))
+        weight.sum = blocks.keep(torch.zeros(num_lines, dtype=torch.int32))
+    data = arena.allocate(num_bytes)
+    weight.data = blocks.keep(data)
+    return data
+
+
+def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
+    """Round rows to the encoding of a weight and write them to its blocks.
+
+    Args:
+        blocks: the weight.
+        halves: its rows `[output, input]`, or its gates and the values that they multiply.
+    """
+    dtype = torch.bfloat16 if halves[0].dtype == torch.bfloat16 else torch.float32
+    rows = [half.detach().to(dtype).contiguous() for half in halves]
+    source = library.Source(
+        first=rows[0].data_ptr(),
+        second=rows[1].data_ptr() if len(rows) == 2 else None,
+        num_rows=rows[0].shape[0],
+        width=rows[0].shape[1],
+        is_float32=dtype == torch.float32,
+    )
+    library.units()[0].kernels.secondguess_pack(blocks.weight, source, num_threads())
+
+
+def _store_codes(data: Tensor, slices: Iterable[Tensor], num_groups: int, bits: int) -> None:
+    """Write codes to blocks, given in slices of whole blocks; only the last one may be shorter.
+
+    Args:
+        data: bytes of the blocks.
+        slices: as `GroupedWeight.in_bytes` returns them.
+        num_groups: number of groups, padding included.
+        bits: 4 or 8.
+    """
+    parts = data.view(-1, num_groups, BLOCK * GROUP * bits // 8 + PARAMETER_BYTES)
     first = 0
     for part in slices:
-        sizes = (weight.num_inputs,) if part.dim() == 2 else (weight.num_inputs // GROUP, part.shape[2])
-        rows = _padded(part, _round_up(part.shape[0], BLOCK), *sizes)
-        last = first + rows.shape[0]
-        if weight_format.group_size is not None:
-            if rows.dim() == 2:
-                rows = GroupedWeight.rounded(rows, weight_format).in_bytes(weight_format)
-            stored = _pack_groups(rows, weight_format.bits)
-        else:
-            if weight_format.is_quantised:
-                rows, scale[first:last] = quantise(rows)
-                sums[first:last] = rows.sum(1, dtype=torch.int32)
-            by_output = rows.view(-1, BLOCK // TILE, TILE, parts.shape[1], TILE, parts.shape[-1])
-            stored = by_output.permute(0, 3, 1, 4, 2, 5)
-        parts[first // BLOCK : last // BLOCK] = stored
+        rows = _padded(part, _round_up(part.shape[0], BLOCK), num_groups, part.shape[2])
+        last = first + rows.shape[0] // BLOCK
+        parts[first:last] = _pack_groups(rows, bits)
         first = last
-    if weight_format is INT8:
-        weight.scale, weight.sum = blocks.keep(scale), blocks.keep(sums)
-    weight.data = blocks.keep(data)
 
 
 def _blocks_at_once(num_inputs: int) -> int:
     return max(1, NUMBERS_AT_ONCE // (num_inputs * BLOCK))
-
-
-def _as_tiles(data: Tensor, num_inputs: int) -> Tensor:
-    """Return a view `[block, step, tile, line, output, number]` of the blocks of a weight without groups."""
-    per_line = 4 // data.dtype.itemsize
-    return data.view(-1, num_inputs // (TILE * per_line), BLOCK // TILE, TILE, TILE, per_line)
 
 
 def _pack_groups(rows: Tensor, bits: int) -> Tensor:
@@ -183,12 +193,6 @@ def _pack_groups(rows: Tensor, bits: int) -> Tensor:
     lines = fours.permute(0, 3, 1, 4, 2, 5).flatten(2)
     by_output = parameters.reshape(-1, BLOCK, rows.shape[1], 2, 2)  # scale and minimum, two bytes each
     return torch.cat((lines, by_output.permute(0, 2, 3, 1, 4).flatten(2)), 2)
-
-
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows `[row, input]` as 8-bit integers, and scales `[row]`."""
-    scale = rows.float().abs().amax(1).clamp_min(SMALLEST) / 127
-    return (rows.float() / scale[:, None]).round().to(torch.int8), scale
 
 
 def _padded(values: Tensor, *sizes: int) -> Tensor:

@@ -1,0 +1,159 @@
+// Packing of weights into blocks, rounded to their encoding.
+#pragma once
+
+#include <cfloat>
+
+#include "product.h"
+#include "team.h"
+
+// Rows of a weight, [row][width]. With `second`, these are gates and the values that they multiply, of which
+// each block has 16 in turn.
+struct Source {
+    const void *first, *second;
+    int64_t num_rows, width;  // rows of each
+    int64_t is_float32;       // or bfloat16
+};
+
+// Row of a weight; null for zeros.
+template <class Number>
+struct PlainRow {
+    const Number* row;
+    int64_t width;
+
+    Floats numbers(int64_t start) const { return row ? load(row + start, lanes(width - start)) : zeros(); }
+};
+
+// Row of a block in bfloat16.
+struct BlockRow {
+    const char* tile;  // the first one of its output's
+    int64_t output;    // within the tile
+
+    Floats numbers(int64_t start) const {
+        const char* from = tile + start / BLOCK * 2 * TILE_BYTES + (start % BLOCK / 2 * TILE + output) * 4;
+        bf16 pairs[16];
+        for (int line = 0; line < 8; line++) std::memcpy(pairs + 2 * line, from + line * TILE * 4, 4);
+        return load(pairs);
+    }
+};
+
+// One output of a block. All encodings have the lines of a tile in common: 4 bytes of each output.
+template <class Row>
+struct RowPacker {
+    const Weight& weight;
+    const Row row;
+    char* block;
+    int64_t output;
+
+    Floats numbers(int64_t start) const { return row.numbers(start); }
+
+    void write(int64_t step, const void* bytes, int64_t size) const {
+        const int64_t lines = size / 4;
+        char* tile = block + step * weight.step_bytes() + output / TILE * lines * TILE * 4;
+        for (int64_t line = 0; line < lines; line++) std::memcpy(tile + (line * TILE + output % TILE) * 4, (const char*)bytes + line * 4, 4);
+    }
+
+    void pack_bfloat16() const {
+        for (int64_t step = 0; step < weight.num_steps(); step++) {
+            bf16 pair[BLOCK];
+            store(pair, numbers(step * BLOCK)), store(pair + 16, numbers(step * BLOCK + 16));
+            write(step, pair, sizeof pair);
+        }
+    }
+
+    // Round to 8 bits with the largest magnitude at 127; returns the scale, and the sum of the numbers.
+    float pack_int8(int32_t& sum) const {
+        Floats most = zeros();
+        for (int64_t start = 0; start < weight.num_inputs; start += 16) most = largest(most, absolute(numbers(start)));
+        const float scale = std::max(largest_of(most), FLT_MIN) / 127;
+        sum = 0;
+        for (int64_t step = 0; step < weight.num_steps(); step++) {
+            int8_t small[64];
+            for (int i = 0; i < 64; i += 16) store_small(small + i, nearest_whole(numbers(step * 64 + i) / all(scale)));
+            for (const int8_t each : small) sum += each;
+            write(step, small, sizeof small);
+        }
+        return scale;
+    }
+
+    // Round each group to evenly spaced levels between its limits, as `GroupedWeight.rounded` does.
+    void pack_groups() const {
+        const float most = weight.encoding == INT4 ? 15 : 255, shift = weight.encoding == INT4 ? 0 : 128;
+        for (int64_t group = 0; group < weight.num_steps(); group++) {
+            const Floats low = numbers(group * GROUP), high = numbers(group * GROUP + 16);
+            const uint16_t least = _cvtss_sh(0.0f - largest_of(zeros() - smallest(low, high)), 0);
+            const Floats minimum = all(_cvtsh_ss(least));
+            const Floats above[2] = {low - minimum, high - minimum};
+            const uint16_t scale = _cvtss_sh(std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f), 0);
+            const float step = _cvtsh_ss(scale);
+            int8_t codes[GROUP];
+            for (int half = 0; half < 2; half++) {
+                const Floats level = smallest(largest(nearest_whole(above[half] / all(step)), zeros()), all(most));
+                store_small(codes + half * 16, level - all(shift));
+            }
+            uint16_t* parameters = (uint16_t*)(block + (group + 1) * weight.step_bytes()) - 2 * BLOCK;
+            parameters[output] = scale;
+            parameters[BLOCK + output] = shift ? _cvtss_sh(_cvtsh_ss(least) + shift * step, 0) : least;
+            if (weight.encoding != INT4) {
+                write(group, codes, GROUP);
+                continue;
+            }
+            int8_t both[GROUP / 2];
+            for (int i = 0; i < GROUP / 2; i++) both[i] = (int8_t)(codes[i / 4 * 8 + i % 4] | codes[i / 4 * 8 + 4 + i % 4] << 4);
+            write(group, both, sizeof both);
+        }
+    }
+};
+
+// Pack all outputs of a block; `row_of(output)` returns the row of one.
+template <class Function>
+inline void pack_block(const Weight& weight, int64_t block, Function row_of) {
+    char* data = (char*)weight.data + block * weight.num_steps() * weight.step_bytes();
+    for (int64_t output = 0; output < BLOCK; output++) {
+        const RowPacker<decltype(row_of(output))> packer{weight, row_of(output), data, output};
+        const int64_t line = block * BLOCK + output;
+        if (weight.encoding == BFLOAT16)
+            packer.pack_bfloat16();
+        else if (weight.encoding == INT8)
+            ((float*)weight.scale)[line] = packer.pack_int8(((int32_t*)weight.sum)[line]);
+        else
+            packer.pack_groups();
+    }
+}
+
+template <class Number>
+inline void pack_plain_block(const Weight& weight, const Source& source, int64_t block) {
+    pack_block(weight, block, [&](int64_t output) {
+        const int64_t row = source.second ? block * TILE + output % TILE : block * BLOCK + output;
+        const auto from = (const Number*)(source.second && output >= TILE ? source.second : source.first);
+        return PlainRow<Number>{row < source.num_rows ? from + row * source.width : nullptr, source.width};
+    });
+}
+
+template <class Function>
+inline void for_each_block(const Weight& weight, int64_t num_threads, Function function) {
+    const int64_t num_blocks = weight.num_blocks();
+    Team::get().run(std::min(num_threads, num_blocks), [&](int thread, int count) {
+        for (int64_t block = thread * num_blocks / count; block < (thread + 1) * num_blocks / count; block++) function(block);
+    });
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+// Write rows to the blocks of a weight, and their scales and sums.
+void secondguess_pack(const Weight* weight, const Source* source, int64_t num_threads) {
+    for_each_block(*weight, num_threads, [&](int64_t block) {
+        source->is_float32 ? pack_plain_block<float>(*weight, *source, block) : pack_plain_block<bf16>(*weight, *source, block);
+    });
+}
+
+// The same for a weight whose blocks are in bfloat16.
+void secondguess_repack(const Weight* weight, const Weight* from, int64_t num_threads) {
+    for_each_block(*weight, num_threads, [&](int64_t block) {
+        pack_block(*weight, block, [&](int64_t output) {
+            const char* data = from->data + block * from->num_steps() * from->step_bytes();
+            return BlockRow{data + output / TILE * TILE_BYTES, output % TILE};
+        });
+    });
+}
+}
+#pragma GCC visibility pop
