@@ -1,11 +1,13 @@
 """Run the compiled kernels on random models and inputs under ASAN and UBSAN: `make fuzz`.
 
     python tests/fuzz_kernels.py --minutes 10
+    python tests/fuzz_kernels.py --tests tests/runtime tests/heads
 
 Builds the kernels of this processor with both sanitizers in a temporary copy of the package, and runs
 itself with them. Each case is a random model with rows, drafts and weights of random shapes, random
 logits with random settings, or a product; results are compared with those of other paths. The first
-failure ends the run with the seed of its case: `--seed SEED --cases 1` repeats it.
+failure ends the run with the seed of its case: `--seed SEED --cases 1` repeats it. With `--tests` the
+tests in these folders run with the sanitizers instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
 COPY = "SECONDGUESS_SANITIZED"
@@ -34,8 +38,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=None, help="number of cases, instead of minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="tests to run instead of cases")
     options = parser.parse_args()
     if COPY in os.environ:
+        check_copy()
+        if options.tests:
+            sys.exit(pytest.main([*options.tests, "-q", "-p", "no:cacheprovider"]))
         fuzz(options)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -67,14 +75,20 @@ def run_with_sanitizers(folder: Path) -> int:
     return subprocess.run([sys.executable, *sys.argv], env=os.environ | settings, check=False).returncode
 
 
+def check_copy() -> None:
+    """Check that the package with sanitizers is imported, and has kernels."""
+    from secondguess.runtime.native import library
+
+    loaded = Path(library.__file__)
+    assert library.units(), "expected kernels, got none; were they built?"
+    assert loaded.is_relative_to(os.environ[COPY]), f"expected the copy of the package, got {loaded}"
+
+
 def fuzz(options: argparse.Namespace) -> None:
     """Run cases with successive seeds."""
     from secondguess.runtime.native import library
 
     units = library.units()
-    loaded = Path(library.__file__)
-    assert units, "expected kernels, got none; were they built?"
-    assert loaded.is_relative_to(os.environ[COPY]), f"expected the copy of the package, got {loaded}"
     cases = (decoder_case, chain_case, verification_case, product_case, sampling_case)
     end, seed, counts = time.monotonic() + 60 * options.minutes, options.seed, Counter[str]()
     while time.monotonic() < end if options.cases is None else seed < options.seed + options.cases:
