@@ -57,6 +57,16 @@ struct Weight {
     int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : 2 * TILE_BYTES; }
 };
 
+// Inputs of some rows in 8 bits, from a group on, and the sums of groups.
+struct GroupValues {
+    const int8_t* numbers;
+    const float* sums;
+    int64_t stride, num_groups;  // numbers and sums per row
+
+    GroupValues of_group(int64_t group) const { return {numbers + group * GROUP, sums + group, stride, num_groups}; }
+    GroupValues from_row(int64_t row) const { return {numbers + row * stride, sums + row * num_groups, stride, num_groups}; }
+};
+
 // Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
 // weights in 8 bits with a scale per row, for weights in groups also the sums of each group. Memory is
 // allocated for a multiple of 32 rows.
@@ -68,20 +78,12 @@ struct Values {
     const float* group_sums;
     int64_t stride;  // numbers per row
     int64_t num_rows;
-};
 
-// One group of the inputs of some rows in 8 bits, and its sums.
-struct GroupValues {
-    const int8_t* numbers;
-    const float* sums;
-    int64_t stride, num_groups;  // numbers and sums per row
+    // The rows from `start` on as inputs of weights in groups.
+    GroupValues in_groups(int64_t start) const {
+        return GroupValues{small, group_sums, stride, stride / GROUP}.from_row(start);
+    }
 };
-
-// Prefetch the lines of the group that is read some groups after this one.
-template <Encoding ENCODING>
-inline void prefetch_group(const char* data) {
-    for (int64_t line = 0; line < group_bytes(ENCODING); line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
-}
 
 // Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
 inline int even_share(int64_t left, int most) {
@@ -93,6 +95,9 @@ inline int even_share(int64_t left, int most) {
 // float32 for bfloat16 weights and in int32 for 8-bit weights. The int32 sums are too large by
 // SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
 // bfloat16. `next(left)`: how many of the rows that are left it multiplies at once.
+//
+// `add_groups` multiplies them with a block in groups, without the rows' scales. Sums within a group are exact
+// integers, and each group is added in one order on every processor.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
@@ -101,52 +106,6 @@ inline int even_share(int64_t left, int most) {
 #ifdef __AMX_TILE__
 #include "product_amx.h"
 #endif
-
-// Add the products of some rows with a group of one tile in 8 bits to `sums`. The instruction
-// multiplies unsigned by signed bytes, as for 8 bits without groups; a weight may be -128.
-inline void add_group_of_bytes(const char* data, int tile, const GroupValues& values, int count, float* sums) {
-    const uint16_t* parameters = (const uint16_t*)(data + 2 * CODE_BYTES) + tile * TILE;
-    const __m256i ones = _mm256_set1_epi16(1);
-    UNROLLED for (int part = 0; part < 2; part++) {
-        const __m256 scales = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + part * 8)));
-        const __m256 minima = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + BLOCK + part * 8)));
-        __m256i fours[8];  // 4 inputs of 8 outputs
-        UNROLLED for (int four = 0; four < 8; four++)
-            fours[four] = _mm256_loadu_si256((const __m256i*)(data + tile * CODE_BYTES + four * 64 + part * 32));
-        for (int row = 0; row < count; row++) {
-            const int8_t* from = values.numbers + row * values.stride;
-            __m256i whole = _mm256_setzero_si256();
-            UNROLLED for (int four = 0; four < 8; four++) {
-                const __m256i each = _mm256_sign_epi8(_mm256_set1_epi32(four_bytes(from + four * 4)), fours[four]);
-                const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(fours[four]), each);
-                whole = _mm256_add_epi32(whole, _mm256_madd_epi16(twos, ones));
-            }
-            float* to = sums + row * BLOCK + tile * TILE + part * 8;
-            const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scales, _mm256_loadu_ps(to));
-            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_broadcast_ss(values.sums + row * values.num_groups), minima, scaled));
-        }
-    }
-}
-
-// The products of `count` rows with one block of weights in groups, without the rows' scales. Sums
-// within a group are exact integers, and each group is added in one order on every processor.
-template <Encoding ENCODING>
-inline void add_groups(const Values& values, int64_t start, int count, const char* block, int64_t num_groups, float* sums) {
-    constexpr int64_t BYTES = group_bytes(ENCODING);
-    std::fill_n(sums, count * BLOCK, 0.0f);
-    const int8_t* rows = values.small + start * values.stride;
-    const float* group_sums = values.group_sums + start * (values.stride / GROUP);
-    for (int64_t group = 0; group < num_groups; group++) {
-        const char* data = block + group * BYTES;
-        const GroupValues of_group{rows + group * GROUP, group_sums + group, values.stride, values.stride / GROUP};
-        if (ENCODING == INT4) {
-            add_group(data, of_group, count, sums);
-            continue;
-        }
-        prefetch_group<ENCODING>(data);
-        for (int tile = 0; tile < BLOCK / TILE; tile++) add_group_of_bytes(data, tile, of_group, count, sums);
-    }
-}
 
 // One thread's share of a product with the blocks from `first_block` on. `finish(row, block, low, high)`
 // is called with the 16 + 16 sums of each row and block, with scales and bias applied.
@@ -165,9 +124,9 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
             if (weight.encoding == INT8)
                 unit.add_up(start, count, data, num_steps, whole_sums);
             else if (weight.encoding == INT4)
-                add_groups<INT4>(values, start, count, data, num_steps, sums);
+                add_groups<INT4>(values.in_groups(start), count, data, num_steps, sums);
             else if (weight.encoding == INT8_GROUPS)
-                add_groups<INT8_GROUPS>(values, start, count, data, num_steps, sums);
+                add_groups<INT8_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
             else
                 unit.add_up(start, count, data, num_steps, sums);
             for (int i = 0; i < count; i++) {

@@ -157,10 +157,48 @@ inline void add_tile_of_group(const char* data, int tile, const GroupValues& val
     }
 }
 
-// Add the products of at most MOST_ROWS rows with a group in 4 bits to `sums`.
-inline void add_group(const char* data, const GroupValues& values, int count, float* sums) {
-    prefetch_group<INT4>(data);
-    for (int tile = 0; tile < BLOCK / TILE; tile++) add_tile_of_group(data, tile, values, count, sums);
+// Prefetch the lines of the group that is read some groups after this one.
+template <Encoding ENCODING>
+inline void prefetch_group(const char* data) {
+    for (int64_t line = 0; line < group_bytes(ENCODING); line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, _MM_HINT_T0);
+}
+
+// Add the products of some rows with a group of one tile in 8 bits to `sums`. The instruction
+// multiplies unsigned by signed bytes, as for 8 bits without groups; a weight may be -128.
+inline void add_group_of_bytes(const char* data, int tile, const GroupValues& values, int count, float* sums) {
+    const uint16_t* parameters = (const uint16_t*)(data + 2 * CODE_BYTES) + tile * TILE;
+    const __m256i ones = _mm256_set1_epi16(1);
+    UNROLLED for (int part = 0; part < 2; part++) {
+        const __m256 scales = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + part * 8)));
+        const __m256 minima = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(parameters + BLOCK + part * 8)));
+        __m256i fours[8];  // 4 inputs of 8 outputs
+        UNROLLED for (int four = 0; four < 8; four++)
+            fours[four] = _mm256_loadu_si256((const __m256i*)(data + tile * CODE_BYTES + four * 64 + part * 32));
+        for (int row = 0; row < count; row++) {
+            const int8_t* from = values.numbers + row * values.stride;
+            __m256i whole = _mm256_setzero_si256();
+            UNROLLED for (int four = 0; four < 8; four++) {
+                const __m256i each = _mm256_sign_epi8(_mm256_set1_epi32(four_bytes(from + four * 4)), fours[four]);
+                const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(fours[four]), each);
+                whole = _mm256_add_epi32(whole, _mm256_madd_epi16(twos, ones));
+            }
+            float* to = sums + row * BLOCK + tile * TILE + part * 8;
+            const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scales, _mm256_loadu_ps(to));
+            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_broadcast_ss(values.sums + row * values.num_groups), minima, scaled));
+        }
+    }
+}
+
+template <Encoding ENCODING>
+inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
+    std::fill_n(sums, count * BLOCK, 0.0f);
+    for (int64_t group = 0; group < num_groups; group++) {
+        const char* data = block + group * group_bytes(ENCODING);
+        prefetch_group<ENCODING>(data);
+        for (int tile = 0; tile < BLOCK / TILE; tile++)
+            ENCODING == INT4 ? add_tile_of_group(data, tile, values.of_group(group), count, sums)
+                             : add_group_of_bytes(data, tile, values.of_group(group), count, sums);
+    }
 }
 
 struct VectorUnit {

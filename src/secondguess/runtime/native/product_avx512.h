@@ -60,61 +60,69 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     }
 }
 
-// Add the products of `COUNT` rows with a group in 4 bits to `sums`. Both tiles use the same four inputs of
-// a row, and the whole sums of all rows stay in registers. One or two rows only wait for memory, so lines are
-// requested into the first cache; with more rows such requests hold up the products.
-template <int COUNT>
-inline void add_group_to(const char* data, const GroupValues& values, float* sums) {
+// Codes of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored.
+template <Encoding ENCODING>
+inline __m512i unsigned_codes(const char* tile, int four) {
+    if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * 64), _mm512_set1_epi8((char)0x80));
+    const __m512i both = _mm512_loadu_si512(tile + four / 2 * 64);
+    return _mm512_and_si512(four % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+}
+
+// Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole
+// sums of a group of one tile. One or two rows only wait for memory, so lines are requested into the first
+// cache; with more rows such requests hold up the products.
+template <Encoding ENCODING, int COUNT>
+inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
     constexpr _mm_hint CACHE = COUNT < 3 ? _MM_HINT_T0 : _MM_HINT_T1;
-    const __m512i half_byte = _mm512_set1_epi8(15);
-    __m512i low[COUNT], high[COUNT];
-    UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
-    UNROLLED for (int line = 0; line < 4; line++) {
-        const char* lines = data + line * 64;
-        _mm_prefetch(lines + PREFETCH_BYTES, CACHE);
-        _mm_prefetch(lines + PREFETCH_BYTES + CODE_BYTES / 2, CACHE);
-        __m512i first = _mm512_loadu_si512(lines), second = _mm512_loadu_si512(lines + CODE_BYTES / 2);
-        UNROLLED for (int half = 0; half < 2; half++) {  // 4 inputs of each output
-            const __m512i codes = _mm512_and_si512(first, half_byte), others = _mm512_and_si512(second, half_byte);
-            UNROLLED for (int row = 0; row < COUNT; row++) {
-                const __m512i four = _mm512_set1_epi32(four_bytes(values.numbers + row * values.stride + (2 * line + half) * 4));
-                low[row] = _mm512_dpbusd_epi32(low[row], codes, four);
-                high[row] = _mm512_dpbusd_epi32(high[row], others, four);
+    constexpr int64_t BYTES = group_bytes(ENCODING), PARAMETERS = BYTES - 2 * BLOCK * sizeof(uint16_t), TILE_CODES = PARAMETERS / 2;
+    constexpr int SHIFT = ENCODING == INT8_GROUPS ? 128 : 0;  // of the codes
+    Floats totals[2][COUNT];
+    UNROLLED for (int row = 0; row < COUNT; row++) totals[0][row] = totals[1][row] = zeros();
+    for (int64_t group = 0; group < num_groups; group++) {
+        const char* data = block + group * BYTES;
+        const int8_t* numbers = values.numbers + group * GROUP;
+        const float* group_sums = values.sums + group;
+        const __m256i* parameters = (const __m256i*)(data + PARAMETERS);
+        UNROLLED for (int tile = 0; tile < 2; tile++) {
+            __m512i whole[COUNT];
+            UNROLLED for (int row = 0; row < COUNT; row++)
+                whole[row] = SHIFT ? _mm512_set1_epi32(-SHIFT * (int)group_sums[row * values.num_groups]) : _mm512_setzero_si512();
+            const char* codes_of_tile = data + tile * TILE_CODES;
+            UNROLLED for (int four = 0; four < 8; four++) {
+                if (four * TILE_CODES % 512 == 0) _mm_prefetch(codes_of_tile + PREFETCH_BYTES + four * TILE_CODES / 8, CACHE);
+                const __m512i codes = unsigned_codes<ENCODING>(codes_of_tile, four);
+                UNROLLED for (int row = 0; row < COUNT; row++)
+                    whole[row] = _mm512_dpbusd_epi32(whole[row], codes, _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4)));
             }
-            first = _mm512_srli_epi16(first, 4);
-            second = _mm512_srli_epi16(second, 4);
+            _mm_prefetch(data + PREFETCH_BYTES + PARAMETERS + tile * 64, CACHE);
+            const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + tile));
+            const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE + tile));
+            UNROLLED for (int row = 0; row < COUNT; row++) {
+                totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[row]), scales);
+                totals[tile][row] = add_product(totals[tile][row], all(group_sums[row * values.num_groups]), minima);
+            }
         }
     }
-    const __m256i* parameters = (const __m256i*)(data + CODE_BYTES);
-    _mm_prefetch(data + PREFETCH_BYTES + CODE_BYTES, CACHE);
-    _mm_prefetch(data + PREFETCH_BYTES + CODE_BYTES + 64, CACHE);
-    UNROLLED for (int tile = 0; tile < BLOCK / TILE; tile++) {
-        const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + tile));
-        const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE + tile));
-        UNROLLED for (int row = 0; row < COUNT; row++) {
-            float* to = sums + row * BLOCK + tile * TILE;
-            const Floats scaled = add_product(load(to), _mm512_cvtepi32_ps(tile ? high[row] : low[row]), scales);
-            store(to, add_product(scaled, all(values.sums[row * values.num_groups]), minima));
-        }
+    UNROLLED for (int row = 0; row < COUNT; row++) {
+        store(sums + row * BLOCK, totals[0][row]);
+        store(sums + row * BLOCK + TILE, totals[1][row]);
     }
 }
 
-// Add the products of some rows with a group in 4 bits to `sums`.
-inline void add_group(const char* data, const GroupValues& values, int count, float* sums) {
+// The products of some rows with a block in groups, at most 6 rows at once, whose sums fit into the registers.
+template <Encoding ENCODING>
+inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
     for (int start = 0, part; start < count; start += part) {
-        part = even_share(count - start, 8);
-        const GroupValues rows{values.numbers + start * values.stride, values.sums + start * values.num_groups, values.stride,
-                               values.num_groups};
+        part = even_share(count - start, 6);
+        const GroupValues rows = values.from_row(start);
         float* to = sums + start * BLOCK;
         switch (part) {
-            case 1: add_group_to<1>(data, rows, to); break;
-            case 2: add_group_to<2>(data, rows, to); break;
-            case 3: add_group_to<3>(data, rows, to); break;
-            case 4: add_group_to<4>(data, rows, to); break;
-            case 5: add_group_to<5>(data, rows, to); break;
-            case 6: add_group_to<6>(data, rows, to); break;
-            case 7: add_group_to<7>(data, rows, to); break;
-            default: add_group_to<8>(data, rows, to);
+            case 1: sum_products_of_groups<ENCODING, 1>(rows, block, num_groups, to); break;
+            case 2: sum_products_of_groups<ENCODING, 2>(rows, block, num_groups, to); break;
+            case 3: sum_products_of_groups<ENCODING, 3>(rows, block, num_groups, to); break;
+            case 4: sum_products_of_groups<ENCODING, 4>(rows, block, num_groups, to); break;
+            case 5: sum_products_of_groups<ENCODING, 5>(rows, block, num_groups, to); break;
+            default: sum_products_of_groups<ENCODING, 6>(rows, block, num_groups, to);
         }
     }
 }
