@@ -97,6 +97,7 @@ def with_experts(model: Any, num_experts: int, num_selected: int) -> Any:
 
     All experts of a layer are its feed-forward network, so a random router may select any of them.
     """
+    generator = torch.Generator().manual_seed(0)
     config = MixtralConfig(
         **{
             name: value
@@ -114,7 +115,8 @@ def with_experts(model: Any, num_experts: int, num_selected: int) -> Any:
         if name.endswith("mlp.gate_proj.weight"):
             joined = torch.cat((weight, model.get_parameter(f"{place}.mlp.up_proj.weight")))
             tensors[f"{place}.mlp.experts.gate_up_proj"] = joined.repeat(num_experts, 1, 1)
-            tensors[f"{place}.mlp.gate.weight"] = torch.randn(num_experts, weight.shape[1]).to(weight.dtype)
+            router = torch.randn(num_experts, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+            tensors[f"{place}.mlp.gate.weight"] = router.to(weight.dtype)
         elif name.endswith("mlp.down_proj.weight"):
             tensors[f"{place}.mlp.experts.down_proj"] = weight.repeat(num_experts, 1, 1)
         elif not name.endswith("mlp.up_proj.weight"):

@@ -23,8 +23,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
 COPY = "SECONDGUESS_SANITIZED"
@@ -38,11 +36,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--cases", type=int, default=None, help="number of cases, instead of minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="tests to run instead of cases")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="PATH",
+        help="tests to run instead of cases; needs none of the other options",
+    )
     options = parser.parse_args()
     if COPY in os.environ:
         check_copy()
         if options.tests:
+            import pytest
+
             sys.exit(pytest.main([*options.tests, "-q", "-p", "no:cacheprovider"]))
         fuzz(options)
         return
@@ -124,6 +129,12 @@ def random_decoder(rng: random.Random):
             rng.choice([8, 24, 64, 328]),
         )
         config.attention_bias = rng.random() < 0.5
+    if name == "qwen3-moe":
+        config.num_experts = rng.choice([1, 4, 33, 70])
+        config.num_experts_per_tok = rng.randint(1, min(config.num_experts, 5))
+        config.moe_intermediate_size = rng.choice([8, 17, 48, 65])
+        config.mlp_only_layers = rng.choice([[], [0]])
+        config.norm_topk_prob = rng.random() < 0.5
     torch.manual_seed(rng.getrandbits(32))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     decoder = fuse(model.eval(), packed=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from checkpoints import random_llama, write_tokenizer
@@ -50,26 +52,13 @@ def interleaved(weight: Tensor, heads: int, *, back: bool = False) -> Tensor:
     return weight.unflatten(0, (heads, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
-def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False) -> tuple[Path, nn.Module]:
-    """Write a random Llama with its linear layers in a type, some in another; return it in float32.
-
-    A tied head is written as llama.cpp does, as the embeddings, and in the other type.
-    """
+def writer_for(folder: Path, architecture: str, config: Any) -> Any:
+    """Return a writer of `model.gguf` that has a model's sizes and a tokenizer."""
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    model = random_llama(
-        3,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        vocab_size=300,
-        initializer_range=0.1,
-        tie_word_embeddings=tied,
-    )
     write_tokenizer(folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
-    file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    config = model.config
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(config.num_hidden_layers)
@@ -83,6 +72,32 @@ def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False)
     writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
     writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
     writer.add_eos_token_id(0)
+    return writer
+
+
+def finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False) -> tuple[Path, nn.Module]:
+    """Write a random Llama with its linear layers in a type, some in another; return it in float32.
+
+    A tied head is written as llama.cpp does, as the embeddings, and in the other type.
+    """
+    gguf = pytest.importorskip("gguf")
+    model = random_llama(
+        3,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        vocab_size=300,
+        initializer_range=0.1,
+        tie_word_embeddings=tied,
+    )
+    config = model.config
+    writer = writer_for(folder, "llama", config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
         place = names.get_name(name.removesuffix(".weight"))
@@ -96,11 +111,8 @@ def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False)
         data, held = blocks(value if heads is None else interleaved(value, heads), used)
         value.copy_(held if heads is None else interleaved(held, heads, back=True))
         writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType[used])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file, model
+    finish(writer)
+    return folder / "model.gguf", model
 
 
 @needs_kernels
@@ -133,6 +145,49 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
     loaded.runtime.begin([row])
     found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
     assert (found - expected).norm() < (0.04 if bits is None else 0.06) * expected.norm()
+
+
+@needs_kernels
+def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=WIDTH, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=300, initializer_range=0.1,
+        norm_topk_prob=True, rms_norm_eps=1e-6, eos_token_id=0, max_position_embeddings=128,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    writer = writer_for(tmp_path, "qwen3moe", config)
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(64)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
+    for name, value in model.state_dict().items():
+        layer = "".join(filter(str.isdigit, name))
+        if name.endswith("gate_up_proj"):
+            for part, half in zip(("gate", "up"), value.chunk(2, 1), strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half.contiguous().numpy())
+        elif name.endswith("experts.down_proj"):
+            writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight", value.numpy())
+        elif "self_attn" in name and value.dim() == 2:
+            data, held = blocks(value, "Q8_0")
+            value.copy_(held)
+            place = names.get_name(name.removesuffix(".weight"))
+            writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", value.numpy())
+    finish(writer)
+    loaded = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").load()
+    assert loaded.kind == "native"
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
+    row = row_of(TOKENS)
+    loaded.runtime.begin([row])
+    found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
+    assert (found - expected).norm() < 0.06 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from families import (
     COVERED,
@@ -26,7 +27,13 @@ from secondguess import load
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
-from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError, UnsupportedModelError
+from secondguess.errors import (
+    BadInputError,
+    CheckpointError,
+    OutOfMemoryError,
+    SecondGuessError,
+    UnsupportedModelError,
+)
 from secondguess.runtime.feed_forward import StoredExperts
 from secondguess.runtime.fused import fuse, probe_passes
 from secondguess.runtime.native import library
@@ -57,7 +64,7 @@ def checkpoint(request, tmp_path_factory):
     return write_varied(request.param, tmp_path_factory.mktemp("native"))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "phi"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "phi", "qwen3-moe-mixed"])
 def some_checkpoint(request, tmp_path_factory):
     return write_varied(request.param, tmp_path_factory.mktemp("native"))
 
@@ -342,6 +349,14 @@ def test_products_equal_torch(shape, num_rows, weight_format, unit):
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
+@every_format
+def test_a_weight_that_is_not_a_number_shows_in_its_output(weight_format):
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[8, 35] = math.nan
+    found = Product(weight, weight_format, library.units()[0]).multiply(torch.ones(3, 64).bfloat16())
+    assert found.isnan().any(0).nonzero().flatten().tolist() == [8]
+
+
 def test_interleaved_rows_are_padded_with_zeros():
     gate, up = torch.full((20, 2), 1.0), torch.full((20, 2), 2.0)
     found = interleave_rows(gate, up)[:, 0]
@@ -445,20 +460,38 @@ def test_weights_are_held_once(llama):
     assert all(reference() is None for reference in released)
 
 
-def test_experts_stay_in_the_files_until_they_are_packed(tmp_path):
-    path = write_varied("qwen3-moe-mixed", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "mixtral", "olmoe"])
+def test_experts_stay_in_the_files_until_they_are_packed(name, tmp_path):
+    path = write_varied(name, tmp_path)
     joined, stored = (
         read_module(str(path), torch.bfloat16, layer_by_layer) for layer_by_layer in (False, True)
     )
     experts = stored.model.layers[1].mlp.experts
     assert isinstance(experts, StoredExperts)
     assert not list(experts.parameters())
-    (gate, up), down = experts.linears[39]
+    (gate, up), down = experts.linears[-1]
     of_layer = joined.model.layers[1].mlp.experts
-    assert torch.equal(torch.cat((gate.weight, up.weight)), of_layer.gate_up_proj[39])
-    assert torch.equal(down.weight, of_layer.down_proj[39])
+    assert torch.equal(torch.cat((gate.weight, up.weight)), of_layer.gate_up_proj[-1])
+    assert torch.equal(down.weight, of_layer.down_proj[-1])
     packed = [NativeRuntime(NativeDecoder(fuse(each.eval(), packed=False))) for each in (joined, stored)]
     assert torch.equal(*(runtime.read(TOKENS).logits for runtime in packed))
+
+
+def test_an_expert_of_another_size_is_refused(tmp_path):
+    """One that the probe does not select may be too large for the buffers."""
+    path = write_varied("mixtral", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    tensors[name] = torch.zeros(tensors[name].shape[0], 1000)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"expected a weight of shape \(32, 48\).*got \(32, 1000\)"):
+        Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load()
+
+
+def test_more_selected_experts_than_there_are_is_no_case_for_the_kernels():
+    config = FAMILIES["mixtral"]()
+    config.num_experts_per_tok = 5
+    assert why_not_native(config, torch.bfloat16, torch.device("cpu")) == "5 of 4 experts are to be selected"
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -655,13 +688,36 @@ def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
     assert ("the fused runtime is not used" in caplog.text) == (not passes)
 
 
-@pytest.mark.parametrize(("num_tokens", "passes"), [(15, True), (17, False)])
-def test_a_few_tokens_may_select_other_experts(num_tokens, passes):
+@pytest.mark.parametrize(
+    ("wrong", "passes"),
+    [
+        ([(0, 1), (1, 3), (0, 7)], True),
+        ([(0, 6), (0, 7), (1, 7)], True),
+        ([(0, 15)], True),
+        ([(0, 15), (1, 15)], False),  # the decoding step
+        ([(row, position) for row in (0, 1) for position in (12, 13, 14)], False),  # late positions
+        ([(1, position) for position in range(16)], False),  # one row
+    ],
+)
+def test_a_few_tokens_may_select_other_experts(wrong, passes):
     expected = torch.randn(2, 16, 300, generator=torch.Generator().manual_seed(0))
     found = expected.clone()
-    found.view(32, 300)[:num_tokens] = 0
+    for place in wrong:
+        found[place] = 0
     assert not probe_passes("fused", found, expected, 0.03)
     assert probe_passes("fused", found, expected, 0.03, has_experts=True) == passes
+
+
+def test_a_mixture_with_adapters_runs_as_a_module(tmp_path):
+    path = write_varied("mixtral", tmp_path)
+    model = read_module(str(path), torch.float32).eval()
+
+    class Adapted(type(model.model.layers[0].mlp.experts)):
+        pass
+
+    Adapted.__module__ = "adapters"
+    model.model.layers[0].mlp.experts.__class__ = Adapted
+    assert fuse(model, packed=False) is None
 
 
 def test_one_logit_further_off_than_the_tolerance_passes_a_probe(caplog):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import FAMILIES, needs_kernels, random_tokens, row_of, trees, write_checkpoint
+from families import FAMILIES, SIMILAR, needs_kernels, random_tokens, row_of, trees, write_checkpoint
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
@@ -22,10 +22,10 @@ pytestmark = needs_kernels
 TOKENS = random_tokens(24, seed=3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mixtral", "qwen3-moe-mixed"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied and untied heads, biases, norms of outputs, experts."""
-    return write_checkpoint(FAMILIES[request.param](), tmp_path_factory.mktemp("copied"))
+    return write_checkpoint((FAMILIES | SIMILAR)[request.param](), tmp_path_factory.mktemp("copied"))
 
 
 def native(path: Path, weight_format: WeightFormat = BFLOAT16) -> NativeRuntime:

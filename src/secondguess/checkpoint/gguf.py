@@ -68,8 +68,8 @@ def _names_of(config: Any) -> Any:
     import gguf
 
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type.replace("_text", ""))
-    numbers = {name.replace("-", "_"): number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
+    numbers = {name.replace("-", ""): number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(numbers[architecture.replace("_", "")], config.num_hidden_layers)
 
 
 def _reader(tensor: Any, linear: nn.Linear, config: Any) -> Callable[[], GroupedWeight] | None:

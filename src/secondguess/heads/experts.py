@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from secondguess.errors import BadInputError
 from secondguess.heads.parts import Mlp
-from secondguess.runtime.feed_forward import mix_networks
+from secondguess.runtime.feed_forward import mix_experts
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Experts(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         tokens = states.flatten(0, -2)
         selected, weights = self.gate(tokens)
-        return mix_networks([*self.experts], tokens, selected, weights, self._shared(tokens)).view_as(states)
+        return mix_experts([*self.experts], tokens, selected, weights, self._shared(tokens)).view_as(states)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         if not self.gate.config.shared_size:

@@ -144,7 +144,9 @@ def all_layers(config: Any) -> list[bool]:
 
 def sparse_layers(config: Any) -> list[bool]:
     return [
-        index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+        config.num_experts > 0
+        and index not in config.mlp_only_layers
+        and (index + 1) % config.decoder_sparse_step == 0
         for index in range(config.num_hidden_layers)
     ]
 
@@ -155,15 +157,15 @@ class MixtureOfExperts:
 
     Args:
         layers: function from the configuration to whether each layer has experts.
-        normalises: function from the configuration to whether the weights of the selected experts are
-            divided by their sum.
-        rounds_weights: whether the weights are rounded to the dtype of the states.
+        normalises_routing_weights: function from the configuration to whether the weights of the selected
+            experts are divided by their sum.
+        rounds_routing_weights: whether these weights are rounded to the dtype of the states.
         names: names of the experts' linear layers in a checkpoint.
     """
 
     layers: Callable[[Any], list[bool]] = all_layers
-    normalises: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
-    rounds_weights: bool = True
+    normalises_routing_weights: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
+    rounds_routing_weights: bool = True
     names: ExpertNames = QWEN_EXPERTS
 
 
@@ -245,7 +247,9 @@ OLMO2 = Family(
     has_qk_norm=True,
     rotates_in_float32=True,
 )
-EXPERT_FIELDS = frozenset({"num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef"})
+EXPERT_FIELDS = frozenset(
+    {"num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef", "output_router_logits"}
+)
 GLM = Family(linears=LinearNames(mlp_inputs=("gate_up_proj",)), rotates_pairs=True)
 
 FAMILIES = {
@@ -264,8 +268,8 @@ FAMILIES = {
         one_window,
         EXPERT_FIELDS | {"num_local_experts", "router_jitter_noise"},
         experts=MixtureOfExperts(
-            normalises=lambda config: True,
-            rounds_weights=False,
+            normalises_routing_weights=lambda config: True,
+            rounds_routing_weights=False,
             names=ExpertNames(*(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
         ),
     ),
@@ -342,6 +346,8 @@ def why_not_fused(config: Any, device: torch.device) -> str | None:
         rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in config.rope_parameters.values()
     ):
         return "the rotary positions of a layer type depend on the length"
+    if any(family.has_experts(config)) and not 0 < config.num_experts_per_tok <= config.num_experts:
+        return f"{config.num_experts_per_tok} of {config.num_experts} experts are to be selected"
     if unknown := _unknown_fields(config, family):
         return f"the description of {config.model_type} does not cover {', '.join(unknown)}"
     return None

@@ -40,15 +40,16 @@ class FeedForward:
         return self.output(activate(inner))
 
     @property
-    def linears(self) -> list[PackableLinear]:
-        return [self.inner, self.output]
+    def num_read(self) -> float:
+        """Number of weights that one token reads."""
+        return self.inner.weight.numel() + self.output.weight.numel()
 
 
 class StoredExperts(nn.Module):
-    """Module of the networks of a mixture of experts, with weights that stay in the files.
+    """Module of the experts of a mixture, with weights that stay in the files.
 
     Args:
-        linears: linear layers of each network: those of its gates and values, and its output.
+        linears: linear layers of each expert: those of its gates and values, and its output.
         activation: name of the activation.
     """
 
@@ -58,8 +59,8 @@ class StoredExperts(nn.Module):
         self._activation = activation
 
     def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted outputs, as `mix_networks`."""
-        networks = [
+        """Return the weighted outputs, as `mix_experts`."""
+        experts = [
             FeedForward(
                 PackableLinear.joined(inner, packed=False),
                 PackableLinear.joined([output], packed=False),
@@ -67,18 +68,18 @@ class StoredExperts(nn.Module):
             )
             for inner, output in self.linears
         ]
-        return mix_networks(networks, states, selected, weights)
+        return mix_experts(experts, states, selected, weights)
 
 
 class Experts:
-    """Mixture of experts: each token uses the few networks to which the router gives most probability.
+    """Mixture of experts: each token uses the few feed-forward networks to which the router gives most probability.
 
-    The outputs of its networks are weighted by these probabilities and added in the order of the networks.
+    Their outputs are weighted by these probabilities and added in the order of the experts.
 
     Args:
         module: Transformers' module, whose weights are taken.
         description, config: of the module's computation.
-        activation: name of the networks' activation.
+        activation: name of the experts' activation.
         packed: whether to pack the weights.
     """
 
@@ -87,13 +88,13 @@ class Experts:
     ) -> None:
         self.router = PackableLinear(module.gate.weight.detach(), None, packed)
         self.num_selected: int = config.num_experts_per_tok
-        self.normalises = description.normalises(config)
-        self.rounds_weights = description.rounds_weights
-        self.networks = [
+        self.normalises_routing_weights = description.normalises_routing_weights(config)
+        self.rounds_routing_weights = description.rounds_routing_weights
+        self.experts = [
             FeedForward(
                 PackableLinear.joined(inner, packed), PackableLinear.joined([output], packed), activation
             )
-            for inner, output in _linears_of_networks(module.experts)
+            for inner, output in _linears_of_experts(module.experts)
         ]
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -101,36 +102,37 @@ class Experts:
         of_tokens = states.flatten(0, -2)
         probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
         weights, selected = probs.topk(self.num_selected)
-        if self.normalises:
+        if self.normalises_routing_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        if self.rounds_weights:
+        if self.rounds_routing_weights:
             weights = weights.to(states.dtype)
-        return mix_networks(self.networks, of_tokens, selected, weights).view_as(states)
+        return mix_experts(self.experts, of_tokens, selected, weights).view_as(states)
 
     @property
-    def linears(self) -> list[PackableLinear]:
-        return [self.router, *(linear for network in self.networks for linear in network.linears)]
+    def num_read(self) -> float:
+        """Number of weights that one token reads."""
+        return self.router.weight.numel() + self.num_selected * self.experts[0].num_read
 
 
-def mix_networks(
-    networks: Sequence[Callable[[Tensor], Tensor]],
+def mix_experts(
+    experts: Sequence[Callable[[Tensor], Tensor]],
     states: Tensor,
     selected: Tensor,
     weights: Tensor,
     output: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sums of the outputs of each token's networks, `[token, width]`.
+    """Return the weighted sums of the outputs of each token's experts, `[token, width]`.
 
     Args:
-        networks: the networks.
+        experts: the experts.
         states: their inputs, `[token, width]`.
-        selected, weights: `[token, k]`, the networks of each token, and their weights.
-        output: `[token, width]`, to which they are added, in the order of the networks; None for zeros.
+        selected, weights: `[token, k]`, the experts of each token, and their routing weights.
+        output: `[token, width]`, to which they are added, in the order of the experts; None for zeros.
     """
     mixed = torch.zeros_like(states) if output is None else output
-    for network in sorted(set(selected.flatten().tolist())):
-        tokens, places = torch.where(selected == network)
-        added = networks[network](states[tokens]) * weights[tokens, places, None]
+    for expert in sorted(set(selected.flatten().tolist())):
+        tokens, places = torch.where(selected == expert)
+        added = experts[expert](states[tokens]) * weights[tokens, places, None]
         mixed = mixed.index_add(0, tokens, added.to(mixed.dtype))
     return mixed
 
@@ -151,11 +153,11 @@ def make_feed_forward(
     )
 
 
-def _linears_of_networks(experts: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the linear layers of each network: those of its gates and values, and its output."""
+def _linears_of_experts(experts: Any) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the linear layers of each expert: those of its gates and values, and its output."""
     if isinstance(experts, StoredExperts):
         yield from experts.linears
         return
-    # Transformers joins the weights of all networks.
+    # Transformers joins the weights of all experts.
     for inner, output in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
         yield [SimpleNamespace(weight=inner, bias=None)], SimpleNamespace(weight=output, bias=None)

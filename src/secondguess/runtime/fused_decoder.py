@@ -202,9 +202,9 @@ class Layer:
         return self._scaled(_normalised(self.mlp_output_norm, output))
 
     @property
-    def linears(self) -> list[PackableLinear]:
-        """All linear layers, joined as they are computed."""
-        return [self.qkv, self.output, *self.feed_forward.linears]
+    def num_read(self) -> float:
+        """Number of weights that one token reads."""
+        return self.qkv.weight.numel() + self.output.weight.numel() + self.feed_forward.num_read
 
     def _scaled(self, added: Tensor) -> Tensor:
         return added if self.residual_scale is None else added * self.residual_scale

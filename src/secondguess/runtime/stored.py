@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from secondguess.errors import CheckpointError
 from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
 
 GROUP = INT4.group_size or 0
@@ -105,14 +106,32 @@ class StoredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight `[output, input]`."""
-        found = self._read()
+        """The weight `[output, input]`.
+
+        Raises:
+            CheckpointError: a weight of another shape.
+        """
+        found = self._read_checked()
         return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(self._dtype)
 
     def read_codes(self) -> GroupedWeight | None:
-        """Return the weight if it is quantised."""
-        found = self._read()
+        """Return the weight if it is quantised.
+
+        Raises:
+            CheckpointError: a weight of another shape.
+        """
+        found = self._read_checked()
         return found if isinstance(found, GroupedWeight) else None
+
+    def _read_checked(self) -> Tensor | GroupedWeight:
+        found = self._read()
+        shape = tuple((found.codes if isinstance(found, GroupedWeight) else found).shape)
+        if shape != (self.out_features, self.in_features):
+            raise CheckpointError(
+                f"expected a weight of shape {(self.out_features, self.in_features)} in the checkpoint, got {shape}; "
+                "copy or download the checkpoint again"
+            )
+        return found
 
     def forward(self, values: Tensor) -> Tensor:
         return functional.linear(values, self.weight, self.bias)

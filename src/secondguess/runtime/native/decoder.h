@@ -1,5 +1,5 @@
 // Forward pass of a decoder in one call of all threads: nothing returns to Python between
-// two products, and threads are synchronised five times a layer. Compiled once for each kind of
+// two products, and threads are synchronised five times a dense layer. Compiled once for each kind of
 // processor (see `vectors.h`).
 //
 // Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can
@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "modules.h"
+#include "packing.h"
 
 enum Activation { SILU, GELU, GELU_TANH };
 
@@ -57,8 +58,8 @@ struct Decoder {
     float logit_divisor;
     // Mixtures of experts, all with as many experts of one size; 0 for none.
     int64_t num_experts, num_selected, expert_width;
-    int64_t normalises_selection;  // the weights of a token's experts are divided by their sum
-    int64_t rounds_selection;      // and rounded
+    int64_t normalises_routing_weights;  // those of a token's experts are divided by their sum
+    int64_t rounds_routing_weights;
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
@@ -155,7 +156,7 @@ struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
     Rows joined, states, qkv, mixed, gated, added;
     Selection selection;
-    Rows of_pairs, gated_pairs;  // inputs of the experts' two products
+    Rows expert_inputs, expert_gated;  // inputs of the experts' two products, by assignment
     std::vector<Rows> normalised;  // per thread
     std::vector<Attention> attention;
     std::vector<std::vector<int32_t>> positions;
@@ -174,9 +175,9 @@ struct Workspace {
             added.reserve(rows, decoder.width);
             if (decoder.num_experts) {
                 // the last rows of an expert are read as whole tiles
-                const int64_t num_pairs = rows * decoder.num_selected + 2 * TILE;
+                const int64_t num_assignments = rows * decoder.num_selected + 2 * TILE;
                 selection.reserve(rows, decoder.num_experts, decoder.num_selected);
-                of_pairs.reserve(num_pairs, decoder.width), gated_pairs.reserve(num_pairs, decoder.expert_width);
+                expert_inputs.reserve(num_assignments, decoder.width), expert_gated.reserve(num_assignments, decoder.expert_width);
             }
             normalised.resize(threads);
             for (int64_t i = 0; i < threads; i++) normalised[i].reserve(i ? std::min<int64_t>(rows, TILE) : rows, decoder.width);
@@ -458,7 +459,7 @@ struct Worker {
         });
     }
 
-    // Call a function with the expert, first pair and number of pairs of each expert that is selected.
+    // Call a function with the expert, first assignment and number of assignments of each expert that is selected.
     template <class Function>
     void for_each_expert(const Layer& layer, Function function) const {
         const auto& firsts = space.selection.firsts;
@@ -466,14 +467,17 @@ struct Worker {
             if (const int64_t count = firsts[expert + 1] - firsts[expert]) function(layer.experts[expert], firsts[expert], count);
     }
 
-    // Form this thread's share of the inputs of one of the experts' products.
+    // Form this thread's share of the inputs of one of the experts' products; returns whether there are any to form.
     template <class Select>
-    void form_pairs(const Layer& layer, Rows& rows, Select weight_of) const {
+    bool form_assignments(const Layer& layer, Rows& rows, Select weight_of) const {
+        bool has_any = false;
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
             if (!Rows::needs_form(weight_of(expert))) return;
-            for (int64_t pair = first; pair < first + count; pair++)
-                if (pair % num_threads == thread) rows.form(pair, weight_of(expert));
+            has_any = true;
+            for (int64_t i = first; i < first + count; i++)
+                if (i % num_threads == thread) rows.form(i, weight_of(expert));
         });
+        return has_any;
     }
 
     // Select the experts of all tokens, and list the inputs of each expert.
@@ -487,14 +491,13 @@ struct Worker {
         });
         wait();
         for (int64_t token = thread * num_rows / num_threads; token < (thread + 1) * num_rows / num_threads; token++)
-            selection.select(token, decoder.normalises_selection);
+            selection.select(token, decoder.normalises_routing_weights);
         wait();
         if (thread == 0) selection.sort(num_rows);
         wait();
-        for (int64_t pair = thread; pair < num_rows * decoder.num_selected; pair += num_threads)
-            std::memcpy(space.of_pairs.row(pair), values.numbers + selection.tokens[pair] * values.stride,
-                        values.stride * sizeof(bf16));
-        form_pairs(layer, space.of_pairs, [](const Expert& expert) -> const Weight& { return expert.gate_up; });
+        for (int64_t i = thread; i < num_rows * decoder.num_selected; i += num_threads)
+            std::memcpy(space.expert_inputs.row(i), values.numbers + selection.tokens[i] * values.stride, values.stride * sizeof(bf16));
+        form_assignments(layer, space.expert_inputs, [](const Expert& expert) -> const Weight& { return expert.gate_up; });
         wait();
     }
 
@@ -504,19 +507,18 @@ struct Worker {
     void run_experts(const Layer& layer) const {
         select_experts(layer);
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
-            write_gated(space.of_pairs.values(count, first), expert.gate_up, space.gated_pairs, first);
+            write_gated(space.expert_inputs.values(count, first), expert.gate_up, space.expert_gated, first);
         });
         wait();
-        form_pairs(layer, space.gated_pairs, [](const Expert& expert) -> const Weight& { return expert.down; });
-        wait();
+        if (form_assignments(layer, space.expert_gated, [](const Expert& expert) -> const Weight& { return expert.down; })) wait();
         const int64_t num_blocks = (decoder.width + BLOCK - 1) / BLOCK;
         const int64_t start = thread * num_blocks / num_threads * BLOCK;
         const int64_t end = std::min((thread + 1) * num_blocks / num_threads * BLOCK, decoder.width);
         for (int64_t row = 0; row < num_rows; row++) std::fill(space.added.row(row) + start, space.added.row(row) + end, 0);
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
-            product(space.gated_pairs.values(count, first), expert.down, [&](int64_t row, int64_t block, Floats low, Floats high) {
+            product(space.expert_gated.values(count, first), expert.down, [&](int64_t row, int64_t block, Floats low, Floats high) {
                 const float weight = space.selection.weights[first + row];
-                const Floats factor = decoder.rounds_selection ? rounded(all(weight)) : all(weight);
+                const Floats factor = decoder.rounds_routing_weights ? rounded(all(weight)) : all(weight);
                 const int64_t column = block * BLOCK;
                 bf16* at = space.added.row(space.selection.tokens[first + row]) + column;
                 const Lanes parts[2] = {lanes(decoder.width - column), lanes(decoder.width - column - TILE)};
@@ -675,6 +677,7 @@ const char* secondguess_sources() { return SECONDGUESS_SOURCES; }
 void secondguess_sizes(int64_t* sizes) {
     sizes[0] = sizeof(Weight), sizes[1] = sizeof(Norm), sizes[2] = sizeof(Layer), sizes[3] = sizeof(Decoder);
     sizes[4] = sizeof(Forward), sizes[5] = sizeof(DeltaRule), sizes[6] = sizeof(StateSpace);
+    sizes[7] = sizeof(Expert), sizes[8] = sizeof(Source);
 }
 
 void* secondguess_workspace() { return new (std::nothrow) Workspace; }
@@ -725,6 +728,7 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
                         int64_t num_threads, void* workspace) {
     Decoder head = *decoder;
     if (is_normalised) head.num_layers = 0, head.norm.weight = nullptr;
+    head.num_experts = 0;  // no buffers for them
     Forward forward{};
     forward.num_tokens = forward.num_logits = num_rows, forward.num_threads = num_threads;
     forward.last_layer = head.num_layers;

@@ -243,9 +243,13 @@ class NativeDecoder(PackedDecoder):
         )
         part = layer.feed_forward
         if isinstance(part, Experts):
+            # the kernels add the outputs of experts as they are
+            assert layer.mlp_output_norm is None
+            assert layer.residual_scale is None
+            assert not layer.is_parallel
             described.router = self._weight(part.router, BFLOAT16).weight
             described.experts = self._keep_experts(
-                library.Expert(*self._network(network)) for network in part.networks
+                library.Expert(*self._network(expert)) for expert in part.experts
             )
         else:
             described.gate_up, described.down = self._network(part)
@@ -284,16 +288,16 @@ def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, int
     """Return the fields of `library.Decoder` that describe the feed-forward parts, which are still unpacked."""
     dense = next((part for part in parts if isinstance(part, FeedForward)), None)
     mixture = next((part for part in parts if isinstance(part, Experts)), None)
-    first = parts[0] if isinstance(parts[0], FeedForward) else parts[0].networks[0]
+    first = parts[0] if isinstance(parts[0], FeedForward) else parts[0].experts[0]
     found = {"activation": ACTIVATIONS[first.activation]}
     if dense is not None:
         found |= {"inner_width": dense.output.weight.shape[1], "has_no_gates": int(not dense.is_gated)}
     if mixture is not None:
         found |= {
-            "num_experts": len(mixture.networks),
+            "num_experts": len(mixture.experts),
             "num_selected": mixture.num_selected,
-            "expert_width": mixture.networks[0].output.weight.shape[1],
-            "normalises_selection": int(mixture.normalises),
-            "rounds_selection": int(mixture.rounds_weights),
+            "expert_width": mixture.experts[0].output.weight.shape[1],
+            "normalises_routing_weights": int(mixture.normalises_routing_weights),
+            "rounds_routing_weights": int(mixture.rounds_routing_weights),
         }
     return found

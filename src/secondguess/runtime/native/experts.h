@@ -12,23 +12,23 @@ struct Expert {
     Weight gate_up, down;
 };
 
-// Experts selected by the tokens of a pass. Each token and one of its experts are a pair; the pairs of an
-// expert are adjacent, in the order of the tokens.
+// Experts selected by the tokens of a pass. The assignments of tokens to an expert are adjacent, in the order of
+// the tokens.
 struct Selection {
     int64_t num_experts = 0, num_selected = 0;
-    std::vector<float> logits;      // [token][expert]
-    std::vector<int32_t> experts;   // [token][num_selected]
-    std::vector<float> of_experts;  // their weights
-    std::vector<int64_t> firsts;    // [expert + 1], first pair of each expert
-    std::vector<int32_t> tokens;    // [pair]
-    std::vector<float> weights;     // [pair]
+    std::vector<float> logits;           // [token][expert]
+    std::vector<int32_t> experts;        // [token][num_selected]
+    std::vector<float> routing_weights;  // [token][num_selected]
+    std::vector<int64_t> firsts;         // [expert + 1], first assignment of each expert
+    std::vector<int32_t> tokens;         // [assignment]
+    std::vector<float> weights;          // [assignment], its routing weight
 
     void reserve(int64_t num_tokens, int64_t experts_of_layer, int64_t selected) {
         num_experts = experts_of_layer, num_selected = selected;
         logits.resize(num_tokens * num_experts);
         firsts.resize(num_experts + 1);
         for (auto* each : {&experts, &tokens}) each->resize(num_tokens * num_selected);
-        for (auto* each : {&of_experts, &weights}) each->resize(num_tokens * num_selected);
+        for (auto* each : {&routing_weights, &weights}) each->resize(num_tokens * num_selected);
     }
 
     // Select the experts of a token with the largest logits, the first among equals. Their weights are
@@ -40,7 +40,7 @@ struct Selection {
         for (int64_t expert = 0; expert < num_experts; expert++)
             total += all_of_token[expert] = std::exp(all_of_token[expert] - most);
         int32_t* const chosen = experts.data() + token * num_selected;
-        float* const to = of_experts.data() + token * num_selected;
+        float* const to = routing_weights.data() + token * num_selected;
         for (int64_t place = 0; place < num_selected; place++) {
             int64_t best = -1;
             for (int64_t expert = 0; expert < num_experts; expert++)
@@ -52,14 +52,14 @@ struct Selection {
         for (int64_t place = 0; place < num_selected; place++) to[place] /= normalises ? of_selected : total;
     }
 
-    // Sort the pairs of all tokens.
+    // Sort the assignments of all tokens.
     void sort(int64_t num_tokens) {
         std::fill(firsts.begin(), firsts.end(), 0);
         for (int64_t i = 0; i < num_tokens * num_selected; i++) firsts[experts[i] + 1]++;
         for (int64_t expert = 0; expert < num_experts; expert++) firsts[expert + 1] += firsts[expert];
         for (int64_t i = 0; i < num_tokens * num_selected; i++) {
-            const int64_t pair = firsts[experts[i]]++;
-            tokens[pair] = (int32_t)(i / num_selected), weights[pair] = of_experts[i];
+            const int64_t place = firsts[experts[i]]++;
+            tokens[place] = (int32_t)(i / num_selected), weights[place] = routing_weights[i];
         }
         for (int64_t expert = num_experts; expert > 0; expert--) firsts[expert] = firsts[expert - 1];
         firsts[0] = 0;

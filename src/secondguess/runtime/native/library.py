@@ -120,8 +120,8 @@ class Decoder(Structure):
         ("num_experts", c_int64),
         ("num_selected", c_int64),
         ("expert_width", c_int64),
-        ("normalises_selection", c_int64),
-        ("rounds_selection", c_int64),
+        ("normalises_routing_weights", c_int64),
+        ("rounds_routing_weights", c_int64),
     ]
 
 
@@ -382,7 +382,7 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
 
     The structures of this file must have the same sizes as theirs.
     """
-    kinds = (Weight, Norm, Layer, Decoder, Forward, DeltaRule, StateSpace)
+    kinds = (Weight, Norm, Layer, Decoder, Forward, DeltaRule, StateSpace, Expert, Source)
     sizes = (c_int64 * len(kinds))()
     try:
         kernels.secondguess_sources.restype = c_char_p

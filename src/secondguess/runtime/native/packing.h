@@ -63,8 +63,12 @@ struct RowPacker {
     // Round to 8 bits with the largest magnitude at 127; returns the scale, and the sum of the numbers.
     float pack_int8(int32_t& sum) const {
         Floats most = zeros();
-        for (int64_t start = 0; start < weight.num_inputs; start += 16) most = largest(most, absolute(numbers(start)));
-        const float scale = std::max(largest_of(most), FLT_MIN) / 127;
+        bool is_defined = true;
+        for (int64_t start = 0; start < weight.num_inputs; start += 16) {
+            most = largest(most, absolute(numbers(start)));
+            is_defined &= !has_nan(numbers(start));
+        }
+        const float scale = is_defined ? std::max(largest_of(most), FLT_MIN) / 127 : NAN;
         sum = 0;
         for (int64_t step = 0; step < weight.num_steps(); step++) {
             int8_t small[64];
@@ -75,7 +79,8 @@ struct RowPacker {
         return scale;
     }
 
-    // Round each group to evenly spaced levels between its limits, as `GroupedWeight.rounded` does.
+    // Round each group to evenly spaced levels between its limits, as `GroupedWeight.rounded` does; a group with
+    // NaN has the scale NaN.
     void pack_groups() const {
         const float most = weight.encoding == INT4 ? 15 : 255, shift = weight.encoding == INT4 ? 0 : 128;
         for (int64_t group = 0; group < weight.num_steps(); group++) {
@@ -83,7 +88,8 @@ struct RowPacker {
             const uint16_t least = _cvtss_sh(0.0f - largest_of(zeros() - smallest(low, high)), 0);
             const Floats minimum = all(_cvtsh_ss(least));
             const Floats above[2] = {low - minimum, high - minimum};
-            const uint16_t scale = _cvtss_sh(std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f), 0);
+            const bool is_defined = !has_nan(low) && !has_nan(high);
+            const uint16_t scale = _cvtss_sh(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f), 0);
             const float step = _cvtsh_ss(scale);
             int8_t codes[GROUP];
             for (int half = 0; half < 2; half++) {
@@ -132,6 +138,7 @@ inline void pack_plain_block(const Weight& weight, const Source& source, int64_t
 template <class Function>
 inline void for_each_block(const Weight& weight, int64_t num_threads, Function function) {
     const int64_t num_blocks = weight.num_blocks();
+    if (!num_blocks) return;
     Team::get().run(std::min(num_threads, num_blocks), [&](int thread, int count) {
         for (int64_t block = thread * num_blocks / count; block < (thread + 1) * num_blocks / count; block++) function(block);
     });

@@ -78,7 +78,7 @@ def pack_blocks(
 ) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
 
-    Beside the weight and its blocks little memory is needed.
+    Beside a weight in bfloat16 or float32 and its blocks little memory is needed.
 
     Args:
         weight: `[output, input]`, or in groups as `GroupedWeight.in_bytes` returns it.
@@ -144,6 +144,7 @@ def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
         blocks: the weight.
         halves: its rows `[output, input]`, or its gates and the values that they multiply.
     """
+    assert len({half.shape for half in halves}) == 1
     dtype = torch.bfloat16 if halves[0].dtype == torch.bfloat16 else torch.float32
     rows = [half.detach().to(dtype).contiguous() for half in halves]
     source = library.Source(
