@@ -149,11 +149,12 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
 
 @needs_kernels
 def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
+    """Transformers reads neither the size of experts nor the normalisation of their weights from the file."""
     gguf = pytest.importorskip("gguf")
     config = transformers.Qwen3MoeConfig(
-        hidden_size=WIDTH, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2,
+        hidden_size=WIDTH, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=300, initializer_range=0.1,
-        norm_topk_prob=True, rms_norm_eps=1e-6, eos_token_id=0, max_position_embeddings=128,
+        eos_token_id=0, max_position_embeddings=128,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -161,7 +162,7 @@ def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
     writer = writer_for(tmp_path, "qwen3moe", config)
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(64)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_key_length(64)
     writer.add_value_length(64)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
@@ -182,12 +183,11 @@ def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
     finish(writer)
     loaded = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").load()
     assert loaded.kind == "native"
+    tokens = torch.arange(2, 34)[None]
     with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
-    row = row_of(TOKENS)
-    loaded.runtime.begin([row])
-    found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
-    assert (found - expected).norm() < 0.06 * expected.norm()
+        expected = model(input_ids=tokens).logits[0]
+    errors = (loaded.runtime.read(tokens).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < 0.06  # rounding makes some tokens select other experts
 
 
 @pytest.mark.parametrize(
