@@ -181,11 +181,14 @@ def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
         else:
             writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", value.numpy())
     finish(writer)
-    loaded = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").load()
-    assert loaded.kind == "native"
+    file = tmp_path / "model.gguf"
+    exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers").read_module()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in exact.state_dict().items())
     tokens = torch.arange(2, 34)[None]
     with torch.inference_mode():
-        expected = model(input_ids=tokens).logits[0]
+        expected = exact(input_ids=tokens).logits[0]
+    loaded = Checkpoint.resolve(file, device="cpu").load()
+    assert loaded.kind == "native"
     errors = (loaded.runtime.read(tokens).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.06  # rounding makes some tokens select other experts
 
