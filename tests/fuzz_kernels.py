@@ -136,9 +136,14 @@ def random_decoder(rng: random.Random):
         config.mlp_only_layers = rng.choice([[], [0]])
         config.norm_topk_prob = rng.random() < 0.5
     torch.manual_seed(rng.getrandbits(32))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # torch's grouped products take only sizes that are multiples of 8
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation="eager"
+    )
     decoder = fuse(model.eval(), packed=False)
-    assert decoder is not None, name
+    if decoder is None:  # rounding makes tokens of tiny mixtures select other experts, which the probe refuses
+        assert name in ("mixtral", "qwen3-moe"), name
+        return random_decoder(rng)
     return decoder, rng.choice([BFLOAT16, INT8, INT4, INT8_GROUPS]), rng.choice(library.units())
 
 
