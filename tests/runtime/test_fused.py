@@ -141,6 +141,14 @@ def test_weights_are_held_once(llama):
     assert all(reference() is None for reference in released)
 
 
+def test_a_token_reads_the_experts_that_it_selects(tmp_path):
+    decoder = fuse(plain_model(write_checkpoint(SIMILAR["qwen3-moe-mixed"](), tmp_path)), packed=False)
+    dense, mixture = decoder.layers
+    attention = dense.qkv.weight.numel() + dense.output.weight.numel()
+    assert dense.num_read == attention + 3 * 32 * 48
+    assert mixture.num_read == attention + 40 * 32 + 3 * (3 * 32 * 24)  # the router, and 3 of 40 experts
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_family_description_is_not_used(llama, monkeypatch, dtype):
     monkeypatch.setattr(fused_decoder, "rotate", lambda states, *_: states)

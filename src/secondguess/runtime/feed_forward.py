@@ -40,7 +40,7 @@ class FeedForward:
         return self.output(activate(inner))
 
     @property
-    def num_read(self) -> float:
+    def num_read(self) -> int:
         """Number of weights that one token reads."""
         return self.inner.weight.numel() + self.output.weight.numel()
 
@@ -109,7 +109,7 @@ class Experts:
         return mix_experts(self.experts, of_tokens, selected, weights).view_as(states)
 
     @property
-    def num_read(self) -> float:
+    def num_read(self) -> int:
         """Number of weights that one token reads."""
         return self.router.weight.numel() + self.num_selected * self.experts[0].num_read
 

@@ -202,7 +202,7 @@ class Layer:
         return self._scaled(_normalised(self.mlp_output_norm, output))
 
     @property
-    def num_read(self) -> float:
+    def num_read(self) -> int:
         """Number of weights that one token reads."""
         return self.qkv.weight.numel() + self.output.weight.numel() + self.feed_forward.num_read
 

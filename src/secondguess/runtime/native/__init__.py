@@ -1,1 +1,1 @@
-"""Compiled kernels that run a dense decoder's forward pass in one call, and their runtime."""
+"""Compiled kernels that run a decoder's forward pass in one call, and their runtime."""

@@ -1,4 +1,4 @@
-// Mixtures of experts: the networks that each token selects, sorted by network.
+// Mixtures of experts: the experts that each token selects, sorted by expert.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 #include "product.h"
 
-// Network of a mixture, as `Layer::gate_up` and `Layer::down`.
+// Weights of an expert, as `Layer::gate_up` and `Layer::down`.
 struct Expert {
     Weight gate_up, down;
 };
