@@ -12,14 +12,15 @@ from runpy import run_path
 from setuptools import Extension, setup
 
 FOLDER = "src/secondguess/runtime/native"
-SUPPORTED = platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux"
-INSTRUCTIONS = {
+X86 = {
     "avx512": [
         *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")),
         *("fma", "f16c", "amx-tile", "amx-bf16", "amx-int8"),
     ],
     "avx2": ["avx2", "fma", "f16c"],
 }
+ARM = {"neon": ["arch=armv8.2-a+dotprod"]}
+INSTRUCTIONS = {"x86_64": X86, "AMD64": X86, "aarch64": ARM} if sys.platform == "linux" else {}
 SOURCES = run_path(f"{FOLDER}/sources.py")["hash_sources"](Path(FOLDER))
 
 kernels = [
@@ -45,7 +46,7 @@ kernels = [
         extra_link_args=["-pthread"],
         optional=True,
     )
-    for kind, instructions in INSTRUCTIONS.items()
+    for kind, instructions in INSTRUCTIONS.get(platform.machine(), {}).items()
 ]
 
-setup(ext_modules=kernels if SUPPORTED else [])
+setup(ext_modules=kernels)

@@ -283,9 +283,9 @@ def test_the_context_ends_where_doge_drops_keys():
 
 def test_kernels_are_built_on_supported_systems():
     """A build that fails is only a warning of the installer, and without kernels their tests are skipped."""
-    if platform.machine() != "x86_64" or sys.platform != "linux" or not shutil.which("c++"):
+    if platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux" or not shutil.which("c++"):
         pytest.skip("no kernels are built on this system")
-    expected = {kind for kind in ("avx512", "avx2") if processor_supports(kind)}
+    expected = {kind for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
     if not expected:
         pytest.skip("this processor lacks what the kernels are compiled for")
     assert expected <= {unit.name for unit in units()}, (

@@ -158,8 +158,8 @@ def has_bfloat16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # the supported torch versions have no public function for this
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    found = torch.cpu.get_capabilities()
+    return any(found.get(each) for each in ("avx512_bf16", "amx_tile", "bf16"))
 
 
 _threads_of_parent: int | None = None

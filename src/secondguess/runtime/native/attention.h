@@ -127,7 +127,7 @@ class Attention {
 
     // Request some lines of memory, so that reading the next block overlaps with the arithmetic on this one.
     static void prefetch(const bf16* from) {
-        for (int line = 0; line < NUM_PARTS; line++) _mm_prefetch((const char*)(from + 32 * line), _MM_HINT_T1);
+        for (int line = 0; line < NUM_PARTS; line++) __builtin_prefetch(from + 32 * line, 0, 2);
     }
 
     template <int COUNT>

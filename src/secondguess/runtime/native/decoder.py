@@ -33,7 +33,7 @@ def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not library.units():
-        return "the kernels were not built (no C++ compiler?), or this processor has no AVX2"
+        return "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_size % 2 or head_size > MAX_HEAD_SIZE:

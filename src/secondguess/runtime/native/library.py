@@ -1,7 +1,7 @@
 """Compiled kernels (the headers of this folder), and the structures that are passed to them.
 
 The kernels are built for each kind of processor when the package is installed, if there is a C++
-compiler for x86. `units` returns those that this processor can run. If there are none, the fused
+compiler for x86 or 64-bit ARM. `units` returns those that this processor can run. If there are none, the fused
 runtime computes with torch instead.
 """
 
@@ -259,6 +259,7 @@ INSTRUCTIONS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
     "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
     "avx2": ("avx2", "fma3", "f16c"),
+    "neon": ("neon", "dot"),
 }
 """Required processor features by kind of kernels, in torch's names, fastest first.
 
@@ -271,7 +272,7 @@ class Unit:
     """Processor unit that computes products, with the kernels compiled for it.
 
     Args:
-        name: `amx`, `avx512` or `avx2`.
+        name: a kind of `INSTRUCTIONS`.
         kernels: the functions of the headers.
     """
 
@@ -292,13 +293,10 @@ def units() -> tuple[Unit, ...]:
     Raises:
         SecondGuessError: if the kernels were built from other sources than those beside them.
     """
-    found = []
-    if processor_supports("avx512") and (kernels := _open("avx512")):
-        if _has_tiles():
-            found.append(Unit("amx", kernels))
-        found.append(Unit("avx512", kernels))
-    if processor_supports("avx2") and (kernels := _open("avx2")):
-        found.append(Unit("avx2", kernels))
+    opened = {kind: _open(kind) for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
+    found = [Unit(kind, kernels) for kind, kernels in opened.items() if kernels]
+    if _has_tiles() and (kernels := opened.get("avx512")):
+        found.insert(0, Unit("amx", kernels))
     return tuple(found)
 
 

@@ -85,12 +85,12 @@ struct RowPacker {
         const float most = weight.encoding == INT4 ? 15 : 255, shift = weight.encoding == INT4 ? 0 : 128;
         for (int64_t group = 0; group < weight.num_steps(); group++) {
             const Floats low = numbers(group * GROUP), high = numbers(group * GROUP + 16);
-            const uint16_t least = _cvtss_sh(0.0f - largest_of(zeros() - smallest(low, high)), 0);
-            const Floats minimum = all(_cvtsh_ss(least));
+            const uint16_t least = to_half(0.0f - largest_of(zeros() - smallest(low, high)));
+            const Floats minimum = all(from_half(least));
             const Floats above[2] = {low - minimum, high - minimum};
             const bool is_defined = !has_nan(low) && !has_nan(high);
-            const uint16_t scale = _cvtss_sh(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f), 0);
-            const float step = _cvtsh_ss(scale);
+            const uint16_t scale = to_half(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f));
+            const float step = from_half(scale);
             int8_t codes[GROUP];
             for (int half = 0; half < 2; half++) {
                 const Floats level = smallest(largest(nearest_whole(above[half] / all(step)), zeros()), all(most));
@@ -98,7 +98,7 @@ struct RowPacker {
             }
             uint16_t* parameters = (uint16_t*)(block + (group + 1) * weight.step_bytes()) - 2 * BLOCK;
             parameters[output] = scale;
-            parameters[BLOCK + output] = shift ? _cvtss_sh(_cvtsh_ss(least) + shift * step, 0) : least;
+            parameters[BLOCK + output] = shift ? to_half(from_half(least) + shift * step) : least;
             if (weight.encoding != INT4) {
                 write(group, codes, GROUP);
                 continue;

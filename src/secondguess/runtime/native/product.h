@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -101,7 +102,7 @@ inline int even_share(int64_t left, int most) {
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
-#include "product_avx2.h"
+#include "product_vectors.h"
 #endif
 #ifdef __AMX_TILE__
 #include "product_amx.h"

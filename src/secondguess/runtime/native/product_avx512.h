@@ -82,7 +82,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const char* data = block + group * BYTES;
         const int8_t* numbers = values.numbers + group * GROUP;
         const float* group_sums = values.sums + group;
-        const __m256i* parameters = (const __m256i*)(data + PARAMETERS);
+        const uint16_t* parameters = (const uint16_t*)(data + PARAMETERS);
         UNROLLED for (int tile = 0; tile < 2; tile++) {
             __m512i whole[COUNT];
             UNROLLED for (int row = 0; row < COUNT; row++)
@@ -95,8 +95,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
                     whole[row] = _mm512_dpbusd_epi32(whole[row], codes, _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4)));
             }
             _mm_prefetch(data + PREFETCH_BYTES + PARAMETERS + tile * 64, CACHE);
-            const Floats scales = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + tile));
-            const Floats minima = _mm512_cvtph_ps(_mm256_loadu_si256(parameters + BLOCK / TILE + tile));
+            const Floats scales = load_halves(parameters + tile * TILE), minima = load_halves(parameters + BLOCK + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[row]), scales);
                 totals[tile][row] = add_product(totals[tile][row], all(group_sums[row * values.num_groups]), minima);

@@ -19,7 +19,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef __x86_64__
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -38,6 +40,15 @@ inline int64_t nanoseconds_now() {
 inline std::atomic<int64_t> busy_until{0};
 constexpr int64_t BUSY_TIME = 20'000'000;  // ns for which it counts as busy after that
 
+// Let the processor rest for some cycles.
+inline void spin_pause() {
+#ifdef __x86_64__
+    _mm_pause();
+#else
+    asm volatile("isb");  // `yield` does nothing on most processors
+#endif
+}
+
 // Number whose change threads can wait for.
 class Signal {
     std::atomic<uint32_t> value{0}, num_sleeping{0};
@@ -54,7 +65,7 @@ class Signal {
         const bool busy = start < busy_until.load(std::memory_order_relaxed);
         for (int i = busy ? NUM_SPINS_BUSY : NUM_SPINS; i > 0; i--) {
             if (changed(from)) return true;
-            _mm_pause();
+            spin_pause();
         }
         if (busy) return false;
         for (const int64_t end = start + MAX_SPIN_TIME; start < end;) {

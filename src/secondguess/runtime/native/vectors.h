@@ -3,7 +3,11 @@
 // them.
 #pragma once
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -11,10 +15,33 @@
 
 using bf16 = uint16_t;
 
+// Conversion of float16, to nearest, ties to even.
+#ifdef __aarch64__
+inline float from_half(uint16_t bits) {
+    __fp16 number;
+    std::memcpy(&number, &bits, sizeof bits);
+    return number;
+}
+inline uint16_t to_half(float number) {
+    const __fp16 half = (__fp16)number;
+    uint16_t bits;
+    std::memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+#else
+inline float from_half(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t to_half(float number) { return _cvtss_sh(number, _MM_FROUND_TO_NEAREST_INT); }
+#endif
+
 #ifdef __AVX512BF16__
 #include "vectors_avx512.h"
 #else
+#ifdef __aarch64__
+#include "vectors_neon.h"
+#else
 #include "vectors_avx2.h"
+#endif
+#include "vectors_unmasked.h"
 #endif
 
 inline Floats zeros() { return all(0.0f); }

@@ -8,13 +8,6 @@ struct Halves {
     __m256i both;  // 16 numbers in bfloat16
 };
 
-// Lanes of a vector that lie within the first `count` numbers.
-struct Lanes {
-    long count;  // from 0 to 16
-    bool full() const { return count == 16; }
-};
-inline Lanes lanes(long count) { return {count >= 16 ? 16 : count <= 0 ? 0 : count}; }
-
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
@@ -43,35 +36,11 @@ inline Halves narrow(Floats numbers) {
 }
 
 inline Floats load(const bf16* from) { return widen(Halves{_mm256_loadu_si256((const __m256i*)from)}); }
-inline Floats load(const bf16* from, Lanes part) {
-    if (part.full()) return load(from);
-    bf16 some[16] = {};
-    std::memcpy(some, from, part.count * sizeof(bf16));
-    return load(some);
-}
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline Floats load(const float* from, Lanes part) {
-    if (part.full()) return load(from);
-    float some[16] = {};
-    std::memcpy(some, from, part.count * sizeof(float));
-    return load(some);
-}
 inline void store(bf16* to, Floats numbers) { _mm256_storeu_si256((__m256i*)to, narrow(numbers).both); }
-inline void store(bf16* to, Floats numbers, Lanes part) {
-    if (part.full()) return store(to, numbers);
-    bf16 some[16];
-    store(some, numbers);
-    std::memcpy(to, some, part.count * sizeof(bf16));
-}
 inline void store(float* to, Floats numbers) {
     _mm256_storeu_ps(to, numbers.low);
     _mm256_storeu_ps(to + 8, numbers.high);
-}
-inline void store(float* to, Floats numbers, Lanes part) {
-    if (part.full()) return store(to, numbers);
-    float some[16];
-    store(some, numbers);
-    std::memcpy(to, some, part.count * sizeof(float));
 }
 
 // sum + a * b, and sum - a * b, rounded once.
@@ -100,11 +69,12 @@ inline __m256 power_of_two(__m256 whole) {
 inline Floats times_power_of_two(Floats x, Floats whole) {
     return x * Floats{power_of_two(whole.low), power_of_two(whole.high)};
 }
-inline Floats keep(Lanes part, Floats numbers, Floats otherwise) {
-    if (part.full()) return numbers;
+
+// The first `count` lanes of `numbers`, and the others of `otherwise`.
+inline Floats first_lanes(long count, Floats numbers, Floats otherwise) {
     const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)part.count), places);
-    const __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)part.count - 8), places);
+    const __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), places);
+    const __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count - 8), places);
     return {_mm256_blendv_ps(otherwise.low, numbers.low, _mm256_castsi256_ps(low)),
             _mm256_blendv_ps(otherwise.high, numbers.high, _mm256_castsi256_ps(high))};
 }
@@ -149,33 +119,61 @@ inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
 }
 
-// The first, and the second, numbers of 8 pairs of bfloat16.
+// Numbers in float16.
+inline Floats load_halves(const uint16_t* from) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)))};
+}
+
+// 64 bytes: a pair of bfloat16, or 4 numbers of 8 bits, per lane.
+struct Line {
+    __m256i low, high;
+};
+inline Line load_line(const void* from) {
+    return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)from + 1)};
+}
+inline Line repeat(const void* four_bytes) {
+    int32_t bits;
+    std::memcpy(&bits, four_bytes, sizeof bits);
+    return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
+}
+
+// The first, and the second, number of each pair.
 inline __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 second_of(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
+}
+inline Floats first_of(Line pairs) { return {first_of(pairs.low), first_of(pairs.high)}; }
+inline Floats second_of(Line pairs) { return {second_of(pairs.low), second_of(pairs.high)}; }
+
+// 16 integers.
+struct Wholes {
+    __m256i low, high;
+};
+inline Wholes load(const int32_t* from) {
+    const Line line = load_line(from);
+    return {line.low, line.high};
+}
+inline void store(int32_t* to, Wholes numbers) {
+    _mm256_storeu_si256((__m256i*)to, numbers.low);
+    _mm256_storeu_si256((__m256i*)to + 1, numbers.high);
+}
+inline Floats to_floats(Wholes numbers) { return {_mm256_cvtepi32_ps(numbers.low), _mm256_cvtepi32_ps(numbers.high)}; }
+
+// Add the products of the numbers of 8 bits of each lane. The instruction multiplies unsigned by signed
+// bytes and adds two products in 16 bits: magnitudes of weights are multiplied by values with the weights'
+// signs. Two products fit: no value is -128.
+inline __m256i add_dots(__m256i sum, __m256i weights, __m256i values) {
+    const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(values, weights));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+}
+inline Wholes add_dots(Wholes sum, Line weights, Line values) {
+    return {add_dots(sum.low, weights.low, values.low), add_dots(sum.high, weights.high, values.high)};
 }
 
 // 16 pairs of numbers, in float32.
 struct Pairs {
     Floats first, second;
 };
-
-// Add the products of two numbers with those of each pair to `sum`.
-inline Floats add_pair_products(Floats sum, const bf16* two, const Pairs& pairs) {
-    int32_t bits;
-    std::memcpy(&bits, two, sizeof bits);
-    const __m256 first = first_of(_mm256_set1_epi32(bits)), second = second_of(_mm256_set1_epi32(bits));
-    return {_mm256_fmadd_ps(second, pairs.second.low, _mm256_fmadd_ps(first, pairs.first.low, sum.low)),
-            _mm256_fmadd_ps(second, pairs.second.high, _mm256_fmadd_ps(first, pairs.first.high, sum.high))};
-}
-
-// Pair the first `count` of 32 numbers of two rows; the others are 0.
-inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs to[2]) {
-    for (int half = 0; half < 2; half++) {
-        const Lanes part = lanes(count - 16 * half);
-        to[half] = {load(first + 16 * half, part), load(second + 16 * half, part)};
-    }
-}
 
 // Columns of 8 rows of 8 lanes of 32 bits.
 inline void transpose(__m256 rows[8]) {

@@ -56,6 +56,9 @@ inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(numbers)));
 }
 
+// Numbers in float16.
+inline Floats load_halves(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+
 // 16 pairs of numbers.
 struct Pairs {
     __m512i both;

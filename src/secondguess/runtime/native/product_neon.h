@@ -1,0 +1,38 @@
+// Sums of products in groups by NEON.
+#pragma once
+
+// Codes of 4 inputs of each output of a tile.
+template <Encoding ENCODING>
+inline Line codes_of(const char* codes, int four) {
+    if (ENCODING == INT8_GROUPS) return load_line(codes + four * 64);
+    Line both = load_line(codes + four / 2 * 64);
+    for (auto& part : both.part) {
+        const uint8x16_t bytes = vreinterpretq_u8_u32(part);
+        part = vreinterpretq_u32_u8(four % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+    }
+    return both;
+}
+
+template <Encoding ENCODING, int COUNT, class Finish>
+inline void sum_group_of_rows(const char* codes, const GroupValues& values, Finish finish) {
+    Wholes whole[COUNT] = {};
+    UNROLLED for (int four = 0; four < 8; four++) {
+        const Line weights = codes_of<ENCODING>(codes, four);
+        UNROLLED for (int row = 0; row < COUNT; row++)
+            whole[row] = add_dots(whole[row], weights, repeat(values.numbers + row * values.stride + four * 4));
+    }
+    UNROLLED for (int row = 0; row < COUNT; row++) finish(row, whole[row]);
+}
+
+// Call `finish(row, sums)` with the sums of the products of some rows, at most MOST_ROWS, with a group of one tile.
+template <Encoding ENCODING, class Finish>
+inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
+    switch (count) {
+        case 1: return sum_group_of_rows<ENCODING, 1>(codes, values, finish);
+        case 2: return sum_group_of_rows<ENCODING, 2>(codes, values, finish);
+        case 3: return sum_group_of_rows<ENCODING, 3>(codes, values, finish);
+        case 4: return sum_group_of_rows<ENCODING, 4>(codes, values, finish);
+        case 5: return sum_group_of_rows<ENCODING, 5>(codes, values, finish);
+        default: return sum_group_of_rows<ENCODING, 6>(codes, values, finish);
+    }
+}

@@ -1,0 +1,136 @@
+// Products by the vector units of AVX2 and NEON. Their registers hold the sums of up to two rows with both
+// tiles of a block, or of up to six rows with one tile.
+#pragma once
+
+constexpr int MOST_ROWS = 6;
+constexpr int STEPS_AT_ONCE = 2;  // steps of one tile before the other: as far ahead as lines are prefetched
+
+#ifdef __aarch64__
+#include "product_neon.h"
+#else
+#include "product_avx2.h"
+#endif
+
+// Prefetch the next TILES lines. Lines are requested between products and in the order of their
+// addresses: a step's lines all at once, or a tile's without its neighbour's, hold up the products
+// (five rows took 1.4 times as long as one).
+template <int TILES>
+inline void prefetch_lines(const char*& ahead) {
+    UNROLLED for (int line = 0; line < TILES; line++) __builtin_prefetch(ahead + line * 64);
+    ahead += TILES * 64;
+}
+
+// Add the products of a pair of numbers of each row with a line of each tile to `found`, first those of the
+// first numbers. Values are in float32.
+template <int COUNT, int TILES>
+[[gnu::always_inline]] inline void add_line(Floats (&found)[COUNT][TILES], const float* rows, int64_t stride, const char* line) {
+    UNROLLED for (int place = 0; place < 2; place++) {
+        Floats weights[TILES];
+        UNROLLED for (int tile = 0; tile < TILES; tile++) {
+            const Line pairs = load_line(line + tile * TILE_BYTES);
+            weights[tile] = place ? second_of(pairs) : first_of(pairs);
+        }
+        UNROLLED for (int row = 0; row < COUNT; row++) {
+            const Floats value = all(rows[row * stride + place]);
+            UNROLLED for (int tile = 0; tile < TILES; tile++) found[row][tile] = add_product(found[row][tile], value, weights[tile]);
+        }
+    }
+}
+
+// The same for 4 numbers of 8 bits of each row.
+template <int COUNT, int TILES>
+[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* line) {
+    UNROLLED for (int tile = 0; tile < TILES; tile++) {
+        const Line weights = load_line(line + tile * TILE_BYTES);
+        UNROLLED for (int row = 0; row < COUNT; row++)
+            found[row][tile] = add_dots(found[row][tile], weights, repeat(rows + row * stride));
+    }
+}
+
+template <class Sum>
+using VectorOf = std::conditional_t<std::is_same_v<Sum, float>, Floats, Wholes>;
+
+// Add the products of COUNT rows with some steps of TILES tiles to `sums`, and prefetch as many
+// bytes from `ahead` on. One line is multiplied with NUMBERS values of a row. (Inlined, GCC spills the sums
+// of six rows.)
+template <int COUNT, int TILES, int NUMBERS, class Number, class Sum>
+[[gnu::noinline]] inline void vector_sums(const Number* rows, int64_t stride, const char* first_tile, const char* ahead, int64_t num_steps, Sum* sums) {
+    VectorOf<Sum> found[COUNT][TILES];
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int tile = 0; tile < TILES; tile++) found[row][tile] = load(sums + row * BLOCK + tile * TILE);
+    for (int64_t step = 0; step < num_steps; step++)
+        for (int line = 0; line < 16; line++) {
+            prefetch_lines<TILES>(ahead);
+            add_line(found, rows + (step * 16 + line) * NUMBERS, stride, first_tile + step * 2 * TILE_BYTES + line * 64);
+        }
+    UNROLLED for (int row = 0; row < COUNT; row++)
+        UNROLLED for (int tile = 0; tile < TILES; tile++) store(sums + row * BLOCK + tile * TILE, found[row][tile]);
+}
+
+// Add the products of COUNT rows with a block to `sums`.
+template <int COUNT, int NUMBERS, class Number, class Sum>
+inline void block_sums(const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
+    if constexpr (COUNT <= 2) return vector_sums<COUNT, 2, NUMBERS>(rows, stride, block, block + PREFETCH_BYTES, num_steps, sums);
+    for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE) {
+        const int64_t count = std::min<int64_t>(STEPS_AT_ONCE, num_steps - step);
+        const char* tiles = block + 2 * step * TILE_BYTES;
+        for (int tile = 0; tile < 2; tile++) {
+            const char* ahead = tiles + tile * count * TILE_BYTES + PREFETCH_BYTES;
+            vector_sums<COUNT, 1, NUMBERS>(rows + step * 16 * NUMBERS, stride, tiles + tile * TILE_BYTES, ahead, count, sums + tile * TILE);
+        }
+    }
+}
+
+// Add the products of some rows with a block in groups to `sums`. Lines of the group that is read some groups
+// later are prefetched.
+template <Encoding ENCODING>
+inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
+    constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
+    std::fill_n(sums, count * BLOCK, 0.0f);
+    for (int64_t group = 0; group < num_groups; group++) {
+        const char* data = block + group * BYTES;
+        const GroupValues of_group = values.of_group(group);
+        for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(data + PREFETCH_BYTES + line);
+        for (int tile = 0; tile < BLOCK / TILE; tile++) {
+            const uint16_t* parameters = (const uint16_t*)(data + CODES) + tile * TILE;
+            const Floats scales = load_halves(parameters), minima = load_halves(parameters + BLOCK);
+            sum_group<ENCODING>(data + tile * CODES / 2, of_group, count, [&](int row, Wholes whole) {
+                float* to = sums + row * BLOCK + tile * TILE;
+                const Floats scaled = add_product(load(to), to_floats(whole), scales);
+                store(to, add_product(scaled, all(of_group.sums[row * of_group.num_groups]), minima));
+            });
+        }
+    }
+}
+
+struct VectorUnit {
+    static constexpr int ROWS = MOST_ROWS;
+    static int next(int64_t left) { return even_share(left, ROWS); }
+    static constexpr int32_t SHIFT = 0;
+    static constexpr bool WIDE = true;
+
+    const Values& values;
+
+    explicit VectorUnit(const Values& values) : values(values) {}
+
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
+        add_rows<2>(values.wide + start * values.stride, count, block, num_steps, sums);
+    }
+
+    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
+        add_rows<4>(values.small + start * values.stride, count, block, num_steps, sums);
+    }
+
+    template <int NUMBERS, class Number, class Sum>
+    void add_rows(const Number* rows, int count, const char* block, int64_t num_steps, Sum* sums) const {
+        std::fill_n(sums, count * BLOCK, Sum(0));
+        switch (count) {
+            case 1: return block_sums<1, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 2: return block_sums<2, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 3: return block_sums<3, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 4: return block_sums<4, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            case 5: return block_sums<5, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            default: return block_sums<6, NUMBERS>(rows, values.stride, block, num_steps, sums);
+        }
+    }
+};
