@@ -21,6 +21,7 @@ from secondguess import __version__
 from secondguess.api import LLM
 from secondguess.cli import main
 from secondguess.configuration import LoadSettings
+from secondguess.runtime.native.library import units
 from secondguess.sampling import Grammar
 from secondguess.stats import Stats
 
@@ -347,6 +348,11 @@ def test_the_text_output_is_the_text_and_one_closing_line(secondguess_command, c
         assert picked in done.err
 
 
+def test_the_closing_line_names_the_quantisation(secondguess_command):
+    done = secondguess_command("generate", "x", "--quantize", "int8", "--drafter", "none", "--max-tokens", 2)
+    assert "builtin (bfloat16, weights in int8 on cpu)" in done.err or not units()
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_the_text_output_shows_the_prompts_of_a_file_in_order(
     secondguess_command, components, tmp_path, batch_size
@@ -584,6 +590,14 @@ def test_inspect_describes_a_model_without_loading_it(secondguess_command, tiny_
     assert record["drafters"][0] == "suffix"
     assert {"none", "model:PATH", "ngram", "suffix", "eagle:PATH"} <= set(record["drafters"])
     assert "eagle" not in record["drafters"]  # none is shipped for this target
+    assert "self:int4" not in record["drafters"]  # the kernels compute in bfloat16
+
+
+def test_inspect_lists_a_copy_of_the_target_only_if_it_can_be_made(secondguess_command):
+    (record,) = secondguess_command("inspect", "builtin", "--dtype", "bfloat16", "--json").records
+    (quantised,) = secondguess_command("inspect", "builtin", "--quantize", "int8", "--json").records
+    assert "self:int4" not in quantised["drafters"]
+    assert {*record["drafters"]} - {*quantised["drafters"]} == ({"self:int4"} if units() else set())
 
 
 def test_inspect_distinguishes_sliding_and_full_layers(secondguess_command, tmp_path):

@@ -9,7 +9,7 @@ from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.output import print_json
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from secondguess.checkpoint.checkpoint import Checkpoint
@@ -115,20 +115,27 @@ def inspect(
 
 
 def compatible_drafters(target: Checkpoint) -> list[str]:
-    """Return names for `--drafter`, the default first.
+    """Return names for `--drafter` that the target does not exclude, the default first.
 
     `PATH` stands for a smaller model or for a trained drafter.
     """
     from secondguess.builtin import head_path
     from secondguess.drafters import DRAFTERS, drafter_class
-    from secondguess.pairing import default_drafter
+    from secondguess.pairing import default_drafter, resolve_drafter
 
     names = [default_drafter(target.name, target)]
     for kind in DRAFTERS:
         drafter = drafter_class(kind)
         has_builtin_head = target.name == "builtin" and head_path(kind) is not None
         is_lookup = getattr(drafter, "deterministic", False)
-        names.append(kind if has_builtin_head or is_lookup else f"{kind}:{drafter.argument}")
+        name = kind if has_builtin_head or is_lookup else f"{kind}:{drafter.argument}"
+        try:
+            resolve_drafter(name, target)
+        except UnsupportedModelError:
+            continue
+        except (BadInputError, CheckpointError):
+            pass  # there is no folder PATH
+        names.append(name)
     return list(dict.fromkeys(names))
 
 
