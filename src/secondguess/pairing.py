@@ -105,8 +105,6 @@ def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
 
 def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
     drafter = drafter_class(name.kind)
-    if target is not None and drafter.uses_target_layers and target.runtimes[0] == "transformers":
-        raise partial_forward_error()
     required = drafter.requirements(name)
     needs_target = required.head or drafter.uses_target_layers
     head_bytes = 0
@@ -118,6 +116,8 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
                 head_bytes = count_parameters(folder) * target.dtype.itemsize
         if required.target_copy is not None:
             head_bytes = target.copy_bytes(required.target_copy)
+        if drafter.uses_target_layers and target.runtimes[0] == "transformers":
+            raise partial_forward_error()
         if target.num_layers < required.num_target_layers:
             raise BadInputError(
                 f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "
