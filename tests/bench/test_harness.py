@@ -1,15 +1,20 @@
 """Order of turns, seeds, interruption and refusals, with fake systems."""
 
+from types import SimpleNamespace
+
 import pytest
 from bench_fakes import FakeBatcher, FakeSystem
 
 from secondguess.bench.config import BenchConfig
+from secondguess.bench.costs import Costs
+from secondguess.bench.harness import costs_of
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
 from secondguess.bench.roster import all_drafters, drafters_to_run
 from secondguess.bench.systems import Run
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
+from secondguess.stats import Stats
 
 
 class CountingProbe:
@@ -45,6 +50,16 @@ def measurement(log, *systems, num_prompts=2, temperatures=(0.0, 1.0), batch_siz
 
 def ignore(done, total, what):
     pass
+
+
+def test_the_step_of_a_head_is_its_drafting_time_per_level_in_one_setting():
+    head = SimpleNamespace(draft_model=None, has_draft_probs=True)
+    probe = SimpleNamespace(costs=lambda model: Costs({1: 1.0}))
+    stats = Stats(num_rounds=3, drafted_per_position=[2, 1, 1], drafting_seconds=2.0)
+    runs = [Run([[1]], 1.0, stats), Run([[1]], 1.0, Stats(num_rounds=1))]
+    assert costs_of(head, probe, runs, batch_size=1).draft_step == pytest.approx(0.5)
+    assert costs_of(head, probe, runs, batch_size=2).draft_step == pytest.approx(1.0)
+    assert costs_of(head, probe, runs[1:], batch_size=1).draft_step == 0, "nothing was drafted"
 
 
 def test_systems_run_in_alternating_order():

@@ -42,7 +42,7 @@ def results(temperature=0.0):
         "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
     timed = {name: {Setting(temperature): each} for name, each in by_system.items()}
-    costs = {"ours plain": COSTS, "ours fast": COSTS}
+    costs = {name: {Setting(temperature): COSTS} for name in ("ours plain", "ours fast")}
     return make_results(systems(), timed, costs, {1: TASKS}, seed=0)
 
 
@@ -101,7 +101,9 @@ def test_rounds_are_summed_over_prompts():
 def test_a_system_that_drafted_nothing_has_no_acceptance():
     names = ["ours plain", "ours fast"]
     by_system = {name: {Setting(0.0): runs([4.0], stats=stats_of([(0, 0)] * 4))} for name in names}
-    told = make_results(systems()[:2], by_system, dict.fromkeys(names, COSTS), {1: ["x"]}, seed=0)
+    told = make_results(
+        systems()[:2], by_system, {name: {Setting(0.0): COSTS} for name in names}, {1: ["x"]}, seed=0
+    )
     shown = dataclasses.replace(report(), results=told)
     assert json.loads(shown.to_json())["results"][1]["rounds"]["acceptance_rate"] is None
     assert "| ours fast | 1.00 | nothing drafted |" in page_of(shown)

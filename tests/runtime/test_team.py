@@ -46,7 +46,7 @@ def machine(tmp_path: Path) -> Machine:
     source, built = tmp_path / "team.cpp", tmp_path / "team.so"
     source.write_text(SOURCE)
     folder = Path(secondguess.runtime.native.__file__).parent
-    command = [compiler, "-std=c++17", "-mavx2", "-shared", "-fPIC", "-pthread", f"-I{folder}", str(source)]
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", f"-I{folder}", str(source)]
     subprocess.run([*command, "-o", str(built)], check=True)
     function = ctypes.CDLL(str(built)).threads_of_next_call
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

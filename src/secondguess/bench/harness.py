@@ -14,7 +14,7 @@ from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import make_results
 from secondguess.bench.roster import coverage_notes, make_systems
 from secondguess.bench.summary import sum_stats
-from secondguess.bench.systems import Models, SecondguessSystem, System, draft_models, threads
+from secondguess.bench.systems import Models, Run, SecondguessSystem, System, draft_models, threads
 from secondguess.workloads.loading import Workload, load_workload
 from secondguess.workloads.provenance import public_name
 
@@ -81,7 +81,14 @@ def make_report(
 ) -> Report:
     """Return the report of what was measured, without notes."""
     ours = [system for system in systems if isinstance(system, SecondguessSystem)]
-    costs = {system.name: _costs_of(system, probe, measured) for system in ours}
+    runs = measured.finished_runs(systems)
+    costs = {
+        system.name: {
+            setting: costs_of(system, probe, runs[system.name][setting], setting.batch_size)
+            for setting in runs[system.name]
+        }
+        for system in ours
+    }
     tasks, finished = measured.finished_tasks, measured.finished_prompts
     return Report(
         name=name,
@@ -103,26 +110,22 @@ def make_report(
             probe.costs(),
             {public_name(model): probe.costs(model).draft_step for model in draft_models(systems)},
         ),
-        results=make_results(systems, measured.finished_runs(systems), costs, tasks, measured.seed),
+        results=make_results(systems, runs, costs, tasks, measured.seed),
         provenance=models.provenance(num_threads, measured.seed),
     )
 
 
-def _costs_of(system: SecondguessSystem, probe: ForwardTimer, measured: Measurement) -> Costs:
-    """Return the forward costs for one of our systems.
+def costs_of(system: SecondguessSystem, probe: ForwardTimer, runs: Sequence[Run], batch_size: int) -> Costs:
+    """Return the forward costs for the runs of one of our systems in one setting.
 
     A draft model's step is timed in isolation. A head's step is its drafting time per level, which
-    includes processing the committed tokens. It is taken at the smallest batch size, since target
-    passes are timed with one row; rows of a batch share a level's time.
+    includes processing the committed tokens; rows of a batch share a level's time.
     """
     costs = probe.costs(system.draft_model)
     if system.draft_model is not None or not system.has_draft_probs:
         return costs
-    by_setting = measured.finished_runs([system])[system.name]
-    size = min(setting.batch_size for setting in by_setting)
-    stats = [run.stats for setting, runs in by_setting.items() if setting.batch_size == size for run in runs]
-    total = sum_stats(each for each in stats if each is not None)
-    num_levels = sum(total.drafted_per_position) / size
+    total = sum_stats(run.stats for run in runs if run.stats is not None)
+    num_levels = sum(total.drafted_per_position) / batch_size
     return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
 
 

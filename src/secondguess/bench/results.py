@@ -19,7 +19,7 @@ Runs = Mapping[Setting, Sequence[Run]]
 def make_results(
     systems: Sequence[System],
     runs: Mapping[str, Runs],
-    costs: Mapping[str, Costs],
+    costs: Mapping[str, Mapping[Setting, Costs]],
     tasks: Mapping[int, Sequence[str]],
     seed: int,
 ) -> list[Result]:
@@ -27,7 +27,7 @@ def make_results(
 
     Args:
         runs: by system name; in a setting, all systems that support it have equally many runs.
-        costs: forward costs by system name, for the systems that report statistics.
+        costs: forward costs by system name and setting, for the systems that report statistics.
         tasks: by batch size, the task of each batch.
         seed: seed of the bootstrap.
     """
@@ -35,7 +35,8 @@ def make_results(
     for setting in dict.fromkeys(setting for of in runs.values() for setting in of):
         present = [system for system in systems if setting in runs[system.name]]
         own_runs = {system.name: runs[system.name][setting] for system in present}
-        results += _results_at(setting, present, own_runs, costs, tasks[setting.batch_size], seed)
+        own_costs = {name: of[setting] for name, of in costs.items() if setting in of}
+        results += _results_at(setting, present, own_runs, own_costs, tasks[setting.batch_size], seed)
     return results
 
 
