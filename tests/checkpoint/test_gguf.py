@@ -15,7 +15,7 @@ from checkpoints import random_llama, write_tokenizer
 from families import needs_kernels, row_of
 from secondguess.checkpoint import resolve
 from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.gguf import keep_codes
+from secondguess.checkpoint.memory import peak_memory
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.stored import StoredLinear
@@ -82,7 +82,9 @@ def finish(writer: Any) -> None:
     writer.close()
 
 
-def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False) -> tuple[Path, nn.Module]:
+def write(
+    folder: Path, kind: str, mixed: str | None = None, tied: bool = False, rope_factors: Tensor | None = None
+) -> tuple[Path, nn.Module]:
     """Write a random Llama with its linear layers in a type, some in another; return it in float32.
 
     A tied head is written as llama.cpp does, as the embeddings, and in the other type.
@@ -98,6 +100,8 @@ def write(folder: Path, kind: str, mixed: str | None = None, tied: bool = False)
     )
     config = model.config
     writer = writer_for(folder, "llama", config)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
         place = names.get_name(name.removesuffix(".weight"))
@@ -134,7 +138,7 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     module = Checkpoint.resolve(file, dtype="bfloat16", device="cpu").read_module(layer_by_layer=True)
     num_kept = sum(isinstance(each, StoredLinear) for each in module.modules())
-    assert num_kept == (0 if bits is None else 14 + tied)
+    assert num_kept == 15
     loaded = Checkpoint.resolve(file, device="cpu").load()
     description = "native" if bits is None else f"native, weights in {bits} bits"
     assert (loaded.runtime_description, loaded.end_tokens) == (description, frozenset({0}))
@@ -147,48 +151,96 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
     assert (found - expected).norm() < (0.04 if bits is None else 0.06) * expected.norm()
 
 
-@needs_kernels
-def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
-    """Transformers reads neither the size of experts nor the normalisation of their weights from the file."""
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama_3_factors(size: int) -> Tensor:
+    """Return the factors that llama.cpp's converter writes for a head of this size."""
+    frequencies = 10000.0 ** -(torch.arange(0, size, 2) / size)
+    wavelengths = 2 * torch.pi / frequencies
+    smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
+    return 1 / ((1 - smooth) / 8 + smooth)
+
+
+def test_the_rope_scaling_of_llama_3_is_read(tmp_path):
+    """Transformers ignores the factors, which are all that the file has."""
+    factors = llama_3_factors(64)
+    assert 1 < factors[-8:].min() < factors.max() == 8
+    file, _ = write(tmp_path, "Q8_0", rope_factors=factors)
+    checkpoint = Checkpoint.resolve(file, dtype="float32", device="cpu")
+    assert checkpoint.config.rope_parameters == LLAMA_3
+    for layer_by_layer in (False, True):
+        config = checkpoint.read_module(layer_by_layer).config
+        assert config.rope_parameters == LLAMA_3
+    (tmp_path / "other").mkdir()
+    file, _ = write(tmp_path / "other", "Q8_0", rope_factors=factors.sqrt())
+    with pytest.raises(CheckpointError, match=r"as Llama 3 does, got other factors \(1 to 2.83\)"):
+        Checkpoint.resolve(file, device="cpu")
+
+
+def write_mixture(folder: Path, kind: str) -> nn.Module:
+    """Write a random Qwen3-MoE with its experts and its attention in a type; return it in float32."""
     gguf = pytest.importorskip("gguf")
     config = transformers.Qwen3MoeConfig(
-        hidden_size=WIDTH, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2,
+        hidden_size=WIDTH, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, moe_intermediate_size=128,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=300, initializer_range=0.1,
-        eos_token_id=0, max_position_embeddings=128,
+        eos_token_id=0, max_position_embeddings=128, norm_topk_prob=True,
     )  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(3)
+        torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    writer = writer_for(tmp_path, "qwen3moe", config)
+    writer = writer_for(folder, "qwen3moe", config)
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_key_length(64)
     writer.add_value_length(64)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
-    for name, value in model.state_dict().items():
-        layer = "".join(filter(str.isdigit, name))
-        if name.endswith("gate_up_proj"):
-            for part, half in zip(("gate", "up"), value.chunk(2, 1), strict=True):
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half.contiguous().numpy())
-        elif name.endswith("experts.down_proj"):
-            writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight", value.numpy())
-        elif "self_attn" in name and value.dim() == 2:
-            data, held = blocks(value, "Q8_0")
-            value.copy_(held)
-            place = names.get_name(name.removesuffix(".weight"))
-            writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", value.numpy())
+
+    def add(place: str, value: Tensor) -> None:
+        data, held = blocks(value.contiguous(), kind)
+        value.copy_(held)
+        writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            layer = "".join(filter(str.isdigit, name))
+            if name.endswith("gate_up_proj"):
+                for part, half in zip(("gate", "up"), value.chunk(2, 1), strict=True):
+                    add(f"blk.{layer}.ffn_{part}_exps", half)
+            elif name.endswith("experts.down_proj"):
+                add(f"blk.{layer}.ffn_down_exps", value)
+            elif "self_attn" in name and value.dim() == 2:
+                add(names.get_name(name.removesuffix(".weight")), value)
+            else:
+                writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", value.numpy())
     finish(writer)
+    return model
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q8_0", 8)])
+def test_the_codes_of_experts_are_kept(kind, bits, tmp_path):
+    model = write_mixture(tmp_path, kind)
     file = tmp_path / "model.gguf"
     exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers").read_module()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in exact.state_dict().items())
     tokens = torch.arange(2, 34)[None]
     with torch.inference_mode():
         expected = exact(input_ids=tokens).logits[0]
-    loaded = Checkpoint.resolve(file, device="cpu").load()
-    assert loaded.kind == "native"
+    checkpoint = Checkpoint.resolve(file, device="cpu")
+    in_experts = 2 * 4 * 3 * 128 * WIDTH
+    assert sum(checkpoint._num_stored.values()) > in_experts
+    assert peak_memory([checkpoint.memory(0)]) < 2 * sum(each.numel() for each in model.parameters())
+    loaded = checkpoint.load()
+    assert loaded.runtime_description == f"native, weights in {bits} bits"
     errors = (loaded.runtime.read(tokens).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.06  # rounding makes some tokens select other experts
 
@@ -199,13 +251,11 @@ def test_a_mixture_of_experts_runs_with_the_experts_in_bfloat16(tmp_path):
 def test_codes_are_kept_and_other_levels_rounded_by_half_a_step_of_8_bits(kind, is_kept, tmp_path):
     """Beside that, the limits of a group are rounded to float16."""
     file, _ = write(tmp_path, kind)
-    module = Checkpoint.resolve(file, dtype="float32", device="cpu").read_module()
-    weights = {name: each.weight.clone() for name, each in module.named_modules() if type(each) is nn.Linear}
-    keep_codes(module, file)
-    for name in weights.keys() - {"lm_head"}:
-        exact, found = (
-            each.unflatten(1, (-1, 32)) for each in (weights[name], module.get_submodule(name).weight)
-        )
+    checkpoint = Checkpoint.resolve(file, dtype="float32", device="cpu")
+    module, stored = checkpoint.read_module(), checkpoint.read_module(layer_by_layer=True)
+    names = [name for name, each in module.named_modules() if type(each) is nn.Linear]
+    for name in names:
+        exact, found = (each.get_submodule(name).weight.unflatten(1, (-1, 32)) for each in (module, stored))
         limits = (exact.amax(2) - exact.amin(2)) / 509 + exact.abs().amax(2) * 2**-11
         assert ((found - exact).abs() <= (0 if is_kept else limits[:, :, None])).all()
 

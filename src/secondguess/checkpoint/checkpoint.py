@@ -266,7 +266,7 @@ class Checkpoint:
             # a tensor is read in the dtype of the file, and then converted
             loading += num_embedded * stored.itemsize
         by_kernels = self.runtimes[0] == "native"
-        if by_kernels and tensor_files(Path(self.path)):
+        if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
         if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded
@@ -393,7 +393,7 @@ class Checkpoint:
         for name in self.runtimes:
             if name == "native":
                 for weight_format in self.weight_formats:
-                    unpacked = fuse(model.eval(), packed=False)
+                    unpacked = fuse(model.eval(), packed=False, decodes=False)
                     native = to_native(unpacked, weight_format) if unpacked else None
                     if native is not None:
                         return NativeRuntime(native)

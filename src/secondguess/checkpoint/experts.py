@@ -5,19 +5,25 @@ Transformers joins the weights of all experts of a layer, which would take the m
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from secondguess.checkpoint.quantised import StoredWeights
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.feed_forward import StoredExperts
-from secondguess.runtime.stored import StoredLinear
+from secondguess.runtime.stored import StoredLinear, WeightSource
+
+
+def names_of_expert(outline: Any, layer: int, expert: int) -> list[str]:
+    """Return the names of the weights of an expert in a checkpoint: gates, values and output."""
+    mixture = FAMILIES[outline.config.model_type].experts
+    assert mixture is not None, "the caller found experts"
+    place = f"{outline.base_model_prefix}.layers.{layer}"
+    return [f"{place}.{name.format(expert)}.weight" for name in mixture.names]
 
 
 def stored_experts(
-    weights: StoredWeights, outline: Any, dtype: torch.dtype
+    weights: WeightSource, outline: Any, dtype: torch.dtype
 ) -> tuple[dict[str, StoredExperts], set[str]]:
     """Return the experts of each layer that a checkpoint stores one by one, and the names of their weights.
 
@@ -39,15 +45,12 @@ def stored_experts(
             continue
         place = f"{outline.base_model_prefix}.layers.{index}"
         num_experts, width, size = outline.base_model.layers[index].mlp.experts.down_proj.shape
-        names = [
-            [f"{place}.{name.format(expert)}.weight" for name in family.experts.names]
-            for expert in range(num_experts)
-        ]
+        names = [names_of_expert(outline, index, expert) for expert in range(num_experts)]
         all_names = {name for of_expert in names for name in of_expert}
         if all_names <= present:  # else they are joined in the checkpoint too
 
             def linear(name: str, num_inputs: int, num_outputs: int) -> StoredLinear:
-                return StoredLinear(partial(weights.read, name), num_inputs, num_outputs, None, dtype)
+                return StoredLinear(weights, name, num_inputs, num_outputs, None, dtype)
 
             linears = [
                 ([linear(gate, width, size), linear(up, width, size)], linear(down, size, width))

@@ -1,13 +1,14 @@
-"""Quantised weights of GGUF files, which the kernels run without another rounding to fewer bits.
+"""Weights of GGUF files, read one by one from the memory-mapped file.
 
-Transformers reads a file and dequantises it, with names and the order of rows as in its modules. Here
-the weights of linear layers are read again, and taken if they are the module's to the last bit. Q4_0,
-Q4_1, Q4_K and Q8_0 have codes of evenly spaced levels in groups of 32, which are kept. Other types
-have levels or groups of their own and are rounded to 8 bits in groups of 32.
+Transformers knows the names of each architecture's weights, and what llama.cpp changes in them.
+Codes of linear layers in Q4_0, Q4_1, Q4_K and Q8_0, which have evenly spaced levels in groups of 32,
+are kept for the kernels. Other quantised types have levels or groups of their own and are rounded to 8
+bits in groups of 32.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,19 +17,39 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from secondguess.checkpoint.weights import gguf_tensors
-from secondguess.runtime.stored import GROUP, GroupedWeight, StoredLinear
+from secondguess.checkpoint.experts import names_of_expert
+from secondguess.checkpoint.weights import gguf_reader
+from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
 
+with quiet():
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA_3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 EMBEDDING, HEAD = "token_embd", "output"
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+"""Names of the weights of all experts of a layer, `[expert, output, input]`."""
 
 
 def count_stored(file: Path) -> dict[WeightFormat, int]:
     """Return the number of weights of linear layers by the encoding in which the kernels keep them."""
-    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in gguf_tensors(file)}
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in gguf_reader(file).tensors}
     if HEAD in tensors:  # else the embedding is also the head
         tensors.pop(EMBEDDING, None)
     counts: Counter[WeightFormat] = Counter()
@@ -38,70 +59,123 @@ def count_stored(file: Path) -> dict[WeightFormat, int]:
     return counts
 
 
-def keep_codes(model: Any, file: Path) -> None:
-    """Replace linear layers of a module, read from a GGUF file, by ones that read their codes from it."""
-    tensors = {tensor.name: tensor for tensor in gguf_tensors(file) if _is_quantised(tensor)}
-    names = _names_of(model.config)
-    layers = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear]
-    for name, linear in layers:
-        place = names.get_name(name)
-        if place == HEAD and model.config.tie_word_embeddings:
-            place = EMBEDDING
-        tensor = tensors.get(f"{place}.weight")
-        read = None if tensor is None else _reader(tensor, linear, model.config)
-        if read is not None:
-            stored = StoredLinear(
-                read, linear.in_features, linear.out_features, linear.bias, linear.weight.dtype
-            )
-            model.set_submodule(name, stored)
+class GgufWeights:
+    """Weights in a GGUF file.
+
+    Args:
+        file: the file.
+        outline: Transformers' module without memory.
+
+    Attributes:
+        names: names of the weights in the module, those of experts one by one. A head that shares the
+            embeddings is named if it is quantised.
+    """
+
+    def __init__(self, file: Path, outline: Any) -> None:
+        reader = gguf_reader(file)
+        architecture = reader.fields["general.architecture"].contents()
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(outline.config.to_dict())
+        names = get_gguf_hf_weights_map(outline, self._processor)
+        self._sources: dict[str, tuple[Any, int | None]] = {}
+        """Tensor of each weight, and the expert in it."""
+        for tensor in reader.tensors:
+            if found := EXPERTS.fullmatch(tensor.name):
+                part = ("gate", "up", "down").index(found[2])
+                for expert in range(len(tensor.data)):
+                    name = names_of_expert(outline, int(found[1]), expert)[part]
+                    self._sources[name] = tensor, expert
+            elif tensor.name in names:
+                self._sources[names[tensor.name]] = tensor, None
+        if outline.config.tie_word_embeddings:
+            embedding, _ = self._sources[f"{_name_of(outline, outline.get_input_embeddings())}.weight"]
+            if _is_quantised(embedding):
+                self._sources[f"{_name_of(outline, outline.get_output_embeddings())}.weight"] = (
+                    embedding,
+                    None,
+                )
+        self.names = list(self._sources)
+
+    def quantises(self, name: str) -> bool:
+        """Return whether a weight is quantised."""
+        return _is_quantised(self._sources[name][0])
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32."""
+        from gguf.quants import dequantize
+
+        tensor, _ = self._sources[name]
+        if (found := self._decode(name)) is not None:
+            return found.dequantised()
+        return torch.from_numpy(
+            np.array(self._in_order(name, dequantize(self._data(name), tensor.tensor_type)))
+        )
+
+    def read_codes(self, name: str) -> Tensor | GroupedWeight:
+        """Return the weight `[output, input]` of a linear layer for the kernels."""
+        if (found := self._decode(name)) is not None:
+            return found
+        weight = self.read(name)
+        return GroupedWeight.rounded(weight, INT8_GROUPS) if self.quantises(name) else weight
+
+    def _decode(self, name: str) -> GroupedWeight | None:
+        """Return a weight whose codes are kept; None if they are of another type, or stored in another way."""
+        tensor, _ = self._sources[name]
+        if tensor.tensor_type.name not in DECODERS:
+            return None
+        rows = self._data(name)
+        places = np.arange(len(rows), dtype=np.float32)[:, None]
+        order = self._in_order(name, places)
+        if not np.array_equal(order, places):
+            if not np.array_equal(np.sort(order, 0), places):
+                return None  # more than the order of rows is changed
+            rows = rows[order[:, 0].astype(np.int64)]
+        return DECODERS[tensor.tensor_type.name](torch.from_numpy(np.array(rows)))
+
+    def _data(self, name: str) -> Any:
+        tensor, expert = self._sources[name]
+        return tensor.data if expert is None else tensor.data[expert]
+
+    def _in_order(self, name: str, weight: Any) -> Any:
+        """Return a weight as the module has it."""
+        return self._processor.process(weights=weight, name=self._sources[name][0].name).weights
+
+
+def _name_of(outline: Any, module: Any) -> str:
+    return next(str(name) for name, each in outline.named_modules() if each is module)
+
+
+def complete_config(config: Any, file: Path) -> None:
+    """Set what Transformers does not read from a GGUF file: the size of experts, and Llama 3's scaling of RoPE.
+
+    Raises:
+        UnsupportedModelError: for another scaling of RoPE.
+    """
+    reader = gguf_reader(file)
+    for name, field in reader.fields.items():
+        if name.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = int(field.contents())
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_FACTORS:
+            _set_rope_scaling(config, torch.from_numpy(np.array(tensor.data)))
+
+
+def _set_rope_scaling(config: Any, factors: Tensor) -> None:
+    """Set Llama 3's scaling of RoPE, of which the file has only the factors of the wavelengths."""
+    unscaled = config.rope_parameters["rope_theta"] ** (torch.arange(len(factors)) / len(factors))
+    config.rope_parameters |= LLAMA_3_SCALING | {"factor": factors.max().item()}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    if scaled.shape != factors.shape or not torch.allclose(1 / (unscaled * scaled), factors, rtol=1e-3):
+        raise UnsupportedModelError(
+            f"expected {ROPE_FACTORS} to scale rotary positions as Llama 3 does, got other factors "
+            f"({factors.min().item():.3g} to {factors.max().item():.3g}); use the safetensors checkpoint of the model"
+        )
 
 
 def _is_quantised(tensor: Any) -> bool:
     from gguf import GGML_QUANT_SIZES
 
     numbers_per_block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
-    return numbers_per_block > 1 and len(tensor.shape) == 2
-
-
-def _names_of(config: Any) -> Any:
-    """Return the map from the names of Transformers' modules to those of the file."""
-    import gguf
-
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type.replace("_text", ""))
-    numbers = {name.replace("-", ""): number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(numbers[architecture.replace("_", "")], config.num_hidden_layers)
-
-
-def _reader(tensor: Any, linear: nn.Linear, config: Any) -> Callable[[], GroupedWeight] | None:
-    """Return a function that reads the weight of a linear layer; None if the module has another one."""
-    for order in _orders(linear, config):
-        if torch.equal(_dequantised(tensor, order).to(linear.weight.dtype), linear.weight):
-            return partial(_decode, tensor, order)
-    return None
-
-
-def _orders(linear: nn.Linear, config: Any) -> list[Tensor | None]:
-    """Return orders of rows: as in the file, and with heads whose halves llama.cpp interleaves."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if linear.out_features % size:
-        return [None]
-    return [None, torch.arange(linear.out_features).view(-1, size // 2, 2).transpose(1, 2).flatten()]
-
-
-def _dequantised(tensor: Any, order: Tensor | None) -> Tensor:
-    """Return a weight `[output, input]` in float32 with its rows in an order."""
-    from gguf.quants import dequantize
-
-    rows = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    return rows if order is None else rows[order]
-
-
-def _decode(tensor: Any, order: Tensor | None) -> GroupedWeight:
-    kind = tensor.tensor_type.name
-    if kind not in DECODERS:
-        return GroupedWeight.rounded(_dequantised(tensor, order), INT8_GROUPS)
-    rows = torch.from_numpy(np.array(tensor.data))
-    return DECODERS[kind](rows if order is None else rows[order])
+    return numbers_per_block > 1 and len(tensor.shape) > 1
 
 
 def _decode_4_bits(num_parameters: int, rows: Tensor) -> GroupedWeight:

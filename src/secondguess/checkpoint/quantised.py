@@ -201,8 +201,17 @@ class StoredWeights:
         biases = (f"{prefix}bias" for prefix in self._quantised if f"{prefix}bias" in self._files)
         self.names = [*others, *biases, *(f"{prefix}weight" for prefix in self._quantised)]
 
-    def read(self, name: str) -> Tensor | GroupedWeight:
-        """Return one weight."""
+    def quantises(self, name: str) -> bool:
+        """Return whether a weight is quantised."""
+        return name.removesuffix("weight") in self._quantised
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight."""
+        found = self.read_codes(name)
+        return found.dequantised() if isinstance(found, GroupedWeight) else found
+
+    def read_codes(self, name: str) -> Tensor | GroupedWeight:
+        """Return a weight with its codes if it is quantised."""
         prefix = name.removesuffix("weight")
         if self._encoding is None or prefix not in self._quantised:
             tensor: Tensor = self._files[name].get_tensor(name)

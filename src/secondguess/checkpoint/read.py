@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
-from secondguess.checkpoint.gguf import keep_codes
+from secondguess.checkpoint.gguf import GgufWeights, complete_config
 from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
 from secondguess.checkpoint.weights import is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import no_progress_bars, quiet
-from secondguess.runtime.stored import GroupedWeight, StoredLinear
+from secondguess.runtime.stored import StoredLinear
 from secondguess.runtime.support import check_class, check_config, takes_masks
 
 with quiet():
@@ -81,6 +80,8 @@ def read_config(path: str) -> Any:
         if not is_gguf(path) and not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
+        if is_gguf(path):
+            complete_config(config, Path(path))
         if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
             del config.quantization_config
         return config
@@ -189,16 +190,14 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
     with _reading("weights", path):
         config = read_config(path)
         encoding = read_encoding(Path(path))
-        if encoding is not None or (layer_by_layer and tensor_files(Path(path))):
+        if encoding is not None or (layer_by_layer and (is_gguf(path) or tensor_files(Path(path)))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(
-            **_place(path), dtype=dtype, output_loading_info=True, **_experts_option(dtype)
+            **_place(path), config=config, dtype=dtype, output_loading_info=True, **_experts_option(dtype)
         )
         _check_complete(found)
-        if layer_by_layer and is_gguf(path):
-            keep_codes(model, Path(path))
         return model
 
 
@@ -206,9 +205,10 @@ def _read_stored(
     path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
 ) -> Any:
     """Return a module from weights that are read one by one."""
-    weights, model_class = StoredWeights(path, encoding), class_of(config)
+    model_class = class_of(config)
     with torch.device("meta"):
         outline = model_class(config)
+    weights = GgufWeights(path, outline) if is_gguf(path) else StoredWeights(path, encoding)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
     tensors, stored = {}, {}
@@ -218,13 +218,15 @@ def _read_stored(
     for name in weights.names:
         if name in in_experts:
             continue
-        if layer_by_layer and name in linears and not _is_tied_head(outline, linears[name]):
-            linear = linears[name]
-            stored[name] = partial(weights.read, name), linear.in_features, linear.out_features
-            tensors[name] = torch.zeros((), dtype=dtype).expand(linear.weight.shape)  # takes no memory
+        linear = linears.get(name)
+        is_tied_head = linear is not None and _is_tied_head(outline, linear)
+        if layer_by_layer and linear is not None and (not is_tied_head or weights.quantises(name)):
+            stored[name] = linear.in_features, linear.out_features
+            if not is_tied_head:
+                tensors[name] = torch.zeros((), dtype=dtype).expand(linear.weight.shape)  # takes no memory
         else:
             found = weights.read(name)
-            tensors[name] = found.dequantised().to(dtype) if isinstance(found, GroupedWeight) else found
+            tensors[name] = found.to(dtype) if weights.quantises(name) else found
     model, info = model_class.from_pretrained(
         None,
         config=config,
@@ -234,9 +236,10 @@ def _read_stored(
         **_experts_option(dtype),
     )
     _check_complete(info)
-    for name, parts in stored.items():
+    for name, sizes in stored.items():
         place = name.removesuffix(".weight")
-        model.set_submodule(place, StoredLinear(*parts, model.get_submodule(place).bias, dtype))
+        bias = model.get_submodule(place).bias
+        model.set_submodule(place, StoredLinear(weights, name, *sizes, bias, dtype))
     for place, module in experts.items():
         model.set_submodule(place, module)
     if (path / "generation_config.json").is_file():

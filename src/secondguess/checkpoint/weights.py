@@ -63,7 +63,9 @@ def count_parameters(folder: Path, suffix: str = "") -> int:
 
 def _count_in_file(file: Path, suffix: str) -> int:
     if is_gguf(file):
-        return sum(int(tensor.n_elements) for tensor in gguf_tensors(file) if tensor.name.endswith(suffix))
+        return sum(
+            int(tensor.n_elements) for tensor in gguf_reader(file).tensors if tensor.name.endswith(suffix)
+        )
     try:
         with safe_open(file, framework="numpy") as tensors:
             names = (name for name in tensors.keys() if name.endswith(suffix))  # noqa: SIM118 - not a dictionary
@@ -74,16 +76,22 @@ def _count_in_file(file: Path, suffix: str) -> int:
         ) from error
 
 
-def gguf_tensors(file: Path) -> list[Any]:
-    """Return the tensors of a GGUF file, memory-mapped.
+def gguf_reader(file: Path) -> Any:
+    """Return the reader of a GGUF file, with its fields and its memory-mapped tensors.
 
     Raises:
         CheckpointError: if the file is broken.
     """
+    stat = file.stat()
+    return _gguf_reader(file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _gguf_reader(file: Path, size: int, modified: int) -> Any:
     from gguf import GGUFReader
 
     try:
-        return list(GGUFReader(file).tensors)
+        return GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise CheckpointError(
             f"expected a whole GGUF file in {file}, got: {error}; copy or download it again"

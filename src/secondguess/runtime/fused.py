@@ -46,7 +46,7 @@ must have at most the largest error.
 logger = logging.getLogger(__name__)
 
 
-def fuse(model: Any, packed: bool) -> FusedDecoder | None:
+def fuse(model: Any, packed: bool, decodes: bool = True) -> FusedDecoder | None:
     """Return the fused decoder of a module, or None if it would not reproduce the module's logits.
 
     The module must not be used afterwards in either case.
@@ -54,6 +54,8 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     Args:
         model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
         packed: whether to pack its weights (see `packing.can_pack`).
+        decodes: whether the decoder will decode. If not, a decoding step need not be compared, which reads
+            all weights once more.
     """
     if not all(map(_is_plain, _weighted_modules(model))):
         return None  # adapters and the like compute something else from the same weights
@@ -68,19 +70,22 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         decoder = FusedDecoder(model, packed)
         for rotary in decoder.rotaries.values():
             rotary.table(limit)
-        found = _probe(decoder, tokens, positions)
+        found = _probe(decoder, tokens, positions, int(decodes))
     tolerance = PROBE_TOLERANCE[expected.dtype]
     return decoder if probe_passes("fused", found, expected, tolerance, decoder.has_experts) else None
 
 
-def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return logits `[row, query, vocab]` of a prefill followed by a decode step of one token."""
+def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor, num_decoded: int) -> Tensor:
+    """Return logits `[row, query, vocab]` of a prefill followed by a decode step of one token or none."""
     runtime = FusedRuntime(decoder)
     rows, slots = tokens.shape[0], list(range(tokens.shape[0]))
-    width = tokens.shape[1] - 1
+    width = tokens.shape[1] - num_decoded
     runtime.cache.place([0] * rows, width, slots, width)
-    prefill = ForwardStep(None, positions[:, :-1], width, key_positions=positions[:, :-1].expand(rows, -1))
-    first = runtime.run(tokens[:, :-1], prefill, width, with_hidden=False).logits
+    before = positions[:, :width]
+    prefill = ForwardStep(None, before, width, key_positions=before.expand(rows, -1))
+    first = runtime.run(tokens[:, :width], prefill, width, with_hidden=False).logits
+    if not num_decoded:
+        return first
     runtime.cache.place([width] * rows, 1, slots, KEY_MULTIPLE)
     keys = positions[:, :1] + torch.arange(KEY_MULTIPLE)
     mask = ChainMasks(positions.device).mask(width, 1, KEY_MULTIPLE)

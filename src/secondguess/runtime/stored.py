@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,10 @@ class GroupedWeight:
         """Return the weight `[output, input]` in float32."""
         if self.groups is not None:
             return self.codes * self.scale[:, self.groups] + self.minimum[:, self.groups]
-        codes = self.codes.view(*self.scale.shape, -1)
-        return (codes * self.scale[:, :, None] + self.minimum[:, :, None]).flatten(1)
+        values = self.codes.view(
+            *self.scale.shape, -1
+        ).float()  # in place, a third of the time of one expression
+        return values.mul_(self.scale[:, :, None]).add_(self.minimum[:, :, None]).flatten(1)
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -80,11 +82,27 @@ class GroupedWeight:
         return torch.cat((codes, *parameters), 2)
 
 
+class WeightSource(Protocol):
+    """Weights of a checkpoint, read one by one.
+
+    Attributes:
+        names: names of the weights.
+    """
+
+    names: list[str]
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight."""
+
+    def read_codes(self, name: str) -> Tensor | GroupedWeight:
+        """Return the weight of a linear layer for the kernels, with codes if it is quantised."""
+
+
 class StoredLinear(nn.Module):
     """Linear layer that reads its weight from the files whenever it is used.
 
     Args:
-        read: returns the weight.
+        source, name: where the weight is.
         in_features, out_features: of the layer.
         bias: `[output]` or None.
         dtype: dtype of `weight`.
@@ -92,14 +110,15 @@ class StoredLinear(nn.Module):
 
     def __init__(
         self,
-        read: Callable[[], Tensor | GroupedWeight],
+        source: WeightSource,
+        name: str,
         in_features: int,
         out_features: int,
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self._read = read
+        self._source, self._name = source, name
         self.in_features, self.out_features = in_features, out_features
         self.bias = bias
         self._dtype = dtype
@@ -111,8 +130,9 @@ class StoredLinear(nn.Module):
         Raises:
             CheckpointError: a weight of another shape.
         """
-        found = self._read_checked()
-        return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(self._dtype)
+        found = self._source.read(self._name)
+        self._check(found.shape)
+        return found.to(self._dtype)
 
     def read_codes(self) -> GroupedWeight | None:
         """Return the weight if it is quantised.
@@ -120,18 +140,18 @@ class StoredLinear(nn.Module):
         Raises:
             CheckpointError: a weight of another shape.
         """
-        found = self._read_checked()
-        return found if isinstance(found, GroupedWeight) else None
+        found = self._source.read_codes(self._name)
+        if not isinstance(found, GroupedWeight):
+            return None
+        self._check(found.codes.shape)
+        return found
 
-    def _read_checked(self) -> Tensor | GroupedWeight:
-        found = self._read()
-        shape = tuple((found.codes if isinstance(found, GroupedWeight) else found).shape)
+    def _check(self, shape: torch.Size) -> None:
         if shape != (self.out_features, self.in_features):
             raise CheckpointError(
-                f"expected a weight of shape {(self.out_features, self.in_features)} in the checkpoint, got {shape}; "
-                "copy or download the checkpoint again"
+                f"expected a weight of shape {(self.out_features, self.in_features)} in the checkpoint, got "
+                f"{tuple(shape)}; copy or download the checkpoint again"
             )
-        return found
 
     def forward(self, values: Tensor) -> Tensor:
         return functional.linear(values, self.weight, self.bias)
