@@ -41,7 +41,7 @@ from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import why_not_fused
-from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import can_pack, can_pack_for_kernels, pack_linears
@@ -393,8 +393,8 @@ class Checkpoint:
         for name in self.runtimes:
             if name == "native":
                 for weight_format in self.weight_formats:
-                    unpacked = fuse(model.eval(), packed=False, decodes=False)
-                    native = to_native(unpacked, weight_format) if unpacked else None
+                    checked = fuse_for_kernels(model.eval())
+                    native = to_native(checked, weight_format) if checked else None
                     if native is not None:
                         return NativeRuntime(native)
                     model = reload_model()

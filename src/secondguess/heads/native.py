@@ -33,7 +33,7 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.fused import probe_passes
+from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     NO_POSITIONS,
@@ -43,7 +43,7 @@ from secondguess.runtime.native.forward import (
     in_rows,
     kernel_step,
 )
-from secondguess.runtime.native.runtime import PROBE_TOLERANCE, PROBE_WIDTH, NativeRuntime
+from secondguess.runtime.native.runtime import PROBE_TOLERANCE, NativeRuntime
 from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import BFLOAT16
 from secondguess.sampling.params import SamplingParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,21 @@ must have at most the largest error.
 logger = logging.getLogger(__name__)
 
 
-def fuse(model: Any, packed: bool, decodes: bool = True) -> FusedDecoder | None:
+class CheckedDecoder(NamedTuple):
+    """Fused decoder of a module, and logits to compare the kernels with.
+
+    Args:
+        decoder: the decoder, not packed.
+        tokens: `[row, token]`, from the first position on.
+        logits: `[row, token, vocab]`, those of the module.
+    """
+
+    decoder: FusedDecoder
+    tokens: Tensor
+    logits: Tensor
+
+
+def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     """Return the fused decoder of a module, or None if it would not reproduce the module's logits.
 
     The module must not be used afterwards in either case.
@@ -54,44 +68,92 @@ def fuse(model: Any, packed: bool, decodes: bool = True) -> FusedDecoder | None:
     Args:
         model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
         packed: whether to pack its weights (see `packing.can_pack`).
-        decodes: whether the decoder will decode. If not, a decoding step need not be compared, which reads
-            all weights once more.
     """
-    if not all(map(_is_plain, _weighted_modules(model))):
-        return None  # adapters and the like compute something else from the same weights
-    config = model.config
-    limit = min(context_length_of(config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)
-    width = min(PROBE_WIDTH, limit)
-    tokens = torch.arange(2 * width).remainder(model.get_input_embeddings().weight.shape[0]).reshape(2, width)
-    # late positions, at which scaled rotary embeddings differ from plain ones
-    positions = torch.arange(limit - width, limit)[None]
+    if not _has_plain_weights(model):
+        return None
+    tokens, positions = _probe_tokens(model), _late_positions(model)
     with torch.inference_mode():
-        expected = model(input_ids=tokens, position_ids=positions.expand(2, -1), use_cache=False).logits
-        decoder = FusedDecoder(model, packed)
-        for rotary in decoder.rotaries.values():
-            rotary.table(limit)
-        found = _probe(decoder, tokens, positions, int(decodes))
-    tolerance = PROBE_TOLERANCE[expected.dtype]
-    return decoder if probe_passes("fused", found, expected, tolerance, decoder.has_experts) else None
+        expected = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        decoder = _fused_decoder(model, packed)
+        runtime, prefilled = FusedRuntime(decoder), tokens.shape[1] - 1
+        found = torch.cat(
+            (_prefill(runtime, tokens, positions, prefilled), _decode(runtime, tokens, positions)), 1
+        )
+    return decoder if _passes(found, expected, decoder) else None
 
 
-def _probe(decoder: FusedDecoder, tokens: Tensor, positions: Tensor, num_decoded: int) -> Tensor:
-    """Return logits `[row, query, vocab]` of a prefill followed by a decode step of one token or none."""
-    runtime = FusedRuntime(decoder)
-    rows, slots = tokens.shape[0], list(range(tokens.shape[0]))
-    width = tokens.shape[1] - num_decoded
-    runtime.cache.place([0] * rows, width, slots, width)
-    before = positions[:, :width]
-    prefill = ForwardStep(None, before, width, key_positions=before.expand(rows, -1))
-    first = runtime.run(tokens[:, :width], prefill, width, with_hidden=False).logits
-    if not num_decoded:
-        return first
-    runtime.cache.place([width] * rows, 1, slots, KEY_MULTIPLE)
+def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
+    """Return the fused decoder of a module for `to_native`, or None if it would not reproduce the module's logits.
+
+    It will not decode, so only a prefill is checked. Weights that stay in files are read once by the module and
+    once by the decoder. The module must not be used afterwards.
+
+    Args:
+        model: as for `fuse`.
+    """
+    if not _has_plain_weights(model):
+        return None
+    tokens, late = _probe_tokens(model), _late_positions(model)
+    early = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
+    twice, positions = tokens.repeat(2, 1), torch.cat((late, early))
+    with torch.inference_mode():
+        expected = model(input_ids=twice, position_ids=positions, use_cache=False).logits
+        decoder = _fused_decoder(model, packed=False)
+        found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
+    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :])
+    return checked if _passes(found, expected, decoder) else None
+
+
+def _probe_tokens(model: Any) -> Tensor:
+    """Return the tokens `[2, width]` of the probes of a model."""
+    width = min(PROBE_WIDTH, _probe_limit(model))
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(2 * width).remainder(vocab_size).reshape(2, width)
+
+
+def _probe_limit(model: Any) -> int:
+    return min(context_length_of(model.config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)
+
+
+def _late_positions(model: Any) -> Tensor:
+    """Return positions `[2, width]` at which scaled rotary embeddings differ from plain ones."""
+    limit = _probe_limit(model)
+    return torch.arange(limit - min(PROBE_WIDTH, limit), limit).expand(2, -1)
+
+
+def _has_plain_weights(model: Any) -> bool:
+    """Return False for adapters and the like, which compute something else from the same weights."""
+    return all(map(_is_plain, _weighted_modules(model)))
+
+
+def _fused_decoder(model: Any, packed: bool) -> FusedDecoder:
+    limit = _probe_limit(model)
+    decoder = FusedDecoder(model, packed)
+    for rotary in decoder.rotaries.values():
+        rotary.table(limit)
+    return decoder
+
+
+def _passes(found: Tensor, expected: Tensor, decoder: FusedDecoder) -> bool:
+    return probe_passes("fused", found, expected, PROBE_TOLERANCE[expected.dtype], decoder.has_experts)
+
+
+def _prefill(runtime: FusedRuntime, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Return logits `[row, query, vocab]` of the first `width` tokens."""
+    rows, before = tokens.shape[0], positions[:, :width]
+    runtime.cache.place([0] * rows, width, list(range(rows)), width)
+    step = ForwardStep(None, before, width, key_positions=before)
+    return runtime.run(tokens[:, :width], step, width, with_hidden=False).logits
+
+
+def _decode(runtime: FusedRuntime, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return logits `[row, 1, vocab]` of the last token after a prefill of the others."""
+    rows, width = tokens.shape[0], tokens.shape[1] - 1
+    runtime.cache.place([width] * rows, 1, list(range(rows)), KEY_MULTIPLE)
     keys = positions[:, :1] + torch.arange(KEY_MULTIPLE)
     mask = ChainMasks(positions.device).mask(width, 1, KEY_MULTIPLE)
-    decode = ForwardStep(mask, positions[:, -1:], KEY_MULTIPLE, key_positions=keys.expand(rows, -1))
-    last = runtime.run(tokens[:, -1:], decode, 1, with_hidden=False).logits
-    return torch.cat((first, last), 1)
+    step = ForwardStep(mask, positions[:, -1:], KEY_MULTIPLE, key_positions=keys)
+    return runtime.run(tokens[:, -1:], step, 1, with_hidden=False).logits
 
 
 def _is_plain(module: Any) -> bool:

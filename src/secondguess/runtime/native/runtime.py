@@ -21,8 +21,7 @@ from secondguess.runtime.base import (
 )
 from secondguess.runtime.cached import Output, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.fused import FusedRuntime, probe_passes
-from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.fused import CheckedDecoder, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
@@ -36,7 +35,6 @@ from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import context_length_of, has_bfloat16, without_gradients
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, STORED_INT4, STORED_INT8, WeightFormat
 
-PROBE_WIDTH = 16
 PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12, INT4: 0.6, STORED_INT4: 0.12, STORED_INT8: 0.12}
 """Largest relative root-mean-square error of the logits attributed to rounding.
 
@@ -45,21 +43,20 @@ in 4 bits, 0.02 to 0.05 if the checkpoint's own codes are kept; a wrong computat
 """
 
 
-def to_native(decoder: FusedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
-    """Return a fused decoder in the layout of the kernels, or None if they would not reproduce it.
+def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
+    """Return a fused decoder in the layout of the kernels, or None if they would not reproduce the module.
 
     The fused decoder must not be used afterwards in either case.
 
     Args:
-        decoder: unpacked, in bfloat16.
+        checked: the fused decoder, in bfloat16.
         weight_format: as in `NativeDecoder`.
     """
-    tokens = torch.arange(2 * PROBE_WIDTH).remainder(decoder.embedding.shape[0]).reshape(2, PROBE_WIDTH)
-    expected, has_experts = FusedRuntime(decoder).read(tokens).logits, decoder.has_experts
-    native = NativeDecoder(decoder, weight_format)
-    found = NativeRuntime(native).read(tokens).logits
+    has_experts = checked.decoder.has_experts
+    native = NativeDecoder(checked.decoder, weight_format)
+    found = NativeRuntime(native).read(checked.tokens).logits
     name = f"native ({weight_format.name})"
-    passes = probe_passes(name, found, expected, PROBE_TOLERANCE[weight_format], has_experts)
+    passes = probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format], has_experts)
     return native if passes else None
 
 
