@@ -65,6 +65,8 @@ from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory beside the weights by default."""
+BYTES_OF_ROUNDING = 24
+"""Bytes per weight that are in use while a weight of a GGUF file is decoded and rounded to 8 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +283,8 @@ class Checkpoint:
         if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
+        if by_kernels and is_gguf(self.path):
+            loading = max(loading, weights + BYTES_OF_ROUNDING * num_embedded)  # the head, if it is rounded
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.experts import names_of_expert
-from secondguess.checkpoint.weights import gguf_reader
+from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
 from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
@@ -34,6 +35,8 @@ with quiet():
     )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3", "stablelm")
+"""Architectures of GGUF files among the families of the kernels that Transformers reads."""
 IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA_3_SCALING = {
@@ -74,12 +77,22 @@ class GgufWeights:
     def __init__(self, file: Path, outline: Any) -> None:
         reader = gguf_reader(file)
         architecture = reader.fields["general.architecture"].contents()
+        if architecture not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"expected a GGUF file of an architecture whose weights the kernels read ({', '.join(ARCHITECTURES)}), "
+                f"got {architecture}; use the safetensors checkpoint of the model"
+            )
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(outline.config.to_dict())
         names = get_gguf_hf_weights_map(outline, self._processor)
         self._sources: dict[str, tuple[Any, int | None]] = {}
         """Tensor of each weight, and the expert in it."""
         for tensor in reader.tensors:
             if found := EXPERTS.fullmatch(tensor.name):
+                if FAMILIES[outline.config.model_type].experts is None:
+                    raise UnsupportedModelError(
+                        f"expected no experts in a GGUF file of architecture {architecture}, got {tensor.name}; "
+                        "use the safetensors checkpoint of the model"
+                    )
                 part = ("gate", "up", "down").index(found[2])
                 for expert in range(len(tensor.data)):
                     name = names_of_expert(outline, int(found[1]), expert)[part]
@@ -94,6 +107,7 @@ class GgufWeights:
                     None,
                 )
         self.names = list(self._sources)
+        forget_gguf_readers()
 
     def quantises(self, name: str) -> bool:
         """Return whether a weight is quantised."""
@@ -155,7 +169,7 @@ def complete_config(config: Any, file: Path) -> None:
         if name.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
             config.moe_intermediate_size = int(field.contents())
     for tensor in reader.tensors:
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name == ROPE_FACTORS and config.model_type == "llama":
             _set_rope_scaling(config, torch.from_numpy(np.array(tensor.data)))
 
 

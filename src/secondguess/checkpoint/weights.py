@@ -86,7 +86,12 @@ def gguf_reader(file: Path) -> Any:
     return _gguf_reader(file, stat.st_size, stat.st_mtime_ns)
 
 
-@lru_cache(maxsize=4)
+def forget_gguf_readers() -> None:
+    """Drop the readers of GGUF files: the fields of a large vocabulary take half a gigabyte."""
+    _gguf_reader.cache_clear()
+
+
+@lru_cache(maxsize=1)
 def _gguf_reader(file: Path, size: int, modified: int) -> Any:
     from gguf import GGUFReader
 

@@ -39,7 +39,7 @@ PROBE_WIDTH = 16
 MIXTURE_SHARE, MIXTURE_POSITIONS = 0.75, 5
 """Share of the tokens of a mixture of experts whose error counts, among those of so many positions.
 
-The last of `PROBE_WIDTH` positions, which is decoded in a step of its own, is by itself: one of the tokens there
+The last of `PROBE_WIDTH` positions, which `fuse` decodes in a step of its own, is by itself: one of the tokens there
 must have at most the largest error.
 """
 

@@ -49,9 +49,8 @@ class GroupedWeight:
         """Return the weight `[output, input]` in float32."""
         if self.groups is not None:
             return self.codes * self.scale[:, self.groups] + self.minimum[:, self.groups]
-        values = self.codes.view(
-            *self.scale.shape, -1
-        ).float()  # in place, a third of the time of one expression
+        # in place, which takes a third of the time of one expression
+        values = self.codes.view(*self.scale.shape, -1).float()
         return values.mul_(self.scale[:, :, None]).add_(self.minimum[:, :, None]).flatten(1)
 
     @property

@@ -159,7 +159,8 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     found = torch.cpu.get_capabilities()
-    return any(found.get(each) for each in ("avx512_bf16", "amx_tile", "bf16"))
+    on_arm = found.get("bf16") and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(found.get("avx512_bf16") or found.get("amx_tile") or on_arm)
 
 
 _threads_of_parent: int | None = None

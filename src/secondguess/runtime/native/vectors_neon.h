@@ -139,7 +139,9 @@ inline Line load_line(const void* from) {
     return {{vld1q_u32(numbers), vld1q_u32(numbers + 4), vld1q_u32(numbers + 8), vld1q_u32(numbers + 12)}};
 }
 inline Line repeat(const void* four_bytes) {
-    const uint32x4_t each = vld1q_dup_u32((const uint32_t*)four_bytes);
+    uint32_t bits;
+    std::memcpy(&bits, four_bytes, sizeof bits);
+    const uint32x4_t each = vdupq_n_u32(bits);
     return {{each, each, each, each}};
 }
 
