@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from checkpoints import random_llama, write_tokenizer
+from checkpoints import random_llama
 from families import needs_kernels, row_of
+from gguf_files import WIDTH, blocks, finish, writer_for
+from gguf_files import write_llama as write
 from secondguess.checkpoint import resolve
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
@@ -20,102 +20,6 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.stored import StoredLinear
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]
-HEADS = {"attn_q": 4, "attn_k": 2}
-WIDTH = 256
-
-
-def blocks(weight: Tensor, kind: str) -> tuple[object, Tensor]:
-    """A tensor in blocks of a type, and what these blocks hold.
-
-    gguf quantises to types of 32 numbers; for those of 256 the blocks are random, with scales near 0.001.
-    """
-    gguf = pytest.importorskip("gguf")
-    numpy = pytest.importorskip("numpy")
-    wanted = gguf.GGMLQuantizationType[kind]
-    if kind.endswith("_K"):
-        size = gguf.GGML_QUANT_SIZES[wanted][1]
-        random = numpy.random.default_rng(4)
-        data = random.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=numpy.uint8)
-        scales = numpy.array([0.001, 0.002], dtype=numpy.float16).view(numpy.uint8)
-        place = slice(size - 2, size) if kind == "Q6_K" else slice(0, 4)
-        data[:, :, place] = scales[: 2 if kind == "Q6_K" else 4]
-        data = data.reshape(len(weight), -1)
-    else:
-        data = gguf.quants.quantize(weight.numpy(), wanted)
-    return data, torch.from_numpy(gguf.quants.dequantize(data, wanted).copy())
-
-
-def interleaved(weight: Tensor, heads: int, *, back: bool = False) -> Tensor:
-    """Rows as llama.cpp orders them: the halves of a head in turn."""
-    sizes = (-1, 2) if back else (2, -1)
-    return weight.unflatten(0, (heads, *sizes)).transpose(1, 2).flatten(0, 2)
-
-
-def writer_for(folder: Path, architecture: str, config: Any) -> Any:
-    """Return a writer of `model.gguf` that has a model's sizes and a tokenizer."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    write_tokenizer(folder)
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(300)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
-    writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
-    writer.add_eos_token_id(0)
-    return writer
-
-
-def finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write(
-    folder: Path, kind: str, mixed: str | None = None, tied: bool = False, rope_factors: Tensor | None = None
-) -> tuple[Path, nn.Module]:
-    """Write a random Llama with its linear layers in a type, some in another; return it in float32.
-
-    A tied head is written as llama.cpp does, as the embeddings, and in the other type.
-    """
-    gguf = pytest.importorskip("gguf")
-    model = random_llama(
-        3,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        vocab_size=300,
-        initializer_range=0.1,
-        tie_word_embeddings=tied,
-    )
-    config = model.config
-    writer = writer_for(folder, "llama", config)
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, value in model.state_dict().items():
-        place = names.get_name(name.removesuffix(".weight"))
-        if tied and place == "output":
-            continue
-        if value.dim() == 1 or (place in ("token_embd", "output") and not tied):
-            writer.add_tensor(f"{place}.weight", value.numpy())
-            continue
-        used = mixed if mixed and place.endswith(("ffn_down", "attn_v", "token_embd")) else kind
-        heads = HEADS.get(place.rpartition(".")[2])
-        data, held = blocks(value if heads is None else interleaved(value, heads), used)
-        value.copy_(held if heads is None else interleaved(held, heads, back=True))
-        writer.add_tensor(f"{place}.weight", data, raw_dtype=gguf.GGMLQuantizationType[used])
-    finish(writer)
-    return folder / "model.gguf", model
 
 
 @needs_kernels
@@ -180,7 +84,7 @@ def test_the_rope_scaling_of_llama_3_is_read(tmp_path):
         assert config.rope_parameters == LLAMA_3
     (tmp_path / "other").mkdir()
     file, _ = write(tmp_path / "other", "Q8_0", rope_factors=factors.sqrt())
-    with pytest.raises(CheckpointError, match=r"as Llama 3 does, got other factors \(1 to 2.83\)"):
+    with pytest.raises(CheckpointError, match=r"factors \(1 to 2.83\) that are not Llama 3's"):
         Checkpoint.resolve(file, device="cpu")
 
 
@@ -205,12 +109,15 @@ def write_mixture(folder: Path, kind: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    writer = writer_for(folder, "qwen3moe", config)
-    writer.add_expert_count(4)
-    writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_key_length(64)
-    writer.add_value_length(64)
+    writer = writer_for(
+        folder,
+        "qwen3moe",
+        config,
+        expert_count=4,
+        expert_used_count=2,
+        expert_feed_forward_length=config.moe_intermediate_size,
+        attention__key_length=64,
+    )
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 2)
 
     def add(place: str, value: Tensor) -> None:
@@ -294,6 +201,36 @@ def test_a_truncated_file_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"expected .*model\.gguf.*got") as refused:
             Checkpoint.resolve(file, device="cpu").load()
         assert "\n" not in str(refused.value)
+
+
+def test_a_part_of_a_model_is_refused(tmp_path):
+    config = random_llama(hidden_size=WIDTH, vocab_size=300).config
+    writer = writer_for(tmp_path, "llama", config)
+    writer.add_uint16("split.count", 3)
+    writer.add_tensor("output_norm.weight", torch.ones(WIDTH).numpy())
+    finish(writer)
+    with pytest.raises(CheckpointError, match=r"whole model, got .*gguf, one of 3 parts; join them"):
+        Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
+
+
+def test_weights_are_decoded_in_slices_of_rows(tmp_path, monkeypatch):
+    file, _ = write(tmp_path, "Q4_K", "Q6_K")
+    checkpoint = Checkpoint.resolve(file, dtype="float32", device="cpu")
+    whole = checkpoint.read_module(layer_by_layer=True)
+    names = [name for name, each in whole.named_modules() if isinstance(each, StoredLinear)]
+    expected = {
+        name: (whole.get_submodule(name).weight, whole.get_submodule(name).read_codes()) for name in names
+    }
+    monkeypatch.setattr("secondguess.checkpoint.gguf.BYTES_OF_SLICE", 3000)
+    for name, (weight, codes) in expected.items():
+        stored = whole.get_submodule(name)
+        assert torch.equal(stored.weight, weight)
+        if codes is not None:
+            found = stored.read_codes()
+            assert all(
+                torch.equal(getattr(found, each), getattr(codes, each))
+                for each in ("codes", "scale", "minimum")
+            )
 
 
 def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):

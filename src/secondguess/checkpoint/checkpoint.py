@@ -65,8 +65,8 @@ from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory beside the weights by default."""
-BYTES_OF_ROUNDING = 24
-"""Bytes per weight that are in use while a weight of a GGUF file is decoded and rounded to 8 bits."""
+BYTES_OF_READING = 8
+"""Bytes per weight that are in use while a weight of a GGUF file is read: in float32, and converted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +284,7 @@ class Checkpoint:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
         if by_kernels and is_gguf(self.path):
-            loading = max(loading, weights + BYTES_OF_ROUNDING * num_embedded)  # the head, if it is rounded
+            loading = max(loading, weights + BYTES_OF_READING * num_embedded)  # the head
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
 

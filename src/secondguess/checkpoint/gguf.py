@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,18 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.experts import names_of_expert
+from secondguess.checkpoint.gguf_config import ARCHITECTURES
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.families import FAMILIES
-from secondguess.runtime.quiet import quiet
 from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
 
-with quiet():
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3", "stablelm")
-"""Architectures of GGUF files among the families of the kernels that Transformers reads."""
+PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
+"""Architectures of which llama.cpp changes weights, which a class of Transformers undoes."""
 IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
-ROPE_FACTORS = "rope_freqs.weight"
-LLAMA_3_SCALING = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+BYTES_OF_SLICE = 1 << 24
+"""Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
 EMBEDDING, HEAD = "token_embd", "output"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 """Names of the weights of all experts of a layer, `[expert, output, input]`."""
@@ -75,6 +62,12 @@ class GgufWeights:
     """
 
     def __init__(self, file: Path, outline: Any) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
         reader = gguf_reader(file)
         architecture = reader.fields["general.architecture"].contents()
         if architecture not in ARCHITECTURES:
@@ -82,7 +75,8 @@ class GgufWeights:
                 f"expected a GGUF file of an architecture whose weights the kernels read ({', '.join(ARCHITECTURES)}), "
                 f"got {architecture}; use the safetensors checkpoint of the model"
             )
-        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(outline.config.to_dict())
+        processor = TENSOR_PROCESSORS[architecture] if architecture in PROCESSED else TensorProcessor
+        self._processor = processor(outline.config.to_dict())
         names = get_gguf_hf_weights_map(outline, self._processor)
         self._sources: dict[str, tuple[Any, int | None]] = {}
         """Tensor of each weight, and the expert in it."""
@@ -118,32 +112,37 @@ class GgufWeights:
         from gguf.quants import dequantize
 
         tensor, _ = self._sources[name]
-        if (found := self._decode(name)) is not None:
-            return found.dequantised()
-        return torch.from_numpy(
-            np.array(self._in_order(name, dequantize(self._data(name), tensor.tensor_type)))
-        )
+        kind, rows = tensor.tensor_type, self._rows(name)
+        if rows is None:
+            return torch.from_numpy(np.array(self._in_order(name, dequantize(self._data(name), kind))))
+        weight = torch.empty(len(rows), int(tensor.shape[0]))
+        for place in _slices(rows):
+            weight[place] = _dequantise(rows[place], kind)
+        return weight
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return the weight `[output, input]` of a linear layer for the kernels."""
-        if (found := self._decode(name)) is not None:
-            return found
-        weight = self.read(name)
-        return GroupedWeight.rounded(weight, INT8_GROUPS) if self.quantises(name) else weight
+        kind = self._sources[name][0].tensor_type
+        if not self.quantises(name):
+            return self.read(name)
+        rows = self._rows(name)
+        if rows is None:
+            return GroupedWeight.rounded(self.read(name), INT8_GROUPS)
+        decode = DECODERS.get(kind.name, partial(_round, kind))
+        return GroupedWeight.joined(
+            [decode(torch.from_numpy(np.array(rows[place]))) for place in _slices(rows)]
+        )
 
-    def _decode(self, name: str) -> GroupedWeight | None:
-        """Return a weight whose codes are kept; None if they are of another type, or stored in another way."""
-        tensor, _ = self._sources[name]
-        if tensor.tensor_type.name not in DECODERS:
-            return None
+    def _rows(self, name: str) -> Any:
+        """Return the rows of a matrix as they are stored, in the module's order; None if rows are changed."""
         rows = self._data(name)
+        if rows.ndim != 2:
+            return None
         places = np.arange(len(rows), dtype=np.float32)[:, None]
         order = self._in_order(name, places)
-        if not np.array_equal(order, places):
-            if not np.array_equal(np.sort(order, 0), places):
-                return None  # more than the order of rows is changed
-            rows = rows[order[:, 0].astype(np.int64)]
-        return DECODERS[tensor.tensor_type.name](torch.from_numpy(np.array(rows)))
+        if np.array_equal(order, places):
+            return rows
+        return rows[order[:, 0].astype(np.int64)] if np.array_equal(np.sort(order, 0), places) else None
 
     def _data(self, name: str) -> Any:
         tensor, expert = self._sources[name]
@@ -158,38 +157,30 @@ def _name_of(outline: Any, module: Any) -> str:
     return next(str(name) for name, each in outline.named_modules() if each is module)
 
 
-def complete_config(config: Any, file: Path) -> None:
-    """Set what Transformers does not read from a GGUF file: the size of experts, and Llama 3's scaling of RoPE.
-
-    Raises:
-        UnsupportedModelError: for another scaling of RoPE.
-    """
-    reader = gguf_reader(file)
-    for name, field in reader.fields.items():
-        if name.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
-            config.moe_intermediate_size = int(field.contents())
-    for tensor in reader.tensors:
-        if tensor.name == ROPE_FACTORS and config.model_type == "llama":
-            _set_rope_scaling(config, torch.from_numpy(np.array(tensor.data)))
-
-
-def _set_rope_scaling(config: Any, factors: Tensor) -> None:
-    """Set Llama 3's scaling of RoPE, of which the file has only the factors of the wavelengths."""
-    unscaled = config.rope_parameters["rope_theta"] ** (torch.arange(len(factors)) / len(factors))
-    config.rope_parameters |= LLAMA_3_SCALING | {"factor": factors.max().item()}
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
-    if scaled.shape != factors.shape or not torch.allclose(1 / (unscaled * scaled), factors, rtol=1e-3):
-        raise UnsupportedModelError(
-            f"expected {ROPE_FACTORS} to scale rotary positions as Llama 3 does, got other factors "
-            f"({factors.min().item():.3g} to {factors.max().item():.3g}); use the safetensors checkpoint of the model"
-        )
-
-
 def _is_quantised(tensor: Any) -> bool:
     from gguf import GGML_QUANT_SIZES
 
     numbers_per_block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
     return numbers_per_block > 1 and len(tensor.shape) > 1
+
+
+def _slices(rows: Any) -> Iterator[slice]:
+    """Yield ranges of rows of `BYTES_OF_SLICE`, and at least one row each."""
+    num_rows = max(BYTES_OF_SLICE // rows[0].nbytes, 1)
+    return (slice(start, start + num_rows) for start in range(0, len(rows), num_rows))
+
+
+def _dequantise(rows: Any, kind: Any) -> Tensor:
+    from gguf.quants import dequantize
+
+    if kind.name in DECODERS:
+        return DECODERS[kind.name](torch.from_numpy(np.array(rows))).dequantised()
+    return torch.from_numpy(np.array(dequantize(rows, kind)))
+
+
+def _round(kind: Any, rows: Tensor) -> GroupedWeight:
+    """Round a weight in another type to 8 bits in groups."""
+    return GroupedWeight.rounded(_dequantise(rows.numpy(), kind), INT8_GROUPS)
 
 
 def _decode_4_bits(num_parameters: int, rows: Tensor) -> GroupedWeight:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
-from secondguess.checkpoint.gguf import GgufWeights, complete_config
+from secondguess.checkpoint.gguf import GgufWeights
+from secondguess.checkpoint.gguf_config import complete_config
 from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
-from secondguess.checkpoint.weights import is_gguf, tensor_files
+from secondguess.checkpoint.weights import gguf_reader, is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import StoredLinear
@@ -77,7 +78,9 @@ def read_config(path: str) -> Any:
         CheckpointError: if it cannot be read.
     """
     with _reading("configuration", path):
-        if not is_gguf(path) and not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
+        if is_gguf(path):
+            gguf_reader(Path(path))  # refuses parts of a model
+        elif not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
         if is_gguf(path):

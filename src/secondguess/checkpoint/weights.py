@@ -96,11 +96,17 @@ def _gguf_reader(file: Path, size: int, modified: int) -> Any:
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(file)
+        reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise CheckpointError(
             f"expected a whole GGUF file in {file}, got: {error}; copy or download it again"
         ) from error
+    if (count := reader.fields.get("split.count")) and count.contents() > 1:
+        raise CheckpointError(
+            f"expected a GGUF file with the whole model, got {file}, one of {count.contents()} parts; "
+            "join them with `llama-gguf-split --merge FIRST_PART OUT`"
+        )
+    return reader
 
 
 def hash_weights(folder: Path) -> str:

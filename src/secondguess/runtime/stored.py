@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,14 @@ class GroupedWeight:
         scale = (above.amax(2) / most).clamp_min(SMALLEST_HALF).half().float()
         codes = (above / scale[:, :, None]).round().clamp(0, most).to(torch.uint8)
         return cls(codes.flatten(1), weight_format.bits, scale, minimum)
+
+    @classmethod
+    def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
+        """Join the outputs of parts, which have the same bits and no `groups`."""
+        codes, scale, minimum = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "minimum")
+        )
+        return cls(codes, parts[0].bits, scale, minimum)
 
     def dequantised(self) -> Tensor:
         """Return the weight `[output, input]` in float32."""

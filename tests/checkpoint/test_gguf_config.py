@@ -1,0 +1,163 @@
+"""Configurations of GGUF files of every architecture that the kernels read, with every scaling of RoPE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from families import needs_kernels, row_of
+from gguf_files import WIDTH, write_model, writer_for
+from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.core import Draft
+from secondguess.errors import CheckpointError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 300,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+WINDOW = 8
+GEMMA = {"head_dim": 32, "sliding_window": WINDOW}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "beta_fast": 20.0,
+    "beta_slow": 2.0, "attention_factor": 1.5,
+}  # fmt: skip
+NUM_FACTORS = 24
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1 + index / 8 for index in range(NUM_FACTORS)],
+    "long_factor": [2.0 + index for index in range(NUM_FACTORS)], "original_max_position_embeddings": 64,
+    "rope_theta": 1e4, "partial_rotary_factor": 0.75, "attention_factor": 1.25,
+}  # fmt: skip
+YARN_FIELDS: dict[str, Any] = {
+    "rope__freq_base": 1e4, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 32, "rope__scaling__yarn_beta_fast": 20.0,
+    "rope__scaling__yarn_beta_slow": 2.0, "rope__scaling__yarn_attn_factor": 1.5,
+}  # fmt: skip
+LONGROPE_FIELDS: dict[str, Any] = {
+    "rope__freq_base": 1e4, "rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.25,
+    "rope__dimension_count": 48, "attention__sliding_window": WINDOW,
+}  # fmt: skip
+LONGROPE_FACTORS = {
+    f"rope_factors_{name}.weight": torch.tensor(LONGROPE[f"{name}_factor"]) for name in ("long", "short")
+}
+GEMMA_FIELDS: dict[str, Any] = {"attention__key_length": 32, "attention__sliding_window": WINDOW}
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "qwen2-yarn": ("qwen2", transformers.Qwen2Config(**SIZES, rope_parameters=YARN), YARN_FIELDS),
+    "qwen3": (
+        "qwen3",
+        transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6),
+        {"rope__freq_base": 1e6, "attention__key_length": 32},
+    ),
+    "llama-linear": (
+        "llama",
+        transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+        {"rope__freq_base": 1e6, "rope__scaling__type": "linear", "rope__scaling__factor": 8.0},
+    ),
+    "phi3": ("phi3", transformers.Phi3Config(**SIZES), {"attention__sliding_window": 0, "rope__dimension_count": 64}),
+    "phi3-longrope": (
+        "phi3",
+        transformers.Phi3Config(
+            **SIZES, rope_parameters=LONGROPE, sliding_window=WINDOW, original_max_position_embeddings=64
+        ),
+        LONGROPE_FIELDS,
+    ),
+    "gemma2": (
+        "gemma2",
+        transformers.Gemma2Config(
+            **SIZES, **GEMMA, query_pre_attn_scalar=32, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+        ),
+        GEMMA_FIELDS | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3-linear": (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 6},
+            **GEMMA,
+            query_pre_attn_scalar=32,
+            rope_parameters={
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        ),
+        GEMMA_FIELDS
+        | {"rope__freq_base": 1e6, "rope__freq_base_swa": 500.0, "rope__scaling__type": "linear"}
+        | {"rope__scaling__factor": 8.0},
+    ),
+    "gemma2-27b": (
+        "gemma2",
+        transformers.Gemma2Config(**SIZES | {"num_hidden_layers": 46}, **GEMMA, query_pre_attn_scalar=64),
+        GEMMA_FIELDS,
+    ),
+    "stablelm": (
+        "stablelm",
+        transformers.StableLmConfig(**SIZES, use_qkv_bias=True, partial_rotary_factor=0.5, rope_theta=500.0),
+        {"rope__dimension_count": 32, "rope__freq_base": 500.0},
+    ),
+}  # fmt: skip
+TOKENS = torch.arange(3, 43)
+
+
+def write_case(folder: Any, architecture: str, config: Any, fields: dict[str, Any]) -> Any:
+    """Write a random model of a case; return it in float32."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for value in model.parameters():
+                if value.dim() == 1:  # norms and biases that matter
+                    value.add_(0.3 * torch.randn_like(value))
+            factors = LONGROPE_FACTORS if fields is LONGROPE_FIELDS else {}
+            write_model(writer_for(folder, architecture, config, **fields), model, "Q8_0", factors=factors)
+    return model
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_model_that_was_written(case, tmp_path):
+    architecture, config, fields = CASES[case]
+    model = write_case(tmp_path, architecture, config, fields)
+    file = tmp_path / "model.gguf"
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS[None]).logits[0]
+    exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers")
+    for layer_by_layer in (False, True):
+        with torch.inference_mode():
+            found = exact.read_module(layer_by_layer)(input_ids=TOKENS[None]).logits[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    loaded = Checkpoint.resolve(file, device="cpu").load()
+    assert loaded.runtime_description == "native, weights in 8 bits"
+    row = row_of(TOKENS.tolist())
+    loaded.runtime.begin([row])
+    found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
+    allowed = 0.08 + 0.001 * config.num_hidden_layers  # rounding of activations
+    assert (found - expected[-1]).norm() < allowed * expected[-1].norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"rope__scaling__type": "ntk"}, "rope.scaling.type ntk"),
+        ({"rope__dimension_count": 32}, "RoPE on 32 of 64 numbers"),
+        ({"rope__scaling__type": "linear", "rope__scaling__alpha": 2.0}, "rope.scaling.alpha of a scaling of type linear"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__yarn_log_multiplier": 0.1}, "rope.scaling.yarn_log_multiplier"),
+    ],
+)  # fmt: skip
+def test_unknown_rotary_positions_are_refused(fields, found, tmp_path):
+    config = transformers.Qwen2Config(**SIZES)
+    write_case(tmp_path, "qwen2", config, fields)
+    with pytest.raises(
+        CheckpointError, match=f"rotary positions are known, got {found}.*safetensors checkpoint"
+    ):
+        Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
