@@ -79,7 +79,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **LLAMA_LIKE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(
-        **LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW,
+        **LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=WINDOW, swiglu_limit=0.5,
         layer_types=["sliding_attention", "full_attention"], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "deepseek-v3": lambda: transformers.DeepseekV3Config(
@@ -211,7 +211,7 @@ def write_varied(name: str, directory: Path) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.2)
     model.save_pretrained(path)
     return path

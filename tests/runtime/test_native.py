@@ -126,7 +126,9 @@ def test_quantised_weights_differ_by_rounding(checkpoint, weight_format):
         if type(module) is torch.nn.Linear and name != "lm_head":
             module.weight.data = as_rounded(module.weight.data, weight_format).bfloat16()
         if name.endswith(".experts"):
+            is_transposed = model.config.model_type == "gpt_oss"
             for weight in (*module.gate_up_proj.data, *module.down_proj.data):
+                weight = weight.T if is_transposed else weight
                 weight.copy_(as_rounded(weight, weight_format))
     expected = NativeRuntime(NativeDecoder(fuse(model, packed=False))).read(TOKENS).logits
     found = native_runtime(checkpoint, weight_format).read(TOKENS).logits
@@ -206,16 +208,18 @@ def test_other_shapes_have_the_same_bits_in_a_draft(change, tmp_path):
 
 
 def test_hidden_states_are_those_of_the_module(checkpoint):
-    model = read_module(str(checkpoint), torch.bfloat16).eval()
+    rounded = read_module(str(checkpoint), torch.bfloat16).eval()
+    exact = read_module(str(checkpoint), torch.bfloat16).float().eval()
     with torch.inference_mode():
-        expected = model(TOKENS, output_hidden_states=True, use_cache=False).hidden_states
+        of_module, truth = (
+            each(TOKENS, output_hidden_states=True, use_cache=False).hidden_states
+            for each in (rounded, exact)
+        )
     found = native_runtime(checkpoint, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[0], of_module[0])
     assert torch.equal(found[2], found[-1])
     for layer in (1, 2):
-        assert error(found[layer], expected[layer]) < 0.03 * float(
-            expected[layer].float().square().mean().sqrt()
-        )
+        assert typical_error(found[layer], truth[layer]) < 1.2 * typical_error(of_module[layer], truth[layer])
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -691,16 +695,17 @@ def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
 @pytest.mark.parametrize(
     ("wrong", "passes"),
     [
-        ([(0, 1), (1, 3), (0, 7)], True),
-        ([(0, 6), (0, 7), (1, 7)], True),
-        ([(0, 15)], True),
-        ([(0, 15), (1, 15)], False),  # the decoding step
-        ([(row, position) for row in (0, 1) for position in (12, 13, 14)], False),  # late positions
-        ([(1, position) for position in range(16)], False),  # one row
+        ([(0, 1), (1, 3), (9, 0)], True),
+        (
+            [(row, position) for row in range(4) for position in range(4)],
+            True,
+        ),  # a token and those that follow it
+        ([(row, 3) for row in range(5)], False),  # the decoding step
+        ([(row, 0) for row in range(11, 16)], False),
     ],
 )
 def test_a_few_tokens_may_select_other_experts(wrong, passes):
-    expected = torch.randn(2, 16, 300, generator=torch.Generator().manual_seed(0))
+    expected = torch.randn(16, 4, 300, generator=torch.Generator().manual_seed(0))
     found = expected.clone()
     for place in wrong:
         found[place] = 0

@@ -22,7 +22,7 @@ pytestmark = needs_kernels
 TOKENS = random_tokens(24, seed=3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mixtral", "qwen3-moe-mixed"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "mixtral", "qwen3-moe-mixed", "gpt-oss"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied and untied heads, biases, norms of outputs, experts."""
     return write_checkpoint((FAMILIES | SIMILAR)[request.param](), tmp_path_factory.mktemp("copied"))

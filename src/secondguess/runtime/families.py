@@ -83,6 +83,20 @@ class LayerNorm(Norm):
         return functional.layer_norm(states, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class GateClamp(NamedTuple):
+    """Clamped SwiGLU of gpt-oss: `gate * sigmoid(alpha * gate) * (value + 1)`.
+
+    Gates are at most `limit`, and magnitudes of values.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, value: Tensor) -> Tensor:
+        gate, value = gate.clamp(max=self.limit), value.clamp(-self.limit, self.limit)
+        return (value + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 class NormNames(NamedTuple):
     """Names of a layer's norms before and after its two parts; None where there is no norm."""
 
@@ -161,12 +175,17 @@ class MixtureOfExperts:
             experts are divided by their sum.
         rounds_routing_weights: whether these weights are rounded to the dtype of the states.
         names: names of the experts' linear layers in a checkpoint.
+        router: name of the router in the feed-forward part.
+        is_transposed: whether the module's joined weights are `[expert, input, output]`, with gates and values in
+            turn and with biases (gpt-oss).
     """
 
     layers: Callable[[Any], list[bool]] = all_layers
     normalises_routing_weights: Callable[[Any], bool] = lambda config: bool(config.norm_topk_prob)
     rounds_routing_weights: bool = True
     names: ExpertNames = QWEN_EXPERTS
+    router: str = "gate"
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,7 @@ class Family:
         rotates_in_float32: whether cosines and sines are float32 in any dtype (OLMo 2).
         scales_embeddings: whether the embedding module scales its output (Gemma).
         activation: name of the configuration field that holds the activation.
+        has_sinks: whether each head has an attention sink, a score without a value (gpt-oss).
         experts: description of the mixture of experts; None for a dense family.
     """
 
@@ -216,11 +236,17 @@ class Family:
     rotates_in_float32: bool = False
     scales_embeddings: bool = False
     activation: str = "hidden_act"
+    has_sinks: bool = False
     experts: MixtureOfExperts | None = None
 
     def number(self, config: Any, field: str) -> float | None:
         """Return the value of a configuration field, or None if the family's module does not use it."""
         return getattr(config, field) if field in self.own_fields else None
+
+    def gate_clamp(self, config: Any) -> GateClamp | None:
+        """Return the clamps of the gated feed-forward networks, if the family has them."""
+        alpha, limit = self.number(config, "swiglu_alpha"), self.number(config, "swiglu_limit")
+        return None if alpha is None or limit is None else GateClamp(alpha, limit)
 
     def has_experts(self, config: Any) -> list[bool]:
         """Return whether each layer has a mixture of experts."""
@@ -271,6 +297,15 @@ FAMILIES = {
             normalises_routing_weights=lambda config: True,
             rounds_routing_weights=False,
             names=ExpertNames(*(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+        ),
+    ),
+    "gpt_oss": Family(
+        window_by_layer,
+        EXPERT_FIELDS | {"num_local_experts", "swiglu_alpha", "swiglu_limit"},
+        norm=Float32Norm,
+        has_sinks=True,
+        experts=MixtureOfExperts(
+            normalises_routing_weights=lambda config: True, router="router", is_transposed=True
         ),
     ),
     "olmoe": Family(own_fields=EXPERT_FIELDS, has_qk_norm=True, experts=MixtureOfExperts()),

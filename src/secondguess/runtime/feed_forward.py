@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.runtime.families import ACTIVATIONS, Family, MixtureOfExperts, mlp_linears
+from secondguess.runtime.families import ACTIVATIONS, Family, GateClamp, MixtureOfExperts, mlp_linears
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.stored import StoredLinear
 
@@ -22,13 +22,20 @@ class FeedForward:
         output: the second one.
         activation: name of the activation.
         is_gated: whether there are gates.
+        clamp: replaces the activation and the product with the gates; None for none.
     """
 
     def __init__(
-        self, inner: PackableLinear, output: PackableLinear, activation: str, is_gated: bool = True
+        self,
+        inner: PackableLinear,
+        output: PackableLinear,
+        activation: str,
+        is_gated: bool = True,
+        clamp: GateClamp | None = None,
     ) -> None:
         self.inner, self.output = inner, output
         self.activation, self.is_gated = activation, is_gated
+        self.clamp = clamp
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
@@ -36,7 +43,7 @@ class FeedForward:
         activate = ACTIVATIONS[self.activation]
         if self.is_gated:
             gate, up = inner.chunk(2, -1)
-            return self.output(activate(gate) * up)
+            return self.output(activate(gate) * up if self.clamp is None else self.clamp(gate, up))
         return self.output(activate(inner))
 
     @property
@@ -80,21 +87,33 @@ class Experts:
         module: Transformers' module, whose weights are taken.
         description, config: of the module's computation.
         activation: name of the experts' activation.
+        clamp: clamps of the experts, as in `FeedForward`.
         packed: whether to pack the weights.
     """
 
     def __init__(
-        self, module: Any, description: MixtureOfExperts, config: Any, activation: str, packed: bool
+        self,
+        module: Any,
+        description: MixtureOfExperts,
+        config: Any,
+        activation: str,
+        clamp: GateClamp | None,
+        packed: bool,
     ) -> None:
-        self.router = PackableLinear(module.gate.weight.detach(), None, packed)
+        router = getattr(module, description.router)
+        bias = getattr(router, "bias", None)
+        self.router = PackableLinear(router.weight.detach(), None if bias is None else bias.detach(), packed)
         self.num_selected: int = config.num_experts_per_tok
         self.normalises_routing_weights = description.normalises_routing_weights(config)
         self.rounds_routing_weights = description.rounds_routing_weights
         self.experts = [
             FeedForward(
-                PackableLinear.joined(inner, packed), PackableLinear.joined([output], packed), activation
+                PackableLinear.joined(inner, packed),
+                PackableLinear.joined([output], packed),
+                activation,
+                clamp=clamp,
             )
-            for inner, output in _linears_of_experts(module.experts)
+            for inner, output in _linears_of_experts(module.experts, description.is_transposed)
         ]
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -143,7 +162,7 @@ def make_feed_forward(
     """Return the feed-forward part of a decoder layer of Transformers."""
     activation: str = getattr(config, family.activation)
     if family.experts is not None and family.has_experts(config)[index]:
-        return Experts(layer.mlp, family.experts, config, activation, packed)
+        return Experts(layer.mlp, family.experts, config, activation, family.gate_clamp(config), packed)
     inner, output = mlp_linears(layer, family)
     return FeedForward(
         PackableLinear.joined(inner, packed),
@@ -153,11 +172,25 @@ def make_feed_forward(
     )
 
 
-def _linears_of_experts(experts: Any) -> Iterator[tuple[list[Any], Any]]:
+def _linears_of_experts(experts: Any, is_transposed: bool) -> Iterator[tuple[list[Any], Any]]:
     """Yield the linear layers of each expert: those of its gates and values, and its output."""
     if isinstance(experts, StoredExperts):
         yield from experts.linears
         return
     # Transformers joins the weights of all experts.
+    if is_transposed:
+        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        for inner, bias, output, output_bias in zip(
+            *(getattr(experts, name).detach() for name in names), strict=True
+        ):
+            yield (
+                [_linear(inner.T[part::2], bias[part::2]) for part in range(2)],
+                _linear(output.T, output_bias),
+            )
+        return
     for inner, output in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
-        yield [SimpleNamespace(weight=inner, bias=None)], SimpleNamespace(weight=output, bias=None)
+        yield [_linear(inner)], _linear(output)
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> Any:
+    return SimpleNamespace(weight=weight, bias=bias)

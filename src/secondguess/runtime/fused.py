@@ -35,13 +35,14 @@ The largest single error grows with the number of logits, and refused correct mo
 
 MAX_PROBE_POSITION = 4096
 """Largest end position of the probe, which otherwise uses the last positions of the context."""
-PROBE_WIDTH = 16
-MIXTURE_SHARE, MIXTURE_POSITIONS = 0.75, 5
-"""Share of the tokens of a mixture of experts whose error counts, among those of so many positions.
+PROBE_ROWS, PROBE_WIDTH = 2, 16
+MIXTURE_ROWS, MIXTURE_WIDTH = 16, 4
+"""Rows and tokens of the probe of a mixture of experts.
 
-The last of `PROBE_WIDTH` positions, which `fuse` decodes in a step of its own, is by itself: one of the tokens there
-must have at most the largest error.
+Rounding makes some tokens select other experts, which also changes the tokens that follow in their row.
 """
+MIXTURE_SHARE = 0.75
+"""Share of the rows of a mixture of experts whose error counts, at each position."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     """
     if not _has_plain_weights(model):
         return None
-    tokens, positions = _probe_tokens(model), _late_positions(model)
+    tokens = _probe_tokens(model)
+    positions = _late_positions(model, tokens)
     with torch.inference_mode():
         expected = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         decoder = _fused_decoder(model, packed)
@@ -93,7 +95,8 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
     """
     if not _has_plain_weights(model):
         return None
-    tokens, late = _probe_tokens(model), _late_positions(model)
+    tokens = _probe_tokens(model)
+    late = _late_positions(model, tokens)
     early = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
     twice, positions = tokens.repeat(2, 1), torch.cat((late, early))
     with torch.inference_mode():
@@ -105,20 +108,22 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
 
 
 def _probe_tokens(model: Any) -> Tensor:
-    """Return the tokens `[2, width]` of the probes of a model."""
-    width = min(PROBE_WIDTH, _probe_limit(model))
+    """Return the tokens `[row, width]` of the probes of a model."""
+    has_experts = any(FAMILIES[model.config.model_type].has_experts(model.config))
+    rows, width = (MIXTURE_ROWS, MIXTURE_WIDTH) if has_experts else (PROBE_ROWS, PROBE_WIDTH)
+    width = min(width, _probe_limit(model))
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    return torch.arange(2 * width).remainder(vocab_size).reshape(2, width)
+    return torch.arange(rows * width).remainder(vocab_size).reshape(rows, width)
 
 
 def _probe_limit(model: Any) -> int:
     return min(context_length_of(model.config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)
 
 
-def _late_positions(model: Any) -> Tensor:
-    """Return positions `[2, width]` at which scaled rotary embeddings differ from plain ones."""
+def _late_positions(model: Any, tokens: Tensor) -> Tensor:
+    """Return positions of tokens `[row, width]` at which scaled rotary embeddings differ from plain ones."""
     limit = _probe_limit(model)
-    return torch.arange(limit - min(PROBE_WIDTH, limit), limit).expand(2, -1)
+    return torch.arange(limit - tokens.shape[1], limit).expand(tokens.shape[0], -1)
 
 
 def _has_plain_weights(model: Any) -> bool:
@@ -170,8 +175,8 @@ def _weighted_modules(model: Any) -> Iterator[Any]:
     for layer, has_experts in zip(model.base_model.layers, family.has_experts(model.config), strict=True):
         inputs, output = attention_linears(layer, family)
         yield from (*inputs, output)
-        if has_experts:
-            yield from (layer.mlp.gate, layer.mlp.experts)
+        if family.experts is not None and has_experts:
+            yield from (getattr(layer.mlp, family.experts.router), layer.mlp.experts)
         else:
             inputs, output = mlp_linears(layer, family)
             yield from (*inputs, output)
@@ -188,14 +193,13 @@ def probe_passes(
         found, expected: logits of the runtime and of the original, `[row, position, vocab]`.
         tolerance: largest error that is attributed to rounding.
         has_experts: whether the model selects experts. Rounding then makes a few tokens select other
-            ones, so `MIXTURE_SHARE` of the tokens of every few positions must have at most this error.
+            ones, so at each position `MIXTURE_SHARE` of the rows must have at most this error.
     """
     differences = (found.float() - expected.float()).norm(dim=-1)
     size = expected.float().norm(dim=-1).square().mean().sqrt()
     error = differences.square().mean().sqrt()
     if has_experts:
-        parts = [part.flatten() for part in differences.split(MIXTURE_POSITIONS, -1)]
-        error = torch.stack([part.quantile(MIXTURE_SHARE, interpolation="lower") for part in parts]).max()
+        error = differences.quantile(MIXTURE_SHARE, dim=0, interpolation="lower").max()
     passes = bool(error <= tolerance * size)
     if not passes:
         logger.warning(

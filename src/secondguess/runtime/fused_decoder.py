@@ -48,17 +48,24 @@ class AttentionHeads:
         size: numbers per head.
         scaling: factor on the scores.
         cap: soft cap, which replaces scores by `cap * tanh(score / cap)`; None for none.
+        sinks: `[head]`, scores of keys without values; None for none.
     """
 
     def __init__(
-        self, num_queries: int, num_keys: int, size: int, scaling: float, cap: float | None = None
+        self,
+        num_queries: int,
+        num_keys: int,
+        size: int,
+        scaling: float,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.num_queries = num_queries
         self.num_keys = num_keys
         self.group = num_queries // num_keys
         self.size = size
         self.scaling = scaling
-        self.cap = cap
+        self.cap, self.sinks = cap, sinks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, view: LayerMask) -> Tensor:
         """Return the attention output `[row, query, head * size]`.
@@ -69,9 +76,11 @@ class AttentionHeads:
             view: the mask.
         """
         rows, width = query.shape[:2]
-        if self.cap is not None:
+        if self.cap is not None or self.sinks is not None:
             mask = None if view.mask is None else view.mask[:, :, :: self.group]
-            mixed = explicit_attention(query.transpose(1, 2), key, value, mask, self.scaling, self.cap)
+            mixed = explicit_attention(
+                query.transpose(1, 2), key, value, mask, self.scaling, self.cap, self.sinks
+            )
             return mixed.reshape(rows, width, self.num_queries * self.size)
         if view.causal:
             mixed = functional.scaled_dot_product_attention(
@@ -141,7 +150,10 @@ class Layer:
         self.rotary_kind = rotary_kind
         self.rotates_pairs = family.rotates_pairs
         cap = family.number(config, "attn_logit_softcapping")
-        self.heads = AttentionHeads(num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap)
+        sinks = attention.sinks.detach() if family.has_sinks else None
+        self.heads = AttentionHeads(
+            num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap, sinks
+        )
         self.is_parallel = family.is_parallel(config)
         self.residual_scale = family.number(config, "residual_multiplier")
 

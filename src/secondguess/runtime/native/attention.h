@@ -199,10 +199,11 @@ class Attention {
         size = head_size;
     }
 
-    // Begin a query; returns where to write it.
-    bf16* begin(int64_t query) {
-        most[query] = -INFINITY;
+    // Begin a query; returns where to write it. `sink` is the score of a key without a value, -infinity for none.
+    bf16* begin(int64_t query, float sink) {
+        most[query] = sink;
         store(totals[query], zeros());
+        if (sink != -INFINITY) totals[query][0] = 1;
         std::fill_n(&sums[query * padded], padded, 0.0f);
         return &queries[query * padded];
     }

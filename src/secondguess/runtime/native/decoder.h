@@ -28,6 +28,7 @@ struct Layer {
     int64_t rotary;    // index into `Forward::cos_sin`
     Weight router;     // an output per expert
     const Expert* experts;
+    const float* sinks;  // score per query head of a key without a value; null for none
 };
 
 struct Decoder {
@@ -60,6 +61,8 @@ struct Decoder {
     int64_t num_experts, num_selected, expert_width;
     int64_t normalises_routing_weights;  // those of a token's experts are divided by their sum
     int64_t rounds_routing_weights;
+    // Clamped SwiGLU instead of the activation, `gate * sigmoid(alpha * gate) * (value + 1)`; 0 for none.
+    float gate_alpha, gate_limit;
 };
 
 // Arguments of a forward pass through layers `first_layer` to `last_layer - 1`. The tokens of all rows
@@ -375,7 +378,7 @@ struct Worker {
         Attention& attention = space.attention[thread];
         for (int64_t query = first; query < last; query++)
             rotate_head(layer, space.qkv.row(line(query)) + column(query), layer.query_norm, row, index_of(query),
-                        attention.begin(query - first));
+                        attention.begin(query - first, layer.sinks ? layer.sinks[head * group + query % group] : -INFINITY));
         int32_t* positions = space.positions[thread].data();
         int64_t counts[MOST_QUERIES], common = 0;
         if (!layer.window) {
@@ -450,12 +453,20 @@ struct Worker {
             add(values, layer.output, layer.attention_output_norm);
     }
 
+    // Product of values and their activated gates.
+    Floats open_gate(Floats gate, Floats value) const {
+        if (!decoder.gate_alpha) return rounded(activate(gate, decoder.activation)) * value;
+        const Floats one = all(1.0f), limit = all(decoder.gate_limit);
+        gate = smallest(limit, gate), value = smallest(limit, largest(zeros() - limit, value));
+        const Floats share = rounded(one / (one + exponential(zeros() - rounded(gate * all(decoder.gate_alpha)))));
+        return rounded(value + one) * rounded(gate * share);
+    }
+
     // Write products of gates and values, from a row on. A block holds 16 gates and the 16 values that
     // they multiply.
     void write_gated(const Values& values, const Weight& weight, Rows& to, int64_t first) const {
         product(values, weight, [&, first](int64_t row, int64_t block, Floats gate, Floats up) {
-            const Floats opened = rounded(activate(rounded(gate), decoder.activation));
-            store(to.row(first + row) + block * TILE, opened * rounded(up));
+            store(to.row(first + row) + block * TILE, open_gate(rounded(gate), rounded(up)));
         });
     }
 

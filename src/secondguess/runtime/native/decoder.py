@@ -241,6 +241,9 @@ class NativeDecoder(PackedDecoder):
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
+        if layer.heads.sinks is not None:
+            self._kept.append(layer.heads.sinks.float().contiguous())
+            described.sinks = self._kept[-1].data_ptr()
         part = layer.feed_forward
         if isinstance(part, Experts):
             # the kernels add the outputs of experts as they are
@@ -284,12 +287,14 @@ class NativeDecoder(PackedDecoder):
         return self._keep_norm(norm.weight, norm.eps, norm.rounds_first, norm.bias)
 
 
-def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, int]:
+def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, float]:
     """Return the fields of `library.Decoder` that describe the feed-forward parts, which are still unpacked."""
     dense = next((part for part in parts if isinstance(part, FeedForward)), None)
     mixture = next((part for part in parts if isinstance(part, Experts)), None)
     first = parts[0] if isinstance(parts[0], FeedForward) else parts[0].experts[0]
-    found = {"activation": ACTIVATIONS[first.activation]}
+    found: dict[str, float] = {"activation": ACTIVATIONS[first.activation]}
+    if first.clamp is not None:
+        found |= {"gate_alpha": first.clamp.alpha, "gate_limit": first.clamp.limit}
     if dense is not None:
         found |= {"inner_width": dense.output.weight.shape[1], "has_no_gates": int(not dense.is_gated)}
     if mixture is not None:

@@ -80,6 +80,7 @@ class Layer(Structure):
         ("rotary", c_int64),
         ("router", Weight),
         ("experts", POINTER(Expert)),
+        ("sinks", c_void_p),
     ]
 
 
@@ -122,6 +123,8 @@ class Decoder(Structure):
         ("expert_width", c_int64),
         ("normalises_routing_weights", c_int64),
         ("rounds_routing_weights", c_int64),
+        ("gate_alpha", c_float),
+        ("gate_limit", c_float),
     ]
 
 
