@@ -144,7 +144,7 @@ def random_decoder(rng: random.Random):
     if (
         decoder is None
     ):  # rounding makes tokens of tiny mixtures select other experts, which the probe refuses
-        assert name in ("mixtral", "qwen3-moe"), name
+        assert name in ("mixtral", "qwen3-moe", "gpt-oss"), name
         return random_decoder(rng)
     return decoder, rng.choice([BFLOAT16, INT8, INT4, INT8_GROUPS]), rng.choice(library.units())
 

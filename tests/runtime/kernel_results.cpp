@@ -40,7 +40,8 @@ struct Owned {
     Weight weight;
 
     Owned(int64_t num_outputs, int64_t width, Encoding encoding, bool is_gated = false, bool has_bias = false) {
-        weight = {nullptr, nullptr, nullptr, nullptr, num_outputs, (width + 63) / 64 * 64, encoding};
+        // codes of MXFP4 are not rounded to: those of INT4 stand for other levels
+        weight = {nullptr, nullptr, nullptr, nullptr, num_outputs, (width + 63) / 64 * 64, encoding == MXFP4 ? INT4 : encoding};
         const int64_t num_lines = weight.num_blocks() * BLOCK;
         data.resize(weight.num_blocks() * weight.num_steps() * weight.step_bytes() + PREFETCH_BYTES);
         scale.resize(num_lines), sum.resize(num_lines), bias = draw.floats(num_lines);
@@ -50,11 +51,12 @@ struct Owned {
         const auto first = draw.halves(num_rows * width, 0.1f), second = draw.halves(num_rows * width, 0.1f);
         const Source source = {first.data(), is_gated ? second.data() : nullptr, num_rows, width, 0};
         secondguess_pack(&weight, &source, 2);
+        weight.encoding = encoding;
     }
 };
 
 void print_products() {
-    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS}) {
+    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4}) {
         const int64_t num_outputs = 83, width = 200;
         const Owned owned(num_outputs, width, encoding, false, true);
         print("packed", encoding, owned.data.data(), owned.data.size());
@@ -107,10 +109,11 @@ void print_sampling() {
     print("truncated softmax", 0, probs.data(), probs.size());
 }
 
-// A decoder with two layers, a window and experts in the second one.
+// A decoder with two layers, a window and experts in the second one, for MXFP4 with what gpt-oss has beside that.
 void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     const int64_t width = 72, inner = 112, queries = 4, keys = 2, size = 40, vocab = 90, capacity = 128, experts = 5, selected = 2;
     const auto norms = draw.floats(width + 16, 0.5f);
+    const auto sinks = draw.floats(queries);
     const Norm norm = {norms.data(), nullptr, 1e-6f, 1}, none = {};
     std::vector<Owned> owned;
     owned.reserve(64);
@@ -122,7 +125,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     const Weight router = owned.emplace_back(experts, width, BFLOAT16).weight;
     std::vector<Layer> layers;
     for (int i = 0; i < 2; i++) {
-        Layer layer = {norm, none, none, none, norm, none, {}, {}, {}, {}, i ? 20 : 0, 0, {}, nullptr};
+        Layer layer = {norm, none, none, none, norm, none, {}, {}, {}, {}, i ? 20 : 0, 0, {}, nullptr, encoding == MXFP4 ? sinks.data() : nullptr};
         layer.qkv = weight((queries + 2 * keys) * size, width), layer.output = weight(width, queries * size);
         if (i && has_experts)
             layer.router = router, layer.experts = all_experts.data();
@@ -136,6 +139,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     decoder.num_queries = queries, decoder.num_keys = keys, decoder.head_size = size, decoder.activation = SILU, decoder.num_embedded = vocab;
     decoder.scaling = 0.2f, decoder.embedding_scale = 1, decoder.embedding = embedding.data(), decoder.norm = norm;
     decoder.head = weight(vocab, width), decoder.residual_scale = 1, decoder.score_cap = score_cap, decoder.logit_divisor = 1;
+    if (encoding == MXFP4) decoder.gate_alpha = 1.7f, decoder.gate_limit = 0.5f;
     if (has_experts) decoder.num_experts = experts, decoder.num_selected = selected, decoder.expert_width = 32;
 
     const int64_t count = 45;
@@ -172,5 +176,5 @@ int main() {
     print_products();
     print_recurrences();
     print_sampling();
-    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS}) print_decoder(encoding, encoding != INT8, encoding == INT4 ? 5.0f : 0);
+    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4}) print_decoder(encoding, encoding != INT8, encoding == INT4 ? 5.0f : 0);
 }

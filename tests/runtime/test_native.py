@@ -25,6 +25,7 @@ from families import (
 )
 from secondguess import load
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.quantised import FP4_LEVELS
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import (
@@ -47,7 +48,7 @@ from secondguess.runtime.native.weights import (
     pack_blocks,
 )
 from secondguess.runtime.stored import GroupedWeight
-from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS, QUANTIZATIONS
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS, MXFP4, QUANTIZATIONS
 
 pytestmark = needs_kernels
 
@@ -337,6 +338,25 @@ def test_sums_of_stored_codes_are_exact(bits, scale, minimum, unit):
         multiply = Product(stored.in_bytes(weight_format), weight_format, unit).multiply
         for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
             assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_sums_of_mxfp4_are_exact(unit):
+    """Whole inputs, and scales that are exact, at the limits of 16-bit sums."""
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 16, (96, 64), generator=generator, dtype=torch.uint8)
+    codes[0], codes[1] = 7, 15  # 6 and -6
+    states = torch.randint(-127, 128, (17, 64), generator=generator)
+    states[:, -1], states[4], states[5] = 127, 127, -127
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scale = torch.tensor([0.5, 2.0]).repeat(96, 1)
+    expected = torch.cat((magnitudes, -magnitudes))[codes.long()] * 2 * scale.repeat_interleave(32, 1)
+    stored = GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)
+    assert torch.equal(stored.dequantised(), expected)
+    multiply = Product(stored.in_bytes(MXFP4), MXFP4, unit).multiply
+    for num_rows in range(1, 18):
+        found = multiply(states[-num_rows:].bfloat16())
+        assert torch.equal(found, (states[-num_rows:].float() @ expected.T).bfloat16().float())
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -334,7 +334,9 @@ class Checkpoint:
         if self.encoding is None:
             return {}
         stored_as = INT4 if self.encoding.bits <= INT4.bits else INT8_GROUPS
-        num_codes = count_parameters(Path(self.path), self.encoding.codes) * (32 // self.encoding.bits)
+        num_codes = count_parameters(Path(self.path), self.encoding.codes) * (
+            self.encoding.word // self.encoding.bits
+        )
         return {stored_as: num_codes}
 
     def _quantised_bytes(self, num_weights: int, weight_format: WeightFormat) -> int:

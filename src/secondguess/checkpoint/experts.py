@@ -44,18 +44,26 @@ def stored_experts(
         if not has_experts:
             continue
         place = f"{outline.base_model_prefix}.layers.{index}"
-        num_experts, width, size = outline.base_model.layers[index].mlp.experts.down_proj.shape
+        num_experts, *sizes = outline.base_model.layers[index].mlp.experts.down_proj.shape
+        width, size = reversed(sizes) if family.experts.is_transposed else sizes
         names = [names_of_expert(outline, index, expert) for expert in range(num_experts)]
         all_names = {name for of_expert in names for name in of_expert}
         if all_names <= present:  # else they are joined in the checkpoint too
 
             def linear(name: str, num_inputs: int, num_outputs: int) -> StoredLinear:
-                return StoredLinear(weights, name, num_inputs, num_outputs, None, dtype)
+                bias = weights.read(_bias_of(name)).to(dtype) if _bias_of(name) in present else None
+                return StoredLinear(weights, name, num_inputs, num_outputs, bias, dtype)
 
             linears = [
                 ([linear(gate, width, size), linear(up, width, size)], linear(down, size, width))
                 for gate, up, down in names
             ]
-            found[f"{place}.mlp.experts"] = StoredExperts(linears, getattr(config, family.activation))
-            used |= all_names
+            found[f"{place}.mlp.experts"] = StoredExperts(
+                linears, getattr(config, family.activation), family.gate_clamp(config)
+            )
+            used |= all_names | (present & set(map(_bias_of, all_names)))
     return found, used
+
+
+def _bias_of(name: str) -> str:
+    return f"{name.removesuffix('weight')}bias"

@@ -1,18 +1,19 @@
-"""Decoding of quantised safetensors checkpoints: GPTQ, AWQ and compressed-tensors.
+"""Decoding of quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, and gpt-oss in MXFP4.
 
-Each stores a linear layer `name` as tensors `name.*`: codes packed into int32, and per group of
-inputs a scale and a zero point, the weight being `scale * (code - zero)`. The libraries that write
+The first three store a linear layer `name` as tensors `name.*`: codes packed into int32, and per group
+of inputs a scale and a zero point, the weight being `scale * (code - zero)`. The libraries that write
 them decode to floats only, so their codes are read here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,7 +26,15 @@ from secondguess.runtime.stored import GroupedWeight
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in an int32 of each of eight successive outputs."""
 BITS = (2, 4, 8)
-DECODED = ("gptq", "awq", "compressed-tensors pack-quantized", "gguf")
+FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
+"""Values of FP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12."""
+JOINED = re.compile(r"(?P<place>.*)\.(?P<name>gate_up|down)_proj_blocks")
+PARTS_OF_JOINED = {
+    "gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down": {"down_proj": slice(None)},
+}
+"""Outputs of a joined weight of experts, by the name of the linear layer of one expert."""
+DECODED = ("gptq", "awq", "compressed-tensors pack-quantized", "mxfp4", "gguf")
 
 Parts = Callable[[str], Tensor | None]
 """Maps the last part of a tensor's name to the tensor; None if there is none."""
@@ -40,12 +49,16 @@ class Encoding:
         codes: last part of the names of the tensors that hold codes.
         bits: bits of a code.
         decode: decodes the tensors of one weight.
+        word: bits of a number of these tensors.
+        joins_experts: whether its weights are those of all experts together.
     """
 
     name: str
     codes: str
     bits: int
     decode: Callable[[Parts], GroupedWeight]
+    word: int = 32
+    joins_experts: bool = False
 
 
 def read_encoding(path: Path) -> Encoding | None:
@@ -88,6 +101,8 @@ def read_encoding(path: Path) -> Encoding | None:
             "decoded: quantised weights only",
         )
         return Encoding("compressed-tensors", "weight_packed", bits, partial(_decode_packed, bits))
+    if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
+        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True)
     return None
 
 
@@ -141,6 +156,19 @@ def _decode_packed(bits: int, parts: Parts) -> GroupedWeight:
     middle = torch.full(scale.shape, 2 ** (bits - 1))
     zeros = middle if zeros is None else _unpack(zeros, bits, 0)[:num_outputs]
     return _weight(codes, bits, scale, zeros, None if groups is None or (groups < 0).all() else groups.long())
+
+
+def _decode_mxfp4(parts: Parts) -> GroupedWeight:
+    """Decode a weight of `[output, group, 16]` bytes with two codes each, and exponents `[output, group]`."""
+    blocks, exponents = _get(parts, "blocks"), _get(parts, "scales")
+    if blocks.dtype != torch.uint8 or blocks.shape != (*exponents.shape, 16):
+        raise CheckpointError(
+            f"expected 16 bytes of codes for each exponent, got {blocks.dtype} {tuple(blocks.shape)} and exponents "
+            f"{tuple(exponents.shape)}; download the checkpoint again"
+        )
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)  # levels are doubled
+    return GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)
 
 
 def _weight(
@@ -221,6 +249,94 @@ class StoredWeights:
         except (CheckpointError, RuntimeError) as error:
             raise CheckpointError(f"{prefix.removesuffix('.')} ({self._encoding.name}): {error}") from error
 
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor."""
+        found: list[int] = self._files[name].get_slice(name).get_shape()
+        return found
+
+    def read_part(self, name: str, index: int) -> Tensor:
+        """Return one part of a tensor along its first dimension."""
+        if name not in self._files:
+            raise CheckpointError(f"expected a tensor {name}, got none; download the checkpoint again")
+        tensor: Tensor = self._files[name].get_slice(name)[index]
+        return tensor
+
     def _part(self, prefix: str, name: str) -> Tensor | None:
         file = self._files.get(prefix + name)
         return None if file is None else file.get_tensor(prefix + name)
+
+
+class _PartOfJoined(NamedTuple):
+    """Part of the tensors `name + "_blocks"`, `"_scales"` and `"_bias"` of all experts.
+
+    Args:
+        name: common part of their names.
+        expert: index of the expert.
+        outputs: its outputs.
+    """
+
+    name: str
+    expert: int
+    outputs: slice
+
+
+class JoinedExperts:
+    """Weights of a checkpoint that joins those of all experts, in MXFP4 (gpt-oss).
+
+    Args:
+        folder: directory of the checkpoint.
+        encoding: encoding of the experts.
+        by_expert: whether the experts are named one by one, as the linear layers of `ExpertNames`, or
+            joined and transposed, as the module of Transformers has them.
+
+    Attributes:
+        names: names of the weights.
+    """
+
+    def __init__(self, folder: Path, encoding: Encoding, by_expert: bool) -> None:
+        self._encoding = encoding
+        self._tensors = StoredWeights(folder, None)
+        found = [match for name in self._tensors.names if (match := JOINED.fullmatch(name))]
+        joined = {match[0].removesuffix("_blocks"): match for match in found}
+        self._joined = set() if by_expert else set(joined)
+        self._parts: dict[str, _PartOfJoined] = {}
+        for name, match in joined.items() if by_expert else ():
+            for expert in range(self._tensors.shape(f"{name}_blocks")[0]):
+                for part, outputs in PARTS_OF_JOINED[match["name"]].items():
+                    place = f"{match['place']}.{expert}.{part}"
+                    self._parts[f"{place}.weight"] = _PartOfJoined(name, expert, outputs)
+                    self._parts[f"{place}.bias"] = _PartOfJoined(name, expert, outputs)
+        hidden = {f"{name}{suffix}" for name in joined for suffix in ("_blocks", "_scales")}
+        if by_expert:
+            hidden |= {f"{name}_bias" for name in joined}
+        others = [name for name in self._tensors.names if name not in hidden]
+        self.names = [*others, *self._joined, *self._parts]
+
+    def quantises(self, name: str) -> bool:
+        """Return whether a weight is quantised."""
+        return name in self._joined or (name in self._parts and not name.endswith(".bias"))
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight."""
+        if name in self._joined:
+            count = self._tensors.shape(f"{name}_blocks")[0]
+            experts = (self._decode(_PartOfJoined(name, expert, slice(None))) for expert in range(count))
+            return torch.stack([expert.dequantised().T for expert in experts])
+        found = self.read_codes(name)
+        return found.dequantised() if isinstance(found, GroupedWeight) else found
+
+    def read_codes(self, name: str) -> Tensor | GroupedWeight:
+        """Return a weight with its codes if it is quantised."""
+        if name not in self._parts:
+            return self._tensors.read(name)
+        part = self._parts[name]
+        return self._slice(part, "bias") if name.endswith(".bias") else self._decode(part)
+
+    def _decode(self, part: _PartOfJoined) -> GroupedWeight:
+        try:
+            return self._encoding.decode(partial(self._slice, part))
+        except (CheckpointError, RuntimeError) as error:
+            raise CheckpointError(f"{part.name} ({self._encoding.name}): {error}") from error
+
+    def _slice(self, part: _PartOfJoined, suffix: str) -> Tensor:
+        return self._tensors.read_part(f"{part.name}_{suffix}", part.expert)[part.outputs]

@@ -14,11 +14,17 @@ from torch import nn
 from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import GgufWeights
 from secondguess.checkpoint.gguf_config import complete_config
-from secondguess.checkpoint.quantised import Encoding, StoredWeights, encoding_error, read_encoding
+from secondguess.checkpoint.quantised import (
+    Encoding,
+    JoinedExperts,
+    StoredWeights,
+    encoding_error,
+    read_encoding,
+)
 from secondguess.checkpoint.weights import gguf_reader, is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import no_progress_bars, quiet
-from secondguess.runtime.stored import StoredLinear
+from secondguess.runtime.stored import StoredLinear, WeightSource
 from secondguess.runtime.support import check_class, check_config, takes_masks
 
 with quiet():
@@ -211,7 +217,7 @@ def _read_stored(
     model_class = class_of(config)
     with torch.device("meta"):
         outline = model_class(config)
-    weights = GgufWeights(path, outline) if is_gguf(path) else StoredWeights(path, encoding)
+    weights = _open_weights(path, outline, encoding, layer_by_layer)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
     tensors, stored = {}, {}
@@ -248,6 +254,14 @@ def _read_stored(
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _open_weights(path: Path, outline: Any, encoding: Encoding | None, by_expert: bool) -> WeightSource:
+    if is_gguf(path):
+        return GgufWeights(path, outline)
+    if encoding is not None and encoding.joins_experts:
+        return JoinedExperts(path, encoding, by_expert)
+    return StoredWeights(path, encoding)
 
 
 def _experts_option(dtype: torch.dtype) -> dict[str, str]:

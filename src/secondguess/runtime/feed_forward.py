@@ -58,12 +58,18 @@ class StoredExperts(nn.Module):
     Args:
         linears: linear layers of each expert: those of its gates and values, and its output.
         activation: name of the activation.
+        clamp: as in `FeedForward`.
     """
 
-    def __init__(self, linears: Sequence[tuple[list[StoredLinear], StoredLinear]], activation: str) -> None:
+    def __init__(
+        self,
+        linears: Sequence[tuple[list[StoredLinear], StoredLinear]],
+        activation: str,
+        clamp: GateClamp | None,
+    ) -> None:
         super().__init__()
         self.linears = linears
-        self._activation = activation
+        self._activation, self._clamp = activation, clamp
 
     def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted outputs, as `mix_experts`."""
@@ -72,6 +78,7 @@ class StoredExperts(nn.Module):
                 PackableLinear.joined(inner, packed=False),
                 PackableLinear.joined([output], packed=False),
                 self._activation,
+                clamp=self._clamp,
             )
             for inner, output in self.linears
         ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import CheckpointError
-from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
+from secondguess.runtime.weight_format import INT4, INT8_GROUPS, MXFP4, WeightFormat
 
 GROUP = INT4.group_size or 0
 SMALLEST_HALF = 2.0**-24
@@ -20,13 +20,14 @@ SMALLEST_HALF = 2.0**-24
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """Quantised weight: `scale * code + minimum`, with scales and minima per group of inputs.
+    """Quantised weight: `scale * level + minimum`, with scales and minima per group of inputs.
 
     Args:
         codes: `[output, input]` in uint8.
         bits: bits of a code.
         scale, minimum: `[output, group]` in float32.
         groups: `[input]`, the group of each input; None if each group is a range of inputs.
+        levels: `[code]` in uint8, level of each code; None if they are the codes.
     """
 
     codes: Tensor
@@ -34,6 +35,7 @@ class GroupedWeight:
     scale: Tensor
     minimum: Tensor
     groups: Tensor | None = None
+    levels: Tensor | None = None
 
     @classmethod
     def rounded(cls, weight: Tensor, weight_format: WeightFormat) -> GroupedWeight:
@@ -48,7 +50,7 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
-        """Join the outputs of parts, which have the same bits and no `groups`."""
+        """Join the outputs of parts, which have the same bits, and neither `groups` nor `levels`."""
         codes, scale, minimum = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "minimum")
         )
@@ -56,10 +58,13 @@ class GroupedWeight:
 
     def dequantised(self) -> Tensor:
         """Return the weight `[output, input]` in float32."""
+        codes = self.codes
+        if self.levels is not None:  # in an eighth of the time of an index
+            codes = self.levels.float().expand(len(codes), -1).gather(1, codes.long())
         if self.groups is not None:
-            return self.codes * self.scale[:, self.groups] + self.minimum[:, self.groups]
+            return codes * self.scale[:, self.groups] + self.minimum[:, self.groups]
         # in place, which takes a third of the time of one expression
-        values = self.codes.view(*self.scale.shape, -1).float()
+        values = codes.view(*self.scale.shape, -1).float()
         return values.mul_(self.scale[:, :, None]).add_(self.minimum[:, :, None]).flatten(1)
 
     @property
@@ -70,6 +75,8 @@ class GroupedWeight:
         """
         if self.groups is not None or self.codes.shape[1] // self.scale.shape[1] % GROUP:
             return None
+        if self.levels is not None:
+            return MXFP4
         return INT4 if self.bits <= INT4.bits else INT8_GROUPS
 
     def in_bytes(self, weight_format: WeightFormat) -> Tensor:
@@ -98,6 +105,9 @@ class WeightSource(Protocol):
     """
 
     names: list[str]
+
+    def quantises(self, name: str) -> bool:
+        """Return whether a weight is quantised."""
 
     def read(self, name: str) -> Tensor:
         """Return a weight."""

@@ -53,6 +53,8 @@ BFLOAT16 = WeightFormat("bfloat16", 16)
 INT8 = WeightFormat("int8", 8)
 INT8_GROUPS = WeightFormat("int8-groups", 8, group_size=32)
 INT4 = WeightFormat("int4", 4, group_size=32)
+MXFP4 = WeightFormat("mxfp4", 4, group_size=32)
+"""Codes stand for levels that are not evenly spaced (OCP Microscaling Formats 1.0)."""
 STORED_INT8 = WeightFormat("int8-groups", 8, group_size=32, keeps_others=True)
 STORED_INT4 = WeightFormat("int4", 4, group_size=32, keeps_others=True)
 """Up to 8 bits, or up to 4 bits and some with more, as a quantised checkpoint stores them."""

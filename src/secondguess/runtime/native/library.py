@@ -30,7 +30,7 @@ import torch
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.native.sources import hash_sources
 
-ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups")
+ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
 
 

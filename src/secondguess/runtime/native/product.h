@@ -31,15 +31,20 @@ inline int four_bytes(const void* from) {
 // `scale * code + minimum`. The codes of a block's group are followed by its 32 scales and 32
 // minima. Codes of 8 bits are signed; 64 bytes hold 4 inputs of each output of a tile. Codes of 4 bits
 // are not; a byte holds two whose inputs are 4 apart, the first in its low half, and 64 bytes hold 8
-// inputs of each output of a tile.
+// inputs of each output of a tile. In MXFP4 they are the places of levels.
 constexpr int GROUP = 32;              // inputs
 constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block, per tile 256
 
-enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS };
+enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4 };
+
+constexpr bool has_half_bytes(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
+
+// Levels of MXFP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12.
+alignas(16) constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Size of a group of a block, with its scales and minima.
 constexpr int64_t group_bytes(int64_t encoding) {
-    return (encoding == INT4 ? CODE_BYTES : 2 * CODE_BYTES) + 2 * BLOCK * sizeof(uint16_t);
+    return (has_half_bytes(encoding) ? CODE_BYTES : 2 * CODE_BYTES) + 2 * BLOCK * sizeof(uint16_t);
 }
 
 struct Weight {
@@ -52,7 +57,7 @@ struct Weight {
     int64_t encoding;
 
     int64_t num_blocks() const { return (num_outputs + BLOCK - 1) / BLOCK; }
-    bool has_groups() const { return encoding == INT4 || encoding == INT8_GROUPS; }
+    bool has_groups() const { return has_half_bytes(encoding) || encoding == INT8_GROUPS; }
     // Number of parts of a block, and their size.
     int64_t num_steps() const { return num_inputs / (encoding == INT8 ? 64 : 32); }
     int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : 2 * TILE_BYTES; }
@@ -126,6 +131,8 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
                 unit.add_up(start, count, data, num_steps, whole_sums);
             else if (weight.encoding == INT4)
                 add_groups<INT4>(values.in_groups(start), count, data, num_steps, sums);
+            else if (weight.encoding == MXFP4)
+                add_groups<MXFP4>(values.in_groups(start), count, data, num_steps, sums);
             else if (weight.encoding == INT8_GROUPS)
                 add_groups<INT8_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
             else

@@ -21,17 +21,23 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
         if (row < count) sum_rows<1>(codes, values, row, finish);
         return;
     }
-    // Sums of 16 products of 4 bits fit into 16 bits: 16 * 15 * 127 < 2^15. They are kept for a row while the codes
-    // of half of the inputs are in registers.
     const __m256i half_byte = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256i twos[MOST_ROWS][2];
+    // Sums of 16 products of 4 bits fit into 16 bits: 16 * 15 * 127 < 2^15. They are kept for a row while the codes
+    // of half of the inputs are in registers. Of products with levels of MXFP4 8 fit: 8 * 24 * 127 < 2^15. Their sums
+    // are widened for each half.
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_LEVELS));
+    const auto decoded = [&](__m256i found) {
+        const __m256i codes_of_half = _mm256_and_si256(found, half_byte);
+        return ENCODING == MXFP4 ? _mm256_shuffle_epi8(levels, codes_of_half) : codes_of_half;
+    };
+    __m256i before[MOST_ROWS][2];  // sums of the first half
     UNROLLED for (int half = 0; half < 2; half++) {
         __m256i fours[2][4];  // 4 inputs of 8 outputs
         UNROLLED for (int part = 0; part < 2; part++)
             UNROLLED for (int line = 0; line < 2; line++) {
                 const __m256i both = _mm256_loadu_si256((const __m256i*)(codes + half * 128 + line * 64 + part * 32));
-                fours[part][2 * line] = _mm256_and_si256(both, half_byte);
-                fours[part][2 * line + 1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half_byte);
+                fours[part][2 * line] = decoded(both);
+                fours[part][2 * line + 1] = decoded(_mm256_srli_epi16(both, 4));
             }
         for (int row = 0; row < count; row++) {
             const int8_t* from = values.numbers + row * values.stride + half * 16;
@@ -40,13 +46,16 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
                 const __m256i each = _mm256_set1_epi32(four_bytes(from + four * 4));
                 UNROLLED for (int part = 0; part < 2; part++) {
                     const __m256i added = _mm256_maddubs_epi16(fours[part][four], each);
-                    found[part] = four ? _mm256_add_epi16(found[part], added) : half ? _mm256_add_epi16(twos[row][part], added) : added;
+                    found[part] = four ? _mm256_add_epi16(found[part], added)
+                                  : half && ENCODING == INT4 ? _mm256_add_epi16(before[row][part], added) : added;
                 }
             }
-            if (half)
-                finish(row, Wholes{_mm256_madd_epi16(found[0], ones), _mm256_madd_epi16(found[1], ones)});
-            else
-                twos[row][0] = found[0], twos[row][1] = found[1];
+            UNROLLED for (int part = 0; part < 2; part++) {
+                if (half || ENCODING == MXFP4) found[part] = _mm256_madd_epi16(found[part], ones);
+                if (half && ENCODING == MXFP4) found[part] = _mm256_add_epi32(before[row][part], found[part]);
+                before[row][part] = found[part];
+            }
+            if (half) finish(row, Wholes{found[0], found[1]});
         }
     }
 }

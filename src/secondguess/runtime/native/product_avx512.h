@@ -60,12 +60,14 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     }
 }
 
-// Codes of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored.
+// Codes of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored. Levels in MXFP4.
 template <Encoding ENCODING>
 inline __m512i unsigned_codes(const char* tile, int four) {
     if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * 64), _mm512_set1_epi8((char)0x80));
     const __m512i both = _mm512_loadu_si512(tile + four / 2 * 64);
-    return _mm512_and_si512(four % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    const __m512i codes = _mm512_and_si512(four % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    if (ENCODING == INT4) return codes;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)FP4_LEVELS)), codes);
 }
 
 // Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole

@@ -1,14 +1,15 @@
 // Sums of products in groups by NEON.
 #pragma once
 
-// Codes of 4 inputs of each output of a tile.
+// Codes of 4 inputs of each output of a tile; levels in MXFP4.
 template <Encoding ENCODING>
 inline Line codes_of(const char* codes, int four) {
     if (ENCODING == INT8_GROUPS) return load_line(codes + four * 64);
     Line both = load_line(codes + four / 2 * 64);
     for (auto& part : both.part) {
         const uint8x16_t bytes = vreinterpretq_u8_u32(part);
-        part = vreinterpretq_u32_u8(four % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+        const uint8x16_t half = four % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+        part = vreinterpretq_u32_u8(ENCODING == MXFP4 ? vqtbl1q_u8(vld1q_u8(FP4_LEVELS), half) : half);
     }
     return both;
 }
