@@ -103,6 +103,7 @@ NAMES = {
             ("gptq", "awq", "compressed-tensors pack-quantized"),
             "checkpoint/test_quantised.py::test_the_weights_are_those_that_the_format_defines",
         ),
+        "mxfp4": "checkpoint/test_mxfp4.py::test_logits_are_those_of_the_dequantised_weights",
         "gguf": "checkpoint/test_gguf.py::test_logits_are_those_of_the_dequantised_weights",
     },
     "datasets": {
