@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from families import needs_kernels, row_of
-from gguf_files import WIDTH, write_model, writer_for
+from gguf_files import WIDTH, finish, write_model, writer_for
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError
@@ -143,6 +143,14 @@ def test_logits_are_those_of_the_model_that_was_written(case, tmp_path):
     found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
     allowed = 0.08 + 0.001 * config.num_hidden_layers  # rounding of activations
     assert (found - expected[-1]).norm() < allowed * expected[-1].norm()
+
+
+def test_gpt_oss_is_refused_by_name(tmp_path):
+    """Transformers fails on its scaling of RoPE."""
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=2)
+    finish(writer_for(tmp_path, "gpt-oss", config, rope__scaling__type="yarn", rope__scaling__factor=32.0))
+    with pytest.raises(CheckpointError, match="got one of gpt-oss.*safetensors checkpoint"):
+        Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
 
 
 @pytest.mark.parametrize(

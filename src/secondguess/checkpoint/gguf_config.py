@@ -58,6 +58,25 @@ SCALINGS = {
 WITHOUT_EFFECT = {"type", "finetuned", "original_context_length"}
 
 
+def check_readable(file: Path) -> None:
+    """Check that Transformers reads the configuration of a GGUF file.
+
+    Raises:
+        CheckpointError: if the file is broken, or a part of a model.
+        UnsupportedModelError: if Transformers does not read it.
+    """
+    if _architecture(file) == "gpt-oss":
+        raise UnsupportedModelError(
+            "expected a GGUF file that Transformers reads, got one of gpt-oss, whose configuration it does not; "
+            "use the safetensors checkpoint, which has the same weights in MXFP4"
+        )
+
+
+def _architecture(file: Path) -> str | None:
+    field = gguf_reader(file).fields.get("general.architecture")
+    return None if field is None else str(field.contents())
+
+
 def complete_config(config: Any, file: Path) -> None:
     """Set in a configuration what Transformers does not read from a GGUF file.
 
@@ -65,7 +84,7 @@ def complete_config(config: Any, file: Path) -> None:
         UnsupportedModelError: for a scaling of RoPE that is not known.
     """
     reader = gguf_reader(file)
-    architecture = reader.fields["general.architecture"].contents()
+    architecture = _architecture(file)
     prefix = f"{architecture}."
     values = {
         name.removeprefix(prefix): field.contents()
@@ -77,10 +96,10 @@ def complete_config(config: Any, file: Path) -> None:
         for tensor in reader.tensors
         if tensor.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
-    if architecture in ARCHITECTURES:
+    if architecture is not None and architecture in ARCHITECTURES:
         _set_sizes(config, architecture, values)
         _set_rope(config, values, factors)
-    elif architecture != "gpt-oss" and values.get("rope.scaling.type", "none") != "none":
+    elif values.get("rope.scaling.type", "none") != "none":
         raise _unknown_scaling(f"architecture {architecture} with a scaling of RoPE")
 
 

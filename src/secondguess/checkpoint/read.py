@@ -13,7 +13,7 @@ from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import GgufWeights
-from secondguess.checkpoint.gguf_config import complete_config
+from secondguess.checkpoint.gguf_config import check_readable, complete_config
 from secondguess.checkpoint.quantised import (
     Encoding,
     JoinedExperts,
@@ -21,7 +21,7 @@ from secondguess.checkpoint.quantised import (
     encoding_error,
     read_encoding,
 )
-from secondguess.checkpoint.weights import gguf_reader, is_gguf, tensor_files
+from secondguess.checkpoint.weights import is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import StoredLinear, WeightSource
@@ -85,7 +85,7 @@ def read_config(path: str) -> Any:
     """
     with _reading("configuration", path):
         if is_gguf(path):
-            gguf_reader(Path(path))  # refuses parts of a model
+            check_readable(Path(path))
         elif not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
