@@ -149,7 +149,7 @@ def test_gpt_oss_is_refused_by_name(tmp_path):
     """Transformers fails on its scaling of RoPE."""
     config = transformers.GptOssConfig(**SIZES, num_local_experts=2)
     finish(writer_for(tmp_path, "gpt-oss", config, rope__scaling__type="yarn", rope__scaling__factor=32.0))
-    with pytest.raises(CheckpointError, match="got one of gpt-oss.*safetensors checkpoint"):
+    with pytest.raises(CheckpointError, match=r"got one of gpt-oss.*safetensors checkpoint"):
         Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
 
 
