@@ -90,8 +90,11 @@ def test_linear_layers_stay_in_their_files_until_the_kernels_pack_them(checkpoin
     assert all(torch.equal(each.weight, plain.get_submodule(name).weight) for name, each in stored.items())
 
 
-def test_int8_logits_are_near_the_exact_ones(checkpoint):
-    pytest.importorskip("torchao")
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_int8_logits_are_near_the_exact_ones(by_kernels, checkpoint, monkeypatch):
+    if not by_kernels:
+        pytest.importorskip("torchao")
+        monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
     exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
     assert rounded.checkpoint.quantize == "int8"
@@ -101,6 +104,7 @@ def test_int8_logits_are_near_the_exact_ones(checkpoint):
 
 def test_int8_without_torchao_names_the_package_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
         Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers").load()
 

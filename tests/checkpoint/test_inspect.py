@@ -146,6 +146,7 @@ def test_the_library_for_int8_is_reported(
     inspected, secondguess_command, tiny_checkpoint, monkeypatch, there
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao") if there else None)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
     assert bool(inspected(tiny_checkpoint)["memory"]["int8_obstacle"]) is not there
     said = secondguess_command("inspect", tiny_checkpoint, *FLOAT32).out
     assert ("pip install secondguess[quant]" in said) is not there
@@ -237,7 +238,6 @@ def test_a_drafter_that_cannot_draft_is_refused(secondguess_command, tiny_checkp
         (["--drafter", "self:int9"], ["self:int4", "int9"]),
         (["--drafter", "self:int4", "--dtype", "float32"], ["bfloat16", "float32"]),
         (["--drafter", "self:int4", "--quantize", "int8", "--dtype", "bfloat16"], ["bfloat16", "int8"]),
-        (["--quantize", "int4", "--dtype", "float32"], ["int4", "float32", "int8"]),
         (["--drafter", "medusa:somewhere,tree=best"], ["best", "3x2x1"]),
     ],
 )

@@ -299,7 +299,6 @@ def test_an_unknown_runtime_is_refused(llama):
 
 
 def test_int8_uses_the_module(llama):
-    pytest.importorskip("torchao")
     assert (
         Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int8").load().kind
         == "transformers"

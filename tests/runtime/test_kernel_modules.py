@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from checkpoints import random_llama
 from families import (
+    FAMILIES,
     LLAMA_LIKE,
     RECURRENT,
     assert_near,
@@ -18,12 +19,14 @@ from families import (
 )
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import packing, scans
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.recurrence import StatesByToken, delta_rule, state_space
 from secondguess.runtime.native.weights import Arena
-from secondguess.runtime.packing import pack_linears
+from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.scans import Convolution, recording
+from secondguess.runtime.weight_format import INT4, INT8
 from secondguess.runtime.wrap import wrap_module
 
 pytestmark = needs_kernels
@@ -54,6 +57,22 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_others(num_inputs, num_outpu
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-5)
     assert torch.equal(layer.plain_weight(), linear.weight)
+
+
+@pytest.mark.parametrize("weight_format", [INT8, INT4], ids=lambda each: each.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_of_a_quantised_layer_does_not_depend_on_others(dtype, weight_format):
+    linear = nn.Linear(200, 100).to(dtype)
+    layer = KernelLinear(linear, Arena(), weight_format)
+    values = random_values(2, 20, 200).to(dtype)
+    with torch.inference_mode():
+        found = layer(values)
+        alone = torch.cat([layer(row[None]) for row in values.flatten(0, 1)])
+        expected = linear(values)
+    assert torch.equal(found.flatten(0, 1), alone)
+    assert found.dtype == dtype
+    error = (found - expected).float().norm() / expected.float().norm()
+    assert error < (0.02 if weight_format is INT8 else 0.12)
 
 
 def test_a_linear_layer_has_a_gradient():
@@ -103,6 +122,50 @@ def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
     assert type(model.lm_head) is KernelLinear
     model = Checkpoint.resolve(path, dtype="float32", device="cpu").load().runtime.model
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["lfm2", "falcon-h1", "gemma4", "gptj"])
+def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_path):
+    path = write_checkpoint((FAMILIES | RECURRENT)[name](), tmp_path)
+    checkpoint = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize)
+    loaded = checkpoint.load()
+    bits = {"int8": 8, "int4": 4}[quantize]
+    assert loaded.runtime_description.startswith("transformers")
+    assert loaded.runtime_description.endswith(f"weights in {bits} bits")
+    kinds = {
+        each.weight_format.bits for each in loaded.runtime.model.modules() if isinstance(each, KernelLinear)
+    }
+    assert kinds == {8, bits}  # the head has 8
+    exact = Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers").load()
+    tokens, found = random_tokens(9, seed=2), []
+    for each in (loaded, exact):
+        row = row_of(tokens)
+        each.runtime.begin([row])
+        found.append(each.runtime.score([row], Draft.chains([tokens[:3]])).logits[0].float())
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert 0 < error < (0.1 if quantize == "int8" else 0.6)
+
+
+def test_a_module_without_linear_layers_is_not_quantised(tmp_path):
+    path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"most of whose weights are those of linear layers.*GPT2"):
+        Checkpoint.resolve(path, device="cpu", quantize="int4").load()
+
+
+@pytest.mark.parametrize("broken", ["wrong", "reads the weight"])
+def test_a_module_that_quantised_layers_would_break_is_refused(broken, monkeypatch):
+    model = tiny_llama()
+    if broken == "wrong":
+        forward = KernelLinear.forward
+        monkeypatch.setattr(KernelLinear, "forward", lambda self, values: -forward(self, values))
+    else:
+        monkeypatch.setattr(
+            KernelLinear, "forward", lambda self, values: functional.linear(values, self.weight)
+        )
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*load it without quantize"):
+        quantise_linears(model, INT8)
 
 
 def reference_delta_rule(query, key, value, g, beta, normalises, state):

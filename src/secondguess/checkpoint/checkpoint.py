@@ -44,7 +44,13 @@ from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
-from secondguess.runtime.packing import can_pack, can_pack_for_kernels, pack_linears
+from secondguess.runtime.packing import (
+    can_pack,
+    can_pack_for_kernels,
+    can_quantise,
+    pack_linears,
+    quantise_linears,
+)
 from secondguess.runtime.support import (
     cached_layers,
     cached_values_per_token,
@@ -145,7 +151,7 @@ class Checkpoint:
             needs_kernels,
         )
         by_kernels = "native" in found.runtimes  # raises an error if no runtime covers the model
-        if quantize is not None and not by_kernels:
+        if quantize is not None and not by_kernels and not found._quantises_linears:
             require_torchao()
         return found
 
@@ -169,7 +175,7 @@ class Checkpoint:
         covers = {
             "native": not why_not_native(self.config, self.dtype, self.device),
             "fused": self.quantize is None and not why_not_fused(self.config, self.device),
-            "transformers": self.quantize in (None, INT8.name),
+            "transformers": self.quantize in (None, INT8.name) or self._quantises_linears,
         }
         found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
         if not found:
@@ -212,6 +218,11 @@ class Checkpoint:
         """True if linear layers of modules are packed for the processor."""
         packs = can_pack(self.dtype, self.device) or can_pack_for_kernels(self.dtype, self.device)
         return self.quantize is None and packs
+
+    @property
+    def _quantises_linears(self) -> bool:
+        """True if a module's linear layers are quantised for the kernels, by torchao otherwise."""
+        return self.quantize is not None and can_quantise(self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -270,7 +281,8 @@ class Checkpoint:
         by_kernels = self.runtimes[0] == "native"
         if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
-        if (by_kernels or self.is_packed) and text.tie_word_embeddings:  # the head becomes a copy of its own
+        is_packed = by_kernels or self.is_packed or self._quantises_linears
+        if is_packed and text.tie_word_embeddings:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = num_parameters * size
         stored_as = self.weight_formats[0]
@@ -280,7 +292,7 @@ class Checkpoint:
             if stored_as.keeps_others:
                 saved = (count * (size - each.bytes_per_weight) for each, count in self._num_stored.items())
                 weights = int(num_parameters * size - sum(saved))
-        if (by_kernels or self.is_packed) and not text.tie_word_embeddings:
+        if is_packed and not text.tie_word_embeddings:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
         if by_kernels and is_gguf(self.path):
@@ -410,7 +422,9 @@ class Checkpoint:
                     return FusedRuntime(fused)
                 model = reload_model()
             else:
-                if self.quantize is not None:
+                if self._quantises_linears:
+                    quantise_linears(model.eval(), QUANTIZATIONS[str(self.quantize)])
+                elif self.quantize is not None:
                     quantize_to_int8(model)
                 elif self.is_packed:
                     pack_linears(model)

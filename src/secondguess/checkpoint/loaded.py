@@ -11,6 +11,7 @@ from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.weight_format import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from secondguess.checkpoint.checkpoint import Checkpoint
@@ -60,10 +61,15 @@ class LoadedModel:
     @property
     def runtime_description(self) -> str:
         """Name of the runtime, with the bits of quantised weights, or if it runs each row by itself."""
+        parts = [self.kind]
         if isinstance(self.runtime, RowByRowRuntime):
-            return f"{self.kind}, {self.runtime.description}"
+            parts.append(self.runtime.description)
         bits = self._quantised_bits
-        return self.kind if bits is None else f"{self.kind}, weights in {bits} bits"
+        if bits is None and self.checkpoint.quantize is not None:
+            bits = QUANTIZATIONS[self.checkpoint.quantize].bits
+        if bits is not None:
+            parts.append(f"weights in {bits} bits")
+        return ", ".join(parts)
 
     @property
     def _quantised_bits(self) -> int | None:

@@ -43,9 +43,9 @@ from secondguess.runtime.native.forward import (
     in_rows,
     kernel_step,
 )
-from secondguess.runtime.native.runtime import PROBE_TOLERANCE, NativeRuntime
+from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.support import without_gradients
-from secondguess.runtime.weight_format import BFLOAT16
+from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 from secondguess.sampling.params import SamplingParams
 
 MedusaLogits = Callable[[Tensor, int], Tensor]

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.stored import StoredLinear
-from secondguess.runtime.weight_format import MXFP4, WeightFormat
+from secondguess.runtime.weight_format import BFLOAT16, MXFP4, PROBE_TOLERANCE, WeightFormat
 
 ROWS_HINT = 8
 """Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
@@ -28,9 +29,6 @@ ROWS_HINT = 8
 
 MAX_ROWS_SAME_ORDER = 32
 """Largest number of rows for which oneDNN sums each row of a packed product in the same order."""
-
-KERNEL_TOLERANCE = 0.03
-"""Largest relative root-mean-square error of the logits in bfloat16 attributed to rounding by the kernels."""
 
 MAX_DRAFT_QUERIES = 96
 """Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
@@ -183,6 +181,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+def can_quantise(device: torch.device) -> bool:
+    """Return whether the kernels can run the linear layers of a module with quantised weights."""
+    return device.type == "cpu" and bool(units())
+
+
 def can_pack_for_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels should run linear layers: bfloat16 on a CPU without instructions for it."""
     return device.type == "cpu" and dtype == torch.bfloat16 and not can_pack(dtype, device) and bool(units())
@@ -200,7 +203,7 @@ def pack_linears(model: Any) -> bool:
     arena = Arena() if can_pack_for_kernels(model.dtype, model.device) else None
     with torch.inference_mode():
         expected = _probe(model)
-    for name in list(_linear_names(model)):
+    for name in list(_linear_names(model, torch.bfloat16)):
         linear = model.get_submodule(name)
         model.set_submodule(name, PackedLinear(linear) if arena is None else KernelLinear(linear, arena))
     try:
@@ -217,9 +220,55 @@ def pack_linears(model: Any) -> bool:
     return same
 
 
+def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
+    """Replace a model's linear layers by quantised ones, which the kernels run.
+
+    Layers are replaced one at a time, so that at most one weight is held twice.
+
+    Args:
+        model: a module on a CPU with kernels.
+        weight_format: encoding of the weights; that of the head is its `of_head`.
+
+    Raises:
+        UnsupportedModelError: if most weights are not those of linear layers, or the logits change by more than
+            rounding explains.
+    """
+    names = list(_linear_names(model, model.dtype))
+    in_linears = sum(model.get_submodule(name).weight.numel() for name in names)
+    embedded = model.get_input_embeddings().weight
+    others = {id(each): each.numel() for each in model.parameters() if each is not embedded}
+    if 2 * in_linears < sum(others.values()):
+        raise UnsupportedModelError(
+            f"expected a model most of whose weights are those of linear layers, got {in_linears:,} of "
+            f"{sum(others.values()):,} in {type(model).__name__}; load it without quantize"
+        )
+    arena = Arena()
+    with torch.inference_mode():
+        expected = _probe(model)
+    head = model.get_output_embeddings()
+    for name in names:
+        linear = model.get_submodule(name)
+        encoding = weight_format.of_head if linear is head else weight_format
+        model.set_submodule(name, KernelLinear(linear, arena, encoding))
+    try:
+        with torch.inference_mode():
+            found = _probe(model)
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    except (RuntimeError, AttributeError) as caught:  # a model that reads a layer's weight in its own code
+        raise UnsupportedModelError(
+            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({caught}); "
+            "load it without quantize"
+        ) from caught
+    if not error <= PROBE_TOLERANCE[weight_format]:
+        raise UnsupportedModelError(
+            f"expected logits with a relative error of at most {PROBE_TOLERANCE[weight_format]} in "
+            f"{weight_format.bits} bits, got {error:.3g} with {type(model).__name__}; load it without quantize"
+        )
+
+
 def _is_near(found: Tensor, expected: Tensor) -> bool:
     error, size = (found.float() - expected.float()).norm(), expected.float().norm()
-    return bool(error <= KERNEL_TOLERANCE * size)
+    return bool(error <= PROBE_TOLERANCE[BFLOAT16] * size)
 
 
 def _unpacked(packed: PackedLinear | KernelLinear) -> nn.Linear:
@@ -230,12 +279,12 @@ def _unpacked(packed: PackedLinear | KernelLinear) -> nn.Linear:
     return linear
 
 
-def _linear_names(model: Any) -> Iterator[str]:
-    """Return the names of `nn.Linear` modules in bfloat16, without subclasses, which may compute otherwise."""
+def _linear_names(model: Any, dtype: torch.dtype) -> Iterator[str]:
+    """Return the names of `nn.Linear` modules of a dtype, without subclasses, which may compute otherwise."""
     return (
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16
+        if type(module) is nn.Linear and module.weight.dtype == dtype
     )
 
 

@@ -89,8 +89,6 @@ struct Forward {
     float* logits;               // [place][vocabulary]
 };
 
-static int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
 // Widen the bfloat16 numbers in the first half of a buffer to float32, from the last to the first,
 // so that none is overwritten before it is read.
 static void widen_in_place(float* numbers, int64_t size) {
@@ -113,45 +111,6 @@ static Floats activate(Floats x, int64_t activation) {
     for (float& number : each) number = std::erf(number * 0.70710678f);
     return half * (one + load(each));
 }
-
-// Matrix of rows, padded with zeros to whole tiles.
-struct Rows {
-    std::vector<bf16> numbers;
-    std::vector<float> wide;
-    std::vector<int8_t> small;
-    std::vector<float> scale, group_sums;
-    int64_t stride = 0;
-
-    void reserve(int64_t num_rows, int64_t width) {
-        const int64_t rows = round_up(num_rows, 2 * TILE);
-        stride = round_up(width, 64);
-        // Reused buffers keep old numbers. Rows beyond the last do not affect results. Columns
-        // beyond the last are multiplied by zero weights and must not be NaN.
-        numbers.assign(rows * stride, 0);
-        if (VectorUnit::WIDE) wide.assign(rows * stride, 0);
-        small.assign(rows * stride, 0);
-        scale.assign(rows, 0);
-        group_sums.assign(rows * (stride / GROUP), 0);
-    }
-    bf16* row(int64_t index) { return numbers.data() + index * stride; }
-
-    // Return whether rows must be converted before products by `weight`.
-    static bool needs_form(const Weight& weight) { return weight.encoding != BFLOAT16 || VectorUnit::WIDE; }
-    void form(int64_t index, const Weight& weight) {
-        if (weight.encoding != BFLOAT16) {
-            int8_t* to = small.data() + index * stride;
-            scale[index] = quantise(row(index), stride, to);
-            if (weight.has_groups()) sum_groups(to, stride / GROUP, group_sums.data() + index * (stride / GROUP));
-        } else if (VectorUnit::WIDE) {
-            for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
-        }
-    }
-    Values values(int64_t num_rows, int64_t first = 0) const {
-        const int64_t start = first * stride;
-        return {numbers.data() + start, wide.data() + start,          small.data() + start, scale.data() + first,
-                group_sums.data() + start / GROUP, stride, num_rows};
-    }
-};
 
 // Buffers of one decoder's forward passes. Buffers that several threads read are shared. A few
 // normalised rows are computed by each thread for itself, which is cheaper than a barrier.

@@ -10,32 +10,35 @@ from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.support import num_threads
-from secondguess.runtime.weight_format import BFLOAT16
+from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 
 class KernelLinear(nn.Module):
-    """Linear layer in bfloat16 whose weight is in the layout of the kernels.
+    """Linear layer whose weight is in the layout of the kernels, and whose inputs are rounded to bfloat16.
 
-    A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer.
+    A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer, unless it is quantised.
 
     Args:
-        linear: layer in bfloat16.
+        linear: the layer.
         arena: allocator of the weight.
+        weight_format: encoding of the weight. With a quantised one inputs are quantised to 8 bits.
 
     Attributes:
         weight: tensor of the weight's shape and dtype without memory.
     """
 
-    def __init__(self, linear: nn.Linear, arena: Arena) -> None:
+    def __init__(self, linear: nn.Linear, arena: Arena, weight_format: WeightFormat = BFLOAT16) -> None:
         super().__init__()
         weight = linear.weight.detach()
         self.weight = torch.empty_like(weight, device="meta")
         self.bias = linear.bias
         self._unit = library.units()[0]
-        self._blocks = pack_blocks(weight, None if self.bias is None else self.bias.detach(), arena, BFLOAT16)
+        self.weight_format = weight_format
+        bias = None if self.bias is None else self.bias.detach()
+        self._blocks = pack_blocks(weight, bias, arena, weight_format)
 
     def forward(self, values: Tensor) -> Tensor:
-        if values.requires_grad and torch.is_grad_enabled():
+        if not self.weight_format.is_quantised and values.requires_grad and torch.is_grad_enabled():
             return functional.linear(values, self.plain_weight(), self.bias)
         num_outputs, width = self.weight.shape
         rows = values.to(torch.bfloat16).contiguous()
@@ -44,9 +47,9 @@ class KernelLinear(nn.Module):
         to_run = (*places, int(self._unit.has_tiles), num_threads())
         if self._unit.kernels.secondguess_linear(self._blocks.weight, *to_run):
             raise OutOfMemoryError(f"expected memory for {rows.numel()} numbers of a linear layer, got none")
-        return product
+        return product.to(values.dtype)
 
     def plain_weight(self) -> Tensor:
-        """Return the weight in plain layout."""
+        """Return a weight in bfloat16 in plain layout."""
         num_outputs, num_inputs = self.weight.shape
         return unpack_blocks(self._blocks)[:num_outputs, :num_inputs]

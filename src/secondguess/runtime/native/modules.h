@@ -6,26 +6,19 @@
 #include <type_traits>
 #include <vector>
 
-#include "product.h"
+#include "rows.h"
 #include "team.h"
-
-inline void point_to(Values& values, const float* wide) { values.wide = wide; }
-inline void point_to(Values& values, const bf16* numbers) { values.numbers = numbers; }
 
 // Rows of a linear layer's inputs in the form that the unit reads. Valid until the next call of this
 // thread, whose memory is reused.
-inline Values linear_inputs(const bf16* from, int64_t num_rows, int64_t width, int64_t stride) {
-    using Number = std::conditional_t<VectorUnit::WIDE, float, bf16>;
-    static thread_local std::vector<Number> numbers;
-    const size_t size = (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE) * stride;
-    if (numbers.size() < size) numbers.resize(size);
-    for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t i = 0; i < stride; i += 16)
-            store(numbers.data() + row * stride + i, load(from + row * width + i, lanes(width - i)));
-    Values values{};
-    point_to(values, numbers.data());
-    values.stride = stride, values.num_rows = num_rows;
-    return values;
+inline Values linear_inputs(const bf16* from, int64_t num_rows, int64_t width, const Weight& weight) {
+    static thread_local Rows rows;
+    rows.resize(num_rows, weight.num_inputs);
+    for (int64_t row = 0; row < num_rows; row++) {
+        for (int64_t i = 0; i < rows.stride; i += 16) store(rows.row(row) + i, load(from + row * width + i, lanes(width - i)));
+        rows.form(row, weight);
+    }
+    return rows.values(num_rows);
 }
 
 // Gated delta rule (Yang et al., arXiv 2412.06464) over some tokens of one row. Per head the state is
@@ -184,7 +177,7 @@ int secondguess_linear(const Weight* weight, const bf16* from, int64_t num_rows,
                        int64_t num_threads) {
     Values values;
     try {
-        values = linear_inputs(from, num_rows, width, weight->num_inputs);
+        values = linear_inputs(from, num_rows, width, *weight);
     } catch (const std::bad_alloc&) {
         return 1;
     }

@@ -33,14 +33,7 @@ from secondguess.runtime.native.forward import (
 )
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import context_length_of, has_bfloat16, without_gradients
-from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, STORED_INT4, STORED_INT8, WeightFormat
-
-PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12, INT4: 0.6, STORED_INT4: 0.12, STORED_INT8: 0.12}
-"""Largest relative root-mean-square error of the logits attributed to rounding.
-
-Trained and tiny random models have errors of 0.01 in bfloat16, 0.03 to 0.05 in 8 bits and 0.1 to 0.5
-in 4 bits, 0.02 to 0.05 if the checkpoint's own codes are kept; a wrong computation has an error of about 1.
-"""
+from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE, WeightFormat
 
 
 def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
