@@ -215,9 +215,9 @@ def load(
         dtype: `float64`, `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 where the processor
             multiplies it in hardware or the compiled kernels run the model, else float32.
         device: `auto`, `cpu` or `cuda[:N]`.
-        quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits. Where the compiled
-            kernels do not run the model, `int8` needs `pip install secondguess[quant]`, and `int4`
-            is refused.
+        quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits; of a model that runs as a
+            Transformers module, those of linear layers. Without compiled kernels, and on a GPU,
+            `int8` needs `pip install secondguess[quant]`, and `int4` is refused.
         drafter_quantize: the same for a draft model.
         runtime: `native` (compiled kernels; dense decoders in bfloat16, 8 or 4 bits on a CPU),
             `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or

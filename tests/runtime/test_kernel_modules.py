@@ -150,7 +150,9 @@ def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_pat
 
 def test_a_module_without_linear_layers_is_not_quantised(tmp_path):
     path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"most of whose weights are those of linear layers.*GPT2"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"most of whose weights are those of linear layers.*GPT2"
+    ):
         Checkpoint.resolve(path, device="cpu", quantize="int4").load()
 
 
