@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,8 +36,10 @@ from secondguess.errors import (
     SecondGuessError,
     UnsupportedModelError,
 )
+from secondguess.runtime import families as runtime_families
+from secondguess.runtime import fused
 from secondguess.runtime.feed_forward import StoredExperts
-from secondguess.runtime.fused import fuse, probe_passes
+from secondguess.runtime.fused import fuse, fuse_for_kernels, probe_passes
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, PackedDecoder, why_not_native
 from secondguess.runtime.native.forward import KernelForward
@@ -712,25 +715,42 @@ def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
     assert ("the fused runtime is not used" in caplog.text) == (not passes)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "passes"),
-    [
-        ([(0, 1), (1, 3), (9, 0)], True),
-        (
-            [(row, position) for row in range(4) for position in range(4)],
-            True,
-        ),  # a token and those that follow it
-        ([(row, 3) for row in range(5)], False),  # the decoding step
-        ([(row, 0) for row in range(11, 16)], False),
-    ],
-)
-def test_a_few_tokens_may_select_other_experts(wrong, passes):
-    expected = torch.randn(16, 4, 300, generator=torch.Generator().manual_seed(0))
-    found = expected.clone()
-    for place in wrong:
-        found[place] = 0
-    assert not probe_passes("fused", found, expected, 0.03)
-    assert probe_passes("fused", found, expected, 0.03, has_experts=True) == passes
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
+def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
+    """Rounding would make some tokens select others."""
+    model = read_module(str(write_varied(name, tmp_path)), torch.bfloat16).eval()
+    checked = fuse_for_kernels(model)
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    others = {
+        layer: torch.rand(2, 16, config.num_experts, generator=generator).argsort(-1)[
+            ..., : selected.shape[-1]
+        ]
+        for layer, selected in checked.experts.items()
+    }
+    with torch.inference_mode(), fused._selecting(checked.decoder, others):
+        positions = torch.arange(16).expand(2, -1)
+        expected = fused._prefill(fused.FusedRuntime(checked.decoder), checked.tokens, positions, 16)
+    runtime = NativeRuntime(NativeDecoder(checked.decoder, unit=unit))
+    found = runtime.read_with_experts(checked.tokens, others)
+    assert probe_passes("native", found, expected, 0.03)
+    assert not probe_passes("native", runtime.read(checked.tokens).logits, expected, 0.03)
+    as_the_module = runtime.read_with_experts(checked.tokens, checked.experts)
+    assert probe_passes("native", as_the_module, checked.logits, 0.03)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "olmoe"])
+def test_wrong_routing_weights_fail_the_probe(name, tmp_path, monkeypatch):
+    model = read_module(str(write_varied(name, tmp_path)), torch.bfloat16).eval()
+    mixture = runtime_families.FAMILIES[model.config.model_type].experts
+    family = replace(
+        runtime_families.FAMILIES[model.config.model_type],
+        experts=replace(
+            mixture, normalises_routing_weights=lambda config: not mixture.normalises_routing_weights(config)
+        ),
+    )
+    monkeypatch.setitem(runtime_families.FAMILIES, model.config.model_type, family)
+    assert fuse_for_kernels(model) is None
 
 
 def test_a_mixture_with_adapters_runs_as_a_module(tmp_path):

@@ -96,7 +96,13 @@ class Experts:
         activation: name of the experts' activation.
         clamp: clamps of the experts, as in `FeedForward`.
         packed: whether to pack the weights.
+
+    Attributes:
+        selected: `[token, k]`, experts that tokens select instead of those with most probability, for a probe;
+            else None.
     """
+
+    selected: Tensor | None = None
 
     def __init__(
         self,
@@ -127,7 +133,8 @@ class Experts:
         """Return the output for normalised states, `[..., width]`."""
         of_tokens = states.flatten(0, -2)
         probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
-        weights, selected = probs.topk(self.num_selected)
+        selected = probs.topk(self.num_selected)[1] if self.selected is None else self.selected
+        weights = probs.gather(-1, selected)
         if self.normalises_routing_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.rounds_routing_weights:

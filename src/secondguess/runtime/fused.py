@@ -6,7 +6,8 @@ A family is covered if it is one of the `FAMILIES`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import KEY_MULTIPLE, Output
 from secondguess.runtime.families import FAMILIES, attention_linears, mlp_linears
-from secondguess.runtime.feed_forward import StoredExperts
+from secondguess.runtime.feed_forward import Experts, StoredExperts
 from secondguess.runtime.fused_decoder import FusedDecoder, LayerMask
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.quiet import quiet
@@ -35,14 +36,7 @@ The largest single error grows with the number of logits, and refused correct mo
 
 MAX_PROBE_POSITION = 4096
 """Largest end position of the probe, which otherwise uses the last positions of the context."""
-PROBE_ROWS, PROBE_WIDTH = 2, 16
-MIXTURE_ROWS, MIXTURE_WIDTH = 16, 4
-"""Rows and tokens of the probe of a mixture of experts.
-
-Rounding makes some tokens select other experts, which also changes the tokens that follow in their row.
-"""
-MIXTURE_SHARE = 0.75
-"""Share of the rows of a mixture of experts whose error counts, at each position."""
+PROBE_WIDTH = 16
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +48,13 @@ class CheckedDecoder(NamedTuple):
         decoder: the decoder, not packed.
         tokens: `[row, token]`, from the first position on.
         logits: `[row, token, vocab]`, those of the module.
+        experts: `[row, token, k]` by layer, those that the module selects. Rounding makes some tokens select others.
     """
 
     decoder: FusedDecoder
     tokens: Tensor
     logits: Tensor
+    experts: Mapping[int, Tensor]
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
@@ -72,16 +68,16 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     """
     if not _has_plain_weights(model):
         return None
-    tokens = _probe_tokens(model)
-    positions = _late_positions(model, tokens)
+    tokens, positions = _probe_tokens(model), _late_positions(model)
     with torch.inference_mode():
-        expected = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        expected, experts = _logits_and_experts(model, tokens, positions)
         decoder = _fused_decoder(model, packed)
         runtime, prefilled = FusedRuntime(decoder), tokens.shape[1] - 1
-        found = torch.cat(
-            (_prefill(runtime, tokens, positions, prefilled), _decode(runtime, tokens, positions)), 1
-        )
-    return decoder if _passes(found, expected, decoder) else None
+        with _selecting(decoder, {layer: each[:, :prefilled] for layer, each in experts.items()}):
+            before = _prefill(runtime, tokens, positions, prefilled)
+        with _selecting(decoder, {layer: each[:, prefilled:] for layer, each in experts.items()}):
+            found = torch.cat((before, _decode(runtime, tokens, positions)), 1)
+    return decoder if _passes(found, expected) else None
 
 
 def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
@@ -95,35 +91,71 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
     """
     if not _has_plain_weights(model):
         return None
-    tokens = _probe_tokens(model)
-    late = _late_positions(model, tokens)
+    tokens, late = _probe_tokens(model), _late_positions(model)
     early = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
     twice, positions = tokens.repeat(2, 1), torch.cat((late, early))
     with torch.inference_mode():
-        expected = model(input_ids=twice, position_ids=positions, use_cache=False).logits
+        expected, experts = _logits_and_experts(model, twice, positions)
         decoder = _fused_decoder(model, packed=False)
-        found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
-    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :])
-    return checked if _passes(found, expected, decoder) else None
+        with _selecting(decoder, experts):
+            found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
+    of_early = {layer: each[len(tokens) :] for layer, each in experts.items()}
+    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], of_early)
+    return checked if _passes(found, expected) else None
+
+
+def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return a module's logits `[row, token, vocab]`, and by layer the experts `[row, token, k]` that tokens select."""
+    found: dict[int, Tensor] = {}
+
+    def record(layer: int, arguments: tuple[Any, ...]) -> None:
+        _, selected, *_ = arguments
+        found[layer] = selected.view(*tokens.shape, -1)
+
+    has_experts = FAMILIES[model.config.model_type].has_experts(model.config)
+    hooks = [
+        model.base_model.layers[layer].mlp.experts.register_forward_pre_hook(
+            lambda _, arguments, layer=layer: record(layer, arguments)
+        )
+        for layer, is_mixture in enumerate(has_experts)
+        if is_mixture
+    ]
+    logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits, found
+
+
+@contextmanager
+def _selecting(decoder: FusedDecoder, experts: Mapping[int, Tensor]) -> Iterator[None]:
+    """Make tokens select these experts, `[row, token, k]` by layer."""
+    mixtures = {index: decoder.layers[index].feed_forward for index in experts}
+    for index, mixture in mixtures.items():
+        assert isinstance(mixture, Experts)
+        mixture.selected = experts[index].flatten(0, 1)
+    try:
+        yield
+    finally:
+        for mixture in mixtures.values():
+            assert isinstance(mixture, Experts)
+            mixture.selected = None
 
 
 def _probe_tokens(model: Any) -> Tensor:
-    """Return the tokens `[row, width]` of the probes of a model."""
-    has_experts = any(FAMILIES[model.config.model_type].has_experts(model.config))
-    rows, width = (MIXTURE_ROWS, MIXTURE_WIDTH) if has_experts else (PROBE_ROWS, PROBE_WIDTH)
-    width = min(width, _probe_limit(model))
+    """Return the tokens `[2, width]` of the probes of a model."""
+    width = min(PROBE_WIDTH, _probe_limit(model))
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    return torch.arange(rows * width).remainder(vocab_size).reshape(rows, width)
+    return torch.arange(2 * width).remainder(vocab_size).reshape(2, width)
 
 
 def _probe_limit(model: Any) -> int:
     return min(context_length_of(model.config) or MAX_PROBE_POSITION, MAX_PROBE_POSITION)
 
 
-def _late_positions(model: Any, tokens: Tensor) -> Tensor:
-    """Return positions of tokens `[row, width]` at which scaled rotary embeddings differ from plain ones."""
+def _late_positions(model: Any) -> Tensor:
+    """Return positions `[2, width]` at which scaled rotary embeddings differ from plain ones."""
     limit = _probe_limit(model)
-    return torch.arange(limit - tokens.shape[1], limit).expand(tokens.shape[0], -1)
+    return torch.arange(limit - min(PROBE_WIDTH, limit), limit).expand(2, -1)
 
 
 def _has_plain_weights(model: Any) -> bool:
@@ -139,8 +171,8 @@ def _fused_decoder(model: Any, packed: bool) -> FusedDecoder:
     return decoder
 
 
-def _passes(found: Tensor, expected: Tensor, decoder: FusedDecoder) -> bool:
-    return probe_passes("fused", found, expected, PROBE_TOLERANCE[expected.dtype], decoder.has_experts)
+def _passes(found: Tensor, expected: Tensor) -> bool:
+    return probe_passes("fused", found, expected, PROBE_TOLERANCE[expected.dtype])
 
 
 def _prefill(runtime: FusedRuntime, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
@@ -183,23 +215,17 @@ def _weighted_modules(model: Any) -> Iterator[Any]:
     yield model.get_output_embeddings()
 
 
-def probe_passes(
-    runtime: str, found: Tensor, expected: Tensor, tolerance: float, has_experts: bool = False
-) -> bool:
+def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return whether logits have at most this relative root-mean-square error; log one that has more.
 
     Args:
         runtime: name of the probed runtime, for the message.
-        found, expected: logits of the runtime and of the original, `[row, position, vocab]`.
+        found, expected: logits of the runtime and of the original, `[..., vocab]`.
         tolerance: largest error that is attributed to rounding.
-        has_experts: whether the model selects experts. Rounding then makes a few tokens select other
-            ones, so at each position `MIXTURE_SHARE` of the rows must have at most this error.
     """
     differences = (found.float() - expected.float()).norm(dim=-1)
     size = expected.float().norm(dim=-1).square().mean().sqrt()
     error = differences.square().mean().sqrt()
-    if has_experts:
-        error = differences.quantile(MIXTURE_SHARE, dim=0, interpolation="lower").max()
     passes = bool(error <= tolerance * size)
     if not passes:
         logger.warning(

@@ -20,7 +20,7 @@ from torch.nn import functional
 from secondguess.runtime.attention import explicit_attention, masked_attention
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.families import FAMILIES, Family, Norm, attention_linears
-from secondguess.runtime.feed_forward import Experts, make_feed_forward
+from secondguess.runtime.feed_forward import make_feed_forward
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
@@ -293,11 +293,6 @@ class FusedDecoder:
         """Return the embeddings, final norm and head, which a drafter may share."""
         width = self.embedding.shape[1]
         return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.unembed)
-
-    @property
-    def has_experts(self) -> bool:
-        """True if a layer is a mixture of experts."""
-        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
 
     @property
     def num_heads_per_key(self) -> int:

@@ -87,6 +87,7 @@ struct Forward {
     bf16* const* values;
     void* const* hidden;         // per level 0..num_layers the output [token][width], or null
     float* logits;               // [place][vocabulary]
+    const int32_t* const* experts;  // per layer [token][num_selected], which tokens select instead of the largest logits; or null
 };
 
 // Widen the bfloat16 numbers in the first half of a buffer to float32, from the last to the first,
@@ -451,7 +452,7 @@ struct Worker {
     }
 
     // Select the experts of all tokens, and list the inputs of each expert.
-    void select_experts(const Layer& layer) const {
+    void select_experts(const Layer& layer, int64_t index) const {
         Selection& selection = space.selection;
         const Values values = read_states(layer.mlp_norm, layer.router);
         product(values, layer.router, [&](int64_t row, int64_t block, Floats low, Floats high) {
@@ -460,8 +461,9 @@ struct Worker {
             store(at + TILE, rounded(high), lanes(decoder.num_experts - block * BLOCK - TILE));
         });
         wait();
+        const int32_t* given = forward.experts ? forward.experts[index] : nullptr;
         for (int64_t token = thread * num_rows / num_threads; token < (thread + 1) * num_rows / num_threads; token++)
-            selection.select(token, decoder.normalises_routing_weights);
+            selection.select(token, decoder.normalises_routing_weights, given);
         wait();
         if (thread == 0) selection.sort(num_rows);
         wait();
@@ -474,8 +476,8 @@ struct Worker {
     // Add the weighted outputs of each token's experts to its state. They are added up in the order of the
     // experts, so a token's bits do not depend on the other tokens. A thread computes the same columns of all
     // experts, whose outputs it can therefore add without waiting for other threads.
-    void run_experts(const Layer& layer) const {
-        select_experts(layer);
+    void run_experts(const Layer& layer, int64_t index) const {
+        select_experts(layer, index);
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
             write_gated(space.expert_inputs.values(count, first), expert.gate_up, space.expert_gated, first);
         });
@@ -507,7 +509,7 @@ struct Worker {
 
     void run_layer(const Layer& layer, int64_t index) const {
         if (layer.qkv.num_outputs) run_attention_part(layer, index);
-        if (layer.router.num_outputs) return run_experts(layer);
+        if (layer.router.num_outputs) return run_experts(layer, index);
         if (!layer.gate_up.num_outputs) {
             const Values values = read_states(layer.mlp_norm, layer.down);
             wait();  // other threads still read the states

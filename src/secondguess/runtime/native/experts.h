@@ -31,9 +31,9 @@ struct Selection {
         for (auto* each : {&routing_weights, &weights}) each->resize(num_tokens * num_selected);
     }
 
-    // Select the experts of a token with the largest logits, the first among equals. Their weights are
-    // softmax probabilities over all experts, divided by their sum if `normalises`.
-    void select(int64_t token, bool normalises) {
+    // Select the experts of a token with the largest logits, the first among equals, or those in `given`. Their
+    // weights are softmax probabilities over all experts, divided by their sum if `normalises`.
+    void select(int64_t token, bool normalises, const int32_t* given) {
         float* const all_of_token = logits.data() + token * num_experts;
         const float most = *std::max_element(all_of_token, all_of_token + num_experts);
         float total = 0, of_selected = 0;
@@ -42,8 +42,8 @@ struct Selection {
         int32_t* const chosen = experts.data() + token * num_selected;
         float* const to = routing_weights.data() + token * num_selected;
         for (int64_t place = 0; place < num_selected; place++) {
-            int64_t best = -1;
-            for (int64_t expert = 0; expert < num_experts; expert++)
+            int64_t best = given ? given[token * num_selected + place] : -1;
+            for (int64_t expert = 0; !given && expert < num_experts; expert++)
                 if (std::find(chosen, chosen + place, expert) == chosen + place && (best < 0 || all_of_token[expert] > all_of_token[best]))
                     best = expert;
             chosen[place] = (int32_t)best;

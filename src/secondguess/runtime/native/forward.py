@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,6 +144,23 @@ class KernelForward:
         )
         # Not the tensor itself: a cache that nothing else uses is freed.
         self._reached: Callable[[], Tensor | None] = lambda: None
+
+    @contextmanager
+    def with_experts(self, selected: Mapping[int, Tensor]) -> Iterator[None]:
+        """Prescribe the experts that tokens select in a forward pass, for a probe.
+
+        Args:
+            selected: `[token, k]` by layer.
+        """
+        held = {layer: each.int().contiguous() for layer, each in selected.items()}
+        addresses = (c_void_p * self.decoder.num_layers)()
+        for layer, each in held.items():
+            addresses[layer] = each.data_ptr()
+        self._arguments.experts = ctypes.addressof(addresses)
+        try:
+            yield
+        finally:
+            self._arguments.experts = None
 
     def unembed(self, states: Tensor, *, is_normalised: bool = True) -> Tensor:
         """Return the logits `[..., vocab]` in float32 of hidden states `[..., width]`.

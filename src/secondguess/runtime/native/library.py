@@ -156,6 +156,7 @@ class Forward(Structure):
         ("values", c_void_p),
         ("hidden", c_void_p),
         ("logits", c_void_p),
+        ("experts", c_void_p),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,12 +45,10 @@ def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -
         checked: the fused decoder, in bfloat16.
         weight_format: as in `NativeDecoder`.
     """
-    has_experts = checked.decoder.has_experts
     native = NativeDecoder(checked.decoder, weight_format)
-    found = NativeRuntime(native).read(checked.tokens).logits
+    found = NativeRuntime(native).read_with_experts(checked.tokens, checked.experts)
     name = f"native ({weight_format.name})"
-    passes = probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format], has_experts)
-    return native if passes else None
+    return native if probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format]) else None
 
 
 class NativeRuntime(LayeredRuntime):
@@ -85,6 +83,12 @@ class NativeRuntime(LayeredRuntime):
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
         self._copies: WeakValueDictionary[WeightFormat, NativeCopy] = WeakValueDictionary()
+
+    def read_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
+        """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
+        of_tokens = {layer: each.flatten(0, 1) for layer, each in selected.items()}
+        with self._forward.with_experts(of_tokens):
+            return self.read(tokens).logits
 
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
