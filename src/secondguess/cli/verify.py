@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from secondguess.sampling import SamplingParams
 
 test_option = options.panel("Test")
+DTYPE_OF_MODEL = "float32"
+"""In bfloat16 the kernels and the module of the reference round differently."""
+OF_MODEL = {"num_samples": 20_000, "limit": 0.04, "batch_size": 64}
+"""Defaults with a model, for a run of minutes."""
 
 
 def verify(
@@ -41,16 +45,24 @@ def verify(
     ] = None,
     verifier: options.Verifier = "auto",
     controller: options.Controller = None,
-    dtype: options.Dtype = "auto",
+    dtype: options.Dtype = DTYPE_OF_MODEL,
     device: options.Device = "auto",
     prompt: Annotated[str, test_option("Prompt, for --model.")] = "def quicksort(items):",
     temperature: Annotated[float, test_option("Temperature of the tested distribution.")] = 1.0,
-    num_samples: Annotated[int, test_option("Texts to draw.", "--samples")] = 200_000,
+    num_samples: Annotated[
+        int | None,
+        test_option("Texts to draw.", "--samples", show_default="200,000; 20,000 with --model"),
+    ] = None,
     num_tokens: Annotated[int, test_option("Tokens per text.", "--max-tokens")] = 4,
     num_cells: Annotated[int, test_option("About how many kinds of text to tell apart.", "--cells")] = 81,
-    limit: Annotated[float, test_option("Largest total variation to certify.")] = 0.01,
+    limit: Annotated[
+        float | None,
+        test_option("Largest total variation to certify.", show_default="0.01; 0.04 with --model"),
+    ] = None,
     delta: Annotated[float, test_option("Chance that the bound is wrong.")] = 1e-6,
-    batch_size: Annotated[int, test_option("Rows that decode together.")] = 1024,
+    batch_size: Annotated[
+        int | None, test_option("Rows that decode together.", show_default="1024; 64 with --model")
+    ] = None,
     seed: Annotated[int, test_option("The same seed gives the same certificate.")] = 0,
     json: options.Json = False,
 ) -> int:
@@ -64,8 +76,9 @@ def verify(
         from secondguess.proof.certificate import CertifyOptions, certify
         from secondguess.sampling import SamplingParams
 
-        how = options.settings_of(context, CertifyOptions)
         settings, _ = options.load_settings_and_tuned(context, config)
+        more = {name: value for name, value in OF_MODEL.items() if context.params[name] is None}
+        how = options.settings_of(context, CertifyOptions, **more if "model" in settings else {})
         if "model" not in settings:
             for name in ("dtype", "device", "prompt"):
                 if options.is_given(context, name):
@@ -74,7 +87,7 @@ def verify(
             subject = _random_subject(drafter, verifier, controller)
         else:
             params = SamplingParams(temperature=temperature, max_tokens=num_tokens)
-            subject = _loaded_subject(settings, prompt, params)
+            subject = _loaded_subject({"dtype": DTYPE_OF_MODEL} | settings, prompt, params)
         room = subject.components.target.context_length - len(subject.prompt)
         if num_tokens > room:
             raise BadInputError(

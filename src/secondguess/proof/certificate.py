@@ -52,6 +52,8 @@ OTHER_TOKEN = -1
 MIN_EXPECTED = 5.0
 Share = Annotated[float, Field(gt=0, lt=1)]
 MIN_P_VALUE = 1e-6
+FEW_TOKENS = 1.05
+"""Tokens per target pass below which verification is hardly tested."""
 
 Progress = Callable[[int, int, str], None]
 """Callback with (done, total, description)."""
@@ -172,18 +174,22 @@ class Certificate:
         verified = zip(self.accepted_per_position, self.rejected_per_position, strict=True)
         positions = [f"{ours:,} + {theirs:,}" for ours, theirs in verified]
         exercised = "" if any(self.rejected_per_position) else "; the rejection rule was not exercised"
+        few = self.acceptance_length < FEW_TOKENS and "; few were drafted, --controller fixed:2 drafts more"
+        is_rounded = not self.passed and self.dtype in ("bfloat16", "float16")
+        rounding = f", the rounding of {self.dtype} included: compare with --dtype float32 or --drafter none"
         return "\n".join(
             [
                 f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
-                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass",
+                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass{few or ''}",
                 f"by position  {', '.join(positions) or 'none'} (accepted + rejected){exercised}",
                 f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
-                f"result       {'PASSED' if self.passed else 'FAILED'} in {self.seconds:.1f} s",
+                f"result       {'PASSED' if self.passed else 'FAILED'} in {self.seconds:.1f} s"
+                + (rounding if is_rounded else ""),
             ]
         )
 
