@@ -107,12 +107,13 @@ def write_model(
         place = names.get_name(stem)
         if stem == "lm_head" and model.config.tie_word_embeddings:
             continue
+        heads = LLAMA_HEADS.get(place.rpartition(".")[2]) if architecture == "llama" else None
         is_gemma_norm = architecture.startswith("gemma") and value.dim() == 1
         if value.dim() == 1 or (place in ("token_embd", "output") and not tied):
-            writer.add_tensor(f"{place}.{suffix}", (value + is_gemma_norm).numpy())
+            ordered = value if heads is None else interleaved(value, heads)
+            writer.add_tensor(f"{place}.{suffix}", (ordered + is_gemma_norm).numpy())
             continue
         used = mixed if mixed and place.endswith(("ffn_down", "attn_v", "token_embd")) else kind
-        heads = LLAMA_HEADS.get(place.rpartition(".")[2]) if architecture == "llama" else None
         data, held = blocks(value if heads is None else interleaved(value, heads), used)
         value.copy_(held if heads is None else interleaved(held, heads, back=True))
         writer.add_tensor(f"{place}.{suffix}", data, raw_dtype=gguf.GGMLQuantizationType[used])

@@ -219,7 +219,7 @@ def load(
             Transformers module, those of linear layers. Without compiled kernels, and on a GPU,
             `int8` needs `pip install secondguess[quant]`, and `int4` is refused.
         drafter_quantize: the same for a draft model.
-        runtime: `native` (compiled kernels; dense decoders in bfloat16, 8 or 4 bits on a CPU),
+        runtime: `native` (compiled kernels; decoders in bfloat16, 8 or 4 bits on a CPU),
             `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or
             `auto`: the first that covers the model and matches the module's output in a check at
             loading. A draft model always uses `auto`.

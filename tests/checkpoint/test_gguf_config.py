@@ -32,7 +32,7 @@ GEMMA = {"head_dim": 32, "sliding_window": WINDOW}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "beta_fast": 20.0,
-    "beta_slow": 2.0, "attention_factor": 1.5,
+    "beta_slow": 2.0,
 }  # fmt: skip
 NUM_FACTORS = 24
 LONGROPE = {
@@ -43,7 +43,13 @@ LONGROPE = {
 YARN_FIELDS: dict[str, Any] = {
     "rope__freq_base": 1e4, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
     "rope__scaling__original_context_length": 32, "rope__scaling__yarn_beta_fast": 20.0,
-    "rope__scaling__yarn_beta_slow": 2.0, "rope__scaling__yarn_attn_factor": 1.5,
+    "rope__scaling__yarn_beta_slow": 2.0, "rope__scaling__yarn_attn_factor": 1.0,
+    "rope__scaling__yarn_ext_factor": 1.0,
+}  # fmt: skip
+NEUTRAL_FIELDS: dict[str, Any] = {
+    "rope__freq_base": 1e4, "rope__scaling__type": "linear", "rope__scaling__attn_factor": 1.0,
+    "rope__scaling__yarn_attn_factor": 1.0, "rope__scaling__yarn_ext_factor": -1.0,
+    "rope__scaling__yarn_beta_fast": 32.0, "rope__scaling__yarn_beta_slow": 1.0,
 }  # fmt: skip
 LONGROPE_FIELDS: dict[str, Any] = {
     "rope__freq_base": 1e4, "rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.25,
@@ -95,6 +101,41 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         | {"rope__freq_base": 1e6, "rope__freq_base_swa": 500.0, "rope__scaling__type": "linear"}
         | {"rope__scaling__factor": 8.0},
     ),
+    "llama-old-linear": (
+        "llama",
+        transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+        {"rope__freq_base": 1e6, "rope__scale_linear": 8.0},
+    ),
+    "llama-biases": (
+        "llama",
+        transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_theta=1e4),
+        NEUTRAL_FIELDS,
+    ),
+    "gemma3-without-windows": (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **SIZES, **GEMMA, query_pre_attn_scalar=32, layer_types=["full_attention"] * 2, rope_theta=1e4
+        ),
+        {"attention__key_length": 32},
+    ),
+    "gemma3-window-of-0": (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **SIZES, **GEMMA, query_pre_attn_scalar=32, layer_types=["full_attention"] * 2, rope_theta=1e4
+        ),
+        {"attention__key_length": 32, "attention__sliding_window": 0},
+    ),
+    "gemma3-pattern": (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **SIZES,
+            **GEMMA,
+            query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_theta=1e4,
+        ),
+        GEMMA_FIELDS | {"attention__sliding_window_pattern": 2},
+    ),
     "gemma2-27b": (
         "gemma2",
         transformers.Gemma2Config(**SIZES | {"num_hidden_layers": 46}, **GEMMA, query_pre_attn_scalar=64),
@@ -145,6 +186,29 @@ def test_logits_are_those_of_the_model_that_was_written(case, tmp_path):
     assert (found - expected[-1]).norm() < allowed * expected[-1].norm()
 
 
+def test_weights_that_the_class_does_not_have_are_refused(tmp_path):
+    """Transformers leaves them out."""
+    architecture, config, fields = CASES["qwen3"]
+    for runtime in ("auto", "transformers"):
+        folder = tmp_path / runtime
+        folder.mkdir()
+        writer = writer_for(folder, architecture, config, **fields)
+        writer.add_tensor("blk.1.attn_sinks.weight", torch.ones(4).numpy())
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            write_model(writer, model, "Q8_0")
+        with pytest.raises(CheckpointError, match=r"weights of a qwen3, got blk\.1\.attn_sinks\.weight"):
+            Checkpoint.resolve(folder / "model.gguf", device="cpu", runtime=runtime).load()
+
+
+def test_the_sizes_of_experts_are_read_for_other_architectures(tmp_path):
+    config = transformers.Qwen2MoeConfig(**SIZES)
+    fields = {"expert_feed_forward_length": 64, "expert_shared_feed_forward_length": 96}
+    finish(writer_for(tmp_path, "qwen2moe", config, expert_count=4, expert_used_count=2, **fields))
+    found = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config
+    assert (found.moe_intermediate_size, found.shared_expert_intermediate_size) == (64, 96)
+
+
 def test_gpt_oss_is_refused_by_name(tmp_path):
     """Transformers fails on its scaling of RoPE."""
     config = transformers.GptOssConfig(**SIZES, num_local_experts=2)
@@ -156,6 +220,7 @@ def test_gpt_oss_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
+        ({"rope__scaling__type": "none", "rope__scaling__attn_factor": 2.0}, "rope.scaling.attn_factor"),
         ({"rope__scaling__type": "ntk"}, "rope.scaling.type ntk"),
         ({"rope__dimension_count": 32}, "RoPE on 32 of 64 numbers"),
         ({"rope__scaling__type": "linear", "rope__scaling__alpha": 2.0}, "rope.scaling.alpha of a scaling of type linear"),

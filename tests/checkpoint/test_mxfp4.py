@@ -100,6 +100,27 @@ def test_experts_stay_in_the_file(checkpoint, by_transformers):
 
 
 @needs_kernels
+def test_exponents_that_float16_does_not_hold(tmp_path):
+    folder = write(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    scales = tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    for exponent in (0, 103, 104, 140, 141):
+        scales.fill_(exponent)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        module = Checkpoint.resolve(folder, device="cpu").read_module(layer_by_layer=True)
+        _, down = module.model.layers[0].mlp.experts.linears[0]
+        if exponent > 140:
+            with pytest.raises(CheckpointError, match="exponents up to 140, got 141"):
+                down.read_codes()
+            continue
+        stored = down.read_codes()
+        packed = stored.in_bytes(MXFP4)
+        assert torch.equal(packed[..., -4:].view(torch.float16).float()[..., 0], stored.scale)
+        assert torch.equal(packed[..., -4:].view(torch.float16).float()[..., 1], stored.minimum)
+        assert (stored.dequantised().abs().max() == 0) == (exponent < 104)
+
+
+@needs_kernels
 @pytest.mark.parametrize("unit", UNITS, ids=[unit.name for unit in UNITS])
 def test_logits_are_those_of_the_dequantised_weights(checkpoint, by_transformers, unit):
     with torch.inference_mode():
@@ -119,6 +140,12 @@ def test_it_is_loaded_and_decodes_from_its_codes(checkpoint):
     resolved = Checkpoint.resolve(checkpoint, device="cpu")
     in_experts = 2 * 4 * 3 * WIDTH * WIDTH
     assert sum(resolved._num_stored.values()) == in_experts
+    num_others = sum(
+        each.numel()
+        for name, each in load_file(checkpoint / "model.safetensors").items()
+        if not name.endswith(("_blocks", "_scales"))
+    )
+    assert resolved.memory(0).weights == int(2 * num_others + in_experts * 5 / 8)
     loaded = resolved.load()
     assert loaded.runtime_description == "native, weights in 4 bits"
     row = row_of(TOKENS)

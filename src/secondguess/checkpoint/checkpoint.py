@@ -336,6 +336,8 @@ class Checkpoint:
         if self.encoding is None:
             return count_parameters(Path(self.path))
         packed = count_parameters(Path(self.path), self.encoding.codes)
+        if self.encoding.scales is not None:
+            packed += count_parameters(Path(self.path), self.encoding.scales)
         return count_parameters(Path(self.path)) - packed + sum(self._num_stored.values())
 
     @cached_property

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.experts import names_of_expert
-from secondguess.checkpoint.gguf_config import ARCHITECTURES
+from secondguess.checkpoint.gguf_config import ARCHITECTURES, ROPE_TENSORS
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.families import FAMILIES
@@ -93,6 +93,11 @@ class GgufWeights:
                     self._sources[name] = tensor, expert
             elif tensor.name in names:
                 self._sources[names[tensor.name]] = tensor, None
+            elif tensor.name not in ROPE_TENSORS:
+                raise UnsupportedModelError(
+                    f"expected a GGUF file with the weights of a {outline.config.model_type}, got {tensor.name}, which "
+                    "Transformers does not read; use the safetensors checkpoint of the model"
+                )
         if outline.config.tie_word_embeddings:
             embedding, _ = self._sources[f"{_name_of(outline, outline.get_input_embeddings())}.weight"]
             if _is_quantised(embedding):

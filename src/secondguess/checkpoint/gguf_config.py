@@ -1,6 +1,6 @@
-"""Configuration fields of GGUF files that Transformers does not read: sizes, and scaling of RoPE.
+"""Configuration fields of GGUF files that Transformers does not read: sizes, windows, and scaling of RoPE.
 
-Where a file has no field for a value, the value is the one that llama.cpp uses.
+Fields that llama.cpp ignores are ignored, and where it has another default than Transformers, that is used.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma
 SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+BY_TENSOR = {
+    "attn_q.bias": "attention_bias",
+    "ffn_up.bias": "mlp_bias",
+    "attn_q_norm.weight": "qk_layernorm",
+}
+"""Fields that are true if the first layer has this tensor."""
 LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """These models divide scores by the root of width / heads, not of the size of a head."""
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")
 )
+ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 LLAMA_3_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -45,7 +52,6 @@ SCALINGS = {
     "yarn": {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
-        "yarn_attn_factor": "attention_factor",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     },
@@ -55,7 +61,9 @@ SCALINGS = {
     },
 }
 """By type, the names in `rope_parameters` of the fields of a scaling."""
-WITHOUT_EFFECT = {"type", "finetuned", "original_context_length"}
+WITHOUT_EFFECT = {"type", "finetuned", "original_context_length", "yarn_attn_factor"}
+"""llama.cpp computes the attention factor of YaRN, as Transformers does."""
+NEUTRAL = {"attn_factor": (1.0,), "yarn_ext_factor": (-1.0, 1.0)}
 
 
 def check_readable(file: Path) -> None:
@@ -70,6 +78,11 @@ def check_readable(file: Path) -> None:
             "expected a GGUF file that Transformers reads, got one of gpt-oss, whose configuration it does not; "
             "use the safetensors checkpoint, which has the same weights in MXFP4"
         )
+
+
+def is_known(file: Path) -> bool:
+    """Return whether the weights of a GGUF file are read by us."""
+    return _architecture(file) in ARCHITECTURES
 
 
 def _architecture(file: Path) -> str | None:
@@ -91,27 +104,45 @@ def complete_config(config: Any, file: Path) -> None:
         for name, field in reader.fields.items()
         if name.startswith(prefix)
     }
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = {
-        tensor.name: torch.from_numpy(np.array(tensor.data))
-        for tensor in reader.tensors
-        if tensor.name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+        name: torch.from_numpy(np.array(tensors[name].data)) for name in ROPE_TENSORS if name in tensors
     }
+    for key, name in SIZES.items():
+        if key in values and hasattr(config, name):
+            setattr(config, name, values[key])
     if architecture is not None and architecture in ARCHITECTURES:
-        _set_sizes(config, architecture, values)
+        for key, name in BY_TENSOR.items():
+            if hasattr(config, name):
+                setattr(config, name, f"blk.0.{key}" in tensors)
+        _set_attention(config, architecture, values)
         _set_rope(config, values, factors)
     elif values.get("rope.scaling.type", "none") != "none":
         raise _unknown_scaling(f"architecture {architecture} with a scaling of RoPE")
 
 
-def _set_sizes(config: Any, architecture: str, values: dict[str, Any]) -> None:
-    for key, name in SIZES.items():
-        if key in values and hasattr(config, name):
-            setattr(config, name, values[key] or None)
-    if architecture in LAYERS_OF_GEMMA_27B:
-        is_27b = config.num_hidden_layers == LAYERS_OF_GEMMA_27B[architecture]
-        config.query_pre_attn_scalar = (
-            config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> None:
+    """Set windows, by layer where they differ, and the scale of scores."""
+    window = values.get("attention.sliding_window")
+    if architecture == "phi3":
+        config.sliding_window = window or None
+    if architecture not in LAYERS_OF_GEMMA_27B:
+        return
+    pattern = values.get("attention.sliding_window_pattern")
+    if window == 0 or (window is None and architecture == "gemma3"):
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    elif pattern is not None:
+        # of so many layers the last has no window, or whether each has one
+        has_window = (
+            list(pattern)
+            if isinstance(pattern, list)
+            else [index % pattern < pattern - 1 for index in range(config.num_hidden_layers)]
         )
+        config.layer_types = ["sliding_attention" if each else "full_attention" for each in has_window]
+    is_27b = config.num_hidden_layers == LAYERS_OF_GEMMA_27B[architecture]
+    config.query_pre_attn_scalar = (
+        config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+    )
 
 
 def _set_rope(config: Any, values: dict[str, Any], factors: dict[str, Tensor]) -> None:
@@ -120,17 +151,18 @@ def _set_rope(config: Any, values: dict[str, Any], factors: dict[str, Tensor]) -
         if "rope.freq_base_swa" in values:
             rope["sliding_attention"]["rope_theta"] = values["rope.freq_base_swa"]
         rope = rope["full_attention"]
-    if "rope.freq_base" in values:
-        rope["rope_theta"] = values["rope.freq_base"]
+    rope["rope_theta"] = values.get("rope.freq_base", 10000.0)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_rotated = values.get("rope.dimension_count", head_size)
-    if "partial_rotary_factor" in rope and "rope.dimension_count" in values:
+    if "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = num_rotated / head_size
     elif num_rotated != head_size:
         raise _unknown_scaling(f"RoPE on {num_rotated} of {head_size} numbers of a head")
     rope |= _read_scaling(values, factors)
     if "original_max_position_embeddings" in rope and hasattr(config, "original_max_position_embeddings"):
         config.original_max_position_embeddings = rope["original_max_position_embeddings"]
+    if ROPE_FACTORS in factors and config.model_type != "llama":
+        raise _unknown_scaling(f"{ROPE_FACTORS} of a {config.model_type}")
     if ROPE_FACTORS in factors:
         _set_llama_3_scaling(config, factors[ROPE_FACTORS])
 
@@ -141,17 +173,28 @@ def _read_scaling(values: dict[str, Any], factors: dict[str, Tensor]) -> dict[st
     found = {
         key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and value
     }
+    if "rope.scale_linear" in values:  # of old files
+        found.setdefault("factor", values["rope.scale_linear"])
+    if (LONG_FACTORS in factors) != (SHORT_FACTORS in factors):
+        raise _unknown_scaling(f"one of {LONG_FACTORS} and {SHORT_FACTORS} without the other")
     kind = "longrope" if LONG_FACTORS in factors else found.get("type", "linear")
     if kind not in SCALINGS:
         raise _unknown_scaling(f"rope.scaling.type {kind}")
     names = SCALINGS[kind]
-    if unknown := found.keys() - names.keys() - WITHOUT_EFFECT:
+    is_scaled = kind == "longrope" or (kind != "none" and found.get("factor", 1.0) != 1.0)
+    unknown = [
+        key
+        for key, value in found.items()
+        if key not in names.keys() | WITHOUT_EFFECT | {"factor"}
+        and value not in NEUTRAL.get(key, ())
+        and (kind == "yarn" or not key.startswith("yarn_"))
+    ]
+    if unknown:
         raise _unknown_scaling(f"rope.scaling.{min(unknown)} of a scaling of type {kind}")
-    if not any(key in found for key in names) and LONG_FACTORS not in factors:
+    if not is_scaled:
         return {}
-    scaling: dict[str, Any] = {"rope_type": kind} | {
-        name: found[key] for key, name in names.items() if key in found
-    }
+    scaling: dict[str, Any] = {"rope_type": kind}
+    scaling |= {name: found[key] for key, name in names.items() if key in found}
     if kind == "longrope":
         scaling |= {
             "long_factor": factors[LONG_FACTORS].tolist(),

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from secondguess.checkpoint.weights import tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.stored import GroupedWeight
+from secondguess.runtime.stored import SMALLEST_HALF, GroupedWeight
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in an int32 of each of eight successive outputs."""
 BITS = (2, 4, 8)
 FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
-"""Values of FP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12."""
+"""As in `product.h`: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0), doubled, plus 12."""
+FP4_GROUP = 32
+LARGEST_EXPONENT = 140
+"""Up to which scales and minima fit into float16."""
 JOINED = re.compile(r"(?P<place>.*)\.(?P<name>gate_up|down)_proj_blocks")
 PARTS_OF_JOINED = {
     "gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
@@ -50,6 +53,7 @@ class Encoding:
         bits: bits of a code.
         decode: decodes the tensors of one weight.
         word: bits of a number of these tensors.
+        scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
     """
 
@@ -59,6 +63,7 @@ class Encoding:
     decode: Callable[[Parts], GroupedWeight]
     word: int = 32
     joins_experts: bool = False
+    scales: str | None = None
 
 
 def read_encoding(path: Path) -> Encoding | None:
@@ -102,7 +107,7 @@ def read_encoding(path: Path) -> Encoding | None:
         )
         return Encoding("compressed-tensors", "weight_packed", bits, partial(_decode_packed, bits))
     if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
-        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True)
+        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True, scales="_scales")
     return None
 
 
@@ -166,8 +171,13 @@ def _decode_mxfp4(parts: Parts) -> GroupedWeight:
             f"expected 16 bytes of codes for each exponent, got {blocks.dtype} {tuple(blocks.shape)} and exponents "
             f"{tuple(exponents.shape)}; download the checkpoint again"
         )
+    if (exponents > LARGEST_EXPONENT).any():
+        raise CheckpointError(
+            f"expected exponents up to {LARGEST_EXPONENT}, got {exponents.max()}; download the checkpoint again"
+        )
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)  # levels are doubled
+    scale[scale < SMALLEST_HALF] = 0
     return GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)
 
 
@@ -319,9 +329,12 @@ class JoinedExperts:
     def read(self, name: str) -> Tensor:
         """Return a weight."""
         if name in self._joined:
-            count = self._tensors.shape(f"{name}_blocks")[0]
-            experts = (self._decode(_PartOfJoined(name, expert, slice(None))) for expert in range(count))
-            return torch.stack([expert.dequantised().T for expert in experts])
+            num_experts, num_outputs, num_groups, _ = self._tensors.shape(f"{name}_blocks")
+            joined = torch.empty(num_experts, num_groups * FP4_GROUP, num_outputs, dtype=torch.bfloat16)
+            for expert in range(num_experts):
+                decoded = self._decode(_PartOfJoined(name, expert, slice(None)))
+                joined[expert] = decoded.dequantised().T  # exact in bfloat16
+            return joined
         found = self.read_codes(name)
         return found.dequantised() if isinstance(found, GroupedWeight) else found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import GgufWeights
-from secondguess.checkpoint.gguf_config import check_readable, complete_config
+from secondguess.checkpoint.gguf_config import check_readable, complete_config, is_known
 from secondguess.checkpoint.quantised import (
     Encoding,
     JoinedExperts,
@@ -201,6 +201,8 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         encoding = read_encoding(Path(path))
         if encoding is not None or (layer_by_layer and (is_gguf(path) or tensor_files(Path(path)))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
+        if is_gguf(path) and is_known(Path(path)):
+            GgufWeights(Path(path), _outline(config))  # refuses weights that Transformers would leave out
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(
@@ -214,9 +216,7 @@ def _read_stored(
     path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
 ) -> Any:
     """Return a module from weights that are read one by one."""
-    model_class = class_of(config)
-    with torch.device("meta"):
-        outline = model_class(config)
+    model_class, outline = class_of(config), _outline(config)
     weights = _open_weights(path, outline, encoding, layer_by_layer)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
@@ -254,6 +254,12 @@ def _read_stored(
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _outline(config: Any) -> Any:
+    """Return a module without memory."""
+    with torch.device("meta"):
+        return class_of(config)(config)
 
 
 def _open_weights(path: Path, outline: Any, encoding: Encoding | None, by_expert: bool) -> WeightSource:

@@ -344,5 +344,6 @@ def quantised_copy_error(weight_format: WeightFormat, target: str) -> Unsupporte
     """Return the error for a target that cannot be copied with quantised weights."""
     return UnsupportedModelError(
         f"expected a target that the compiled kernels run in bfloat16, to draft with its weights in {weight_format.name}, "
-        f"got {target}; load it with dtype bfloat16 and without quantize, or use a drafter that does without, such as suffix"
+        f"got {target}; load a checkpoint that is not quantised with dtype bfloat16 and without quantize, or use a "
+        "drafter that does without, such as suffix"
     )

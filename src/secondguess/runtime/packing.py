@@ -21,7 +21,7 @@ from secondguess.runtime.native.library import units
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.stored import StoredLinear
-from secondguess.runtime.weight_format import BFLOAT16, MXFP4, PROBE_TOLERANCE, WeightFormat
+from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE, WeightFormat
 
 ROWS_HINT = 8
 """Expected number of rows given to oneDNN: blocks for 8 suit 1 to 8 rows, those for 1 do not."""
@@ -101,9 +101,9 @@ class StoredProduct(PackableLinear):
         stored = [linear.read_codes() for linear in self._linears if isinstance(linear, StoredLinear)]
         weights = [each for each in stored if each is not None]
         formats = [each.weight_format for each in weights if each.weight_format is not None]
-        widest = max(formats, key=lambda each: each.bits, default=MXFP4)
-        if len(formats) < len(self._linears) or (MXFP4 in formats and set(formats) != {MXFP4}):
+        if len(formats) < len(self._linears):
             return None
+        widest = max(formats, key=lambda each: each.bits)
         return widest, _joined([each.in_bytes(widest) for each in weights], self._order)
 
     def release(self) -> None:
