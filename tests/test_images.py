@@ -197,7 +197,9 @@ def test_a_model_without_its_processor_is_named(vision):
         if checkpoint.config.model_type == "llava":
             assert type(checkpoint.processor).__name__ == "LlavaProcessor"
         else:
-            with pytest.raises(CheckpointError, match=r"expected a readable processor for images in .*, got"):
+            with pytest.raises(
+                CheckpointError, match=r"expected a processor for images that can be read in .*, got"
+            ):
                 generated(vision, asked(vision.pictures[0]))
     finally:
         vars(checkpoint)["processor"] = processor

@@ -29,7 +29,11 @@ def test_a_body_that_is_not_json_or_not_an_object_is_a_bad_request(http):
     ):
         error = error_of(http.post("/v1/completions", content=content, headers=headers), 400)
         assert error["code"] == code
-    error_of(http.post("/v1/completions", content=b"{}"), 400)
+    for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+        error = error_of(
+            http.post("/v1/completions", content=b'{"model": "builtin", "prompt": "x"}', headers=kind), 400
+        )
+        assert f"Content-Type: application/json, got {kind.get('content-type', 'none')}" in error["message"]
 
 
 def test_a_missing_field_is_named(http):

@@ -4,7 +4,7 @@ import openai
 import pytest
 from fake_engine import LOGPROB, REPLY
 
-from conftest import wait_for
+from conftest import metrics_of, wait_for
 
 PROMPT = "print("
 
@@ -130,13 +130,21 @@ def test_a_disconnect_cancels_the_request(client, engine, stream):
     wait_for(lambda: engine.tickets and all(ticket.cancelled.is_set() for ticket in engine.tickets))
 
 
-def test_closing_a_stream_cancels_the_request(client, engine):
-    engine.hold_after = 2
+def test_closing_a_stream_cancels_the_request(client, engine, http):
+    def num_aborted():
+        return metrics_of(http).get(("vllm:request_success_total", "abort"), 0)
+
+    before, engine.hold_after = num_aborted(), 2
     stream = complete(client, stream=True)
     next(iter(stream))
     assert not engine.tickets[0].cancelled.is_set()
+    assert num_aborted() == before
     stream.close()
     wait_for(engine.tickets[0].cancelled.is_set)
+    wait_for(lambda: num_aborted() == before + 1)
+    engine.hold_after = None
+    complete(client)
+    assert num_aborted() == before + 1
 
 
 def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(client, engine):

@@ -91,7 +91,7 @@ class TuneConfig(Settings):
     num_prompts: Count = 12
     num_tokens: Annotated[int, Field(ge=2)] = 96
     temperature: Temperature = 0.0
-    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1, 4, 16)
+    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
     dtype: str = "auto"
     device: str = "auto"
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 2

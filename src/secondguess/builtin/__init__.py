@@ -12,19 +12,6 @@ from typing import NamedTuple
 
 from secondguess.errors import CheckpointError
 
-CHAT_TEMPLATE = (
-    r"{% for tool in tools or [] %}# function: {{ tool['function']['name'] }}{{ '\n' }}{% endfor %}"
-    r"{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    r"{{ '\n' }}{{ message['content'] or '' }}{{ '\n' }}{% else %}"
-    r"# {{ message['role'] }}: {{ message['content'] | replace('\n', '\n# ') }}{{ '\n' }}{% endif %}{% endfor %}"
-    r"{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
-)
-"""Chat template of the built-in target, a small model of code.
-
-Messages and names of tools are comments. Replies are code as the model wrote them, so that the next
-turn finds them in the KV cache.
-"""
-
 
 class BuiltinPaths(NamedTuple):
     """Directories of the built-in target and draft model; both contain the same tokenizer."""

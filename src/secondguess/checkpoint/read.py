@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ with quiet():
     )
     from transformers.quantizers import AutoHfQuantizer
 
+MOST_OF_REASON = 300
+"""Characters of a library's error that are shown."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -61,8 +64,13 @@ def _reading(part: str, path: str) -> Iterator[None]:
     except SecondGuessError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise CheckpointError(f"expected a readable {part} in {path}, got: {lines[0]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "ignore_mismatched_sizes" in reason:
+            reason = "weights of other shapes than config.json says"
+        raise CheckpointError(
+            f"expected {part} that can be read in {path}, got: {shorten(reason, MOST_OF_REASON, placeholder=' ...')}; "
+            "copy or download the checkpoint again"
+        ) from error
 
 
 def _place(path: str) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def read_config(path: str) -> Any:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    with _reading("configuration", path):
+    with _reading("a configuration", path):
         if is_gguf(path):
             check_readable(Path(path))
         elif not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
@@ -165,7 +173,7 @@ def read_processor(path: str) -> Any:
     Raises:
         CheckpointError: if there is none, or it cannot be read.
     """
-    with _reading("processor for images", path):
+    with _reading("a processor for images", path):
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
         if not isinstance(processor, ProcessorMixin):
             raise ValueError(f"a {type(processor).__name__} alone; add the processor's files of the original")
@@ -178,7 +186,7 @@ def read_tokenizer(path: str) -> Any:
     Raises:
         CheckpointError: if there is none, or it cannot be read.
     """
-    with _reading("tokenizer", path):
+    with _reading("a tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(**_place(path))
         if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
             raise ValueError("it has no tokens of its own")

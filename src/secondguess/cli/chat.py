@@ -197,18 +197,14 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _set_template(llm: LLM, path: Path | None) -> None:
-    """Give the tokenizer the template of a file, or the built-in target its own.
+    """Give the tokenizer the template of a file.
 
     Raises:
         BadInputError: the file cannot be read, or there is no template.
     """
-    from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
-
     tokenizer = llm.target.tokenizer
     if path is not None:
         tokenizer.chat_template = read_text(path)
-    elif not tokenizer.chat_template and llm.target.path == str(builtin_paths().target):
-        tokenizer.chat_template = CHAT_TEMPLATE
     if not tokenizer.chat_template:
         raise BadInputError(
             f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "

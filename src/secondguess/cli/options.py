@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from typer import Context, Option
 
 from secondguess.cli.output import print_note
+from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.configuration import Configuration, TuningRecord
@@ -195,7 +196,13 @@ def settings_of(context: Context, kind: type[SettingsT], **more: object) -> Sett
     """
     given = {name: context.params.get(name) for name in kind.model_fields} | more
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return kind(**{name: value for name, value in (given | lists).items() if value not in (None, ())})
+    try:
+        return kind(**{name: value for name, value in (given | lists).items() if value not in (None, ())})
+    except BadInputError as error:
+        message = str(error)
+        for parameter in context.command.params:  # some options are named otherwise than their setting
+            message = message.replace(f"expected {parameter.name} to", f"expected {parameter.opts[0]} to")
+        raise BadInputError(message) from None
 
 
 def is_given(context: Context, name: str) -> bool:

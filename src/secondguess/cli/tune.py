@@ -54,7 +54,9 @@ def tune(
     temperature: options.Temperature = 0.0,
     batch_sizes: Annotated[
         list[int] | None,
-        workload_option("Batch size; repeatable.", "--batch-size", show_default="1, 4 and 16"),
+        workload_option(
+            "Batch size; repeatable, such as 1, 4 and 16 for a server.", "--batch-size", show_default="1"
+        ),
     ] = None,
     minutes: Annotated[float, workload_option("Time budget; with less, fewer prompts and runs.")] = 5.0,
     seed: Annotated[int, workload_option("Of sampled texts.")] = 0,

@@ -68,6 +68,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(found)
 
     async def on_invalid(http: HttpRequest, error: Any) -> Response:
+        kind = http.headers.get("content-type", "none")
+        if "json" not in kind:
+            message = f"expected a body in JSON with the header Content-Type: application/json, got {kind}"
+            return error_response(ApiError(400, f"{message}; set the header"))
         return error_response(validation_error(error.errors(), _body_model(http)))
 
     async def on_http(http: HttpRequest, error: Any) -> Response:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from secondguess.builtin import CHAT_TEMPLATE, builtin_paths
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
@@ -51,16 +50,13 @@ class ChatTemplate:
 
     Args:
         target: the model.
-        template: Jinja source in place of the tokenizer's; None for the tokenizer's, or, for the
-            built-in target, a minimal one.
+        template: Jinja source in place of the tokenizer's; None for the tokenizer's.
     """
 
     def __init__(self, target: ServedModel, template: str | None = None) -> None:
         self._target = target
         self._tokenizer = target.tokenizer
         self._name = target.name
-        if template is None and not self._tokenizer.chat_template and _is_builtin(target):
-            template = CHAT_TEMPLATE
         self._template = template
 
     @property
@@ -129,10 +125,6 @@ class ChatTemplate:
         if formatter is self._tokenizer:
             source = formatter.get_chat_template(tools=[{}] if tools else None)
         return source
-
-
-def _is_builtin(target: ServedModel) -> bool:
-    return target.checkpoint.path == str(builtin_paths().target)
 
 
 def to_conversation(request: ChatRequest, images: ImageReader) -> Conversation:

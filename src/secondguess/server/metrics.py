@@ -138,6 +138,10 @@ class _EngineMetrics(Collector):
         return family
 
 
+ABORTED = "abort"
+"""Reason of requests that were cancelled, in the words of vLLM."""
+
+
 class Observer:
     """Measurements of one HTTP request."""
 
@@ -165,13 +169,17 @@ class Observer:
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.prompt_length.observe(num_tokens)
 
+    def on_cancelled(self, num_prompts: int) -> None:
+        """Count prompts whose client has gone."""
+        self._metrics.requests(ABORTED).inc(num_prompts)
+
     def on_outputs(self, event: Finished) -> None:
         """Count the outputs of a prompt."""
         self._metrics.queue.observe(event.queue_seconds)
         self._metrics.cached_tokens.inc(event.outputs[0].stats.num_reused)
         self._metrics.whole.observe(time.monotonic() - self._start)
         for output in event.outputs:
-            self._metrics.requests(output.finish_reason or "cancelled").inc()
+            self._metrics.requests(output.finish_reason or ABORTED).inc()
             self._metrics.output_length.observe(len(output.token_ids))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import socket
@@ -73,8 +74,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         if opened is not None:
             opened.close()
+        is_taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        choice = "--port" if is_taken or isinstance(error, OverflowError) else "--host"
         raise BadInputError(
-            f"expected a free address to serve at, got {host}:{port}: {error}; choose another --port"
+            f"expected a free address to serve at, got {host}:{port}: {error}; choose another {choice}"
         ) from None
     return opened
 

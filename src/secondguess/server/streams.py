@@ -71,8 +71,10 @@ class Generation:
     def cancel(self) -> None:
         """Stop what still runs; does nothing to requests that have ended."""
         with self._lock:
-            self._is_cancelled = True
+            is_first, self._is_cancelled = not self._is_cancelled, True
             tickets = list(self._tickets)
+        if is_first:
+            self._observer.on_cancelled(self._num_open)
         for ticket in tickets:
             ticket.cancel()
 
