@@ -271,7 +271,11 @@ def test_quantised_weights_have_no_module(llama, name):
         loaded.module()
 
 
-def test_int4_needs_the_kernels(llama):
+def test_int4_needs_the_kernels(llama, monkeypatch):
+    assert Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int4").runtimes == [
+        "transformers"
+    ]
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
     with pytest.raises(UnsupportedModelError, match=r"kernels run.*int4.*not float32.*int8"):
         Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int4")
     with pytest.raises(UnsupportedModelError, match=r"int4.*runtime fused"):
