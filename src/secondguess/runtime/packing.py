@@ -230,8 +230,7 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         weight_format: encoding of the weights; that of the head is its `of_head`.
 
     Raises:
-        UnsupportedModelError: if most weights are not those of linear layers, or the logits change by more than
-            rounding explains.
+        UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with others.
     """
     names = list(_linear_names(model, model.dtype))
     in_linears = sum(model.get_submodule(name).weight.numel() for name in names)
@@ -242,27 +241,23 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
             f"expected a model most of whose weights are those of linear layers, got {in_linears:,} of "
             f"{sum(others.values()):,} in {type(model).__name__}; load it without quantize"
         )
-    arena = Arena()
-    with torch.inference_mode():
-        expected = _probe(model)
-    head = model.get_output_embeddings()
+    arena, head = Arena(), model.get_output_embeddings()
     for name in names:
         linear = model.get_submodule(name)
         encoding = weight_format.of_head if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))
     try:
         with torch.inference_mode():
-            found = _probe(model)
-        error = float((found.float() - expected.float()).norm() / expected.float().norm())
-    except (RuntimeError, AttributeError) as caught:  # a model that reads a layer's weight in its own code
+            is_finite = bool(_probe(model).isfinite().all())
+    except (RuntimeError, AttributeError) as error:  # a model that reads a layer's weight in its own code
         raise UnsupportedModelError(
-            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({caught}); "
+            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({error}); "
             "load it without quantize"
-        ) from caught
-    if not error <= PROBE_TOLERANCE[weight_format]:
+        ) from error
+    if not is_finite:
         raise UnsupportedModelError(
-            f"expected logits with a relative error of at most {PROBE_TOLERANCE[weight_format]} in "
-            f"{weight_format.bits} bits, got {error:.3g} with {type(model).__name__}; load it without quantize"
+            f"expected finite logits in {weight_format.bits} bits, got others with {type(model).__name__}; "
+            "load it without quantize"
         )
 
 
