@@ -120,9 +120,11 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
         for layer, is_mixture in enumerate(has_experts)
         if is_mixture
     ]
-    logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    for hook in hooks:
-        hook.remove()
+    try:
+        logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
     return logits, found
 
 
