@@ -33,6 +33,13 @@ MAX_ROWS_SAME_ORDER = 32
 MAX_DRAFT_QUERIES = 96
 """Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
 
+WRONG_ERROR = 0.95
+"""Relative error of the logits of a module that reads the weight of a quantised layer in its own code.
+
+Each layer is right by itself, but the rounding of 4 bits adds up: a random LFM2 had 0.16 in 8 bits. Wrong logits have
+an error of 1 and more.
+"""
+
 
 class PackableLinear:
     """Product `values @ weight.T + bias` with an optionally packed weight.
@@ -242,22 +249,24 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
             f"{sum(others.values()):,} in {type(model).__name__}; load it without quantize"
         )
     arena, head = Arena(), model.get_output_embeddings()
+    with torch.inference_mode():
+        expected = _probe(model).float()
     for name in names:
         linear = model.get_submodule(name)
         encoding = weight_format.of_head if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))
     try:
         with torch.inference_mode():
-            is_finite = bool(_probe(model).isfinite().all())
-    except (RuntimeError, AttributeError) as error:  # a model that reads a layer's weight in its own code
+            error = float((_probe(model).float() - expected).norm() / expected.norm())
+    except (RuntimeError, AttributeError) as caught:  # a model that reads a layer's weight in its own code
         raise UnsupportedModelError(
-            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({error}); "
+            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({caught}); "
             "load it without quantize"
-        ) from error
-    if not is_finite:
+        ) from caught
+    if not error < WRONG_ERROR:
         raise UnsupportedModelError(
-            f"expected finite logits in {weight_format.bits} bits, got others with {type(model).__name__}; "
-            "load it without quantize"
+            f"expected logits with a relative error below {WRONG_ERROR} in {weight_format.bits} bits, got {error:.3g} with "
+            f"{type(model).__name__}; load it without quantize"
         )
 
 
