@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
+import torch
+
 
 def start_command(arguments: Sequence[object], streams: Sequence[int | None] = ()) -> BaseProcess:
     """Start `secondguess ARGUMENTS`.
@@ -32,6 +34,7 @@ def start_command(arguments: Sequence[object], streams: Sequence[int | None] = (
 def _run(arguments: list[str], streams: Sequence[int | None]) -> None:
     from secondguess.cli import main
 
+    torch.set_num_threads(1)  # the other threads of a pool do not survive a fork, and would be waited for
     for number, given in enumerate(streams):
         if given is not None:
             os.dup2(given, number)

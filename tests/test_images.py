@@ -16,6 +16,7 @@ from checkpoints import write_llama, write_tokenizer
 from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE
 from secondguess import load
 from secondguess.api import LLM, encode
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 
 IMAGE_TOKEN = VOCAB_SIZE
@@ -188,6 +189,19 @@ def test_a_list_of_texts_is_one_text(vision):
     target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     ids = encode(target, [{"role": "user", "content": parts}])
     assert ids == encode(target, [{"role": "user", "content": "def f(x):"}])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")]
+)
+def test_other_dtypes_and_encodings_are_loaded(dtype, quantize, vision, secondguess_command):
+    """The field for tied embeddings may be outside of the text's configuration."""
+    path = vision.llm.target.checkpoint.path
+    loaded = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize).load()
+    logits = loaded.runtime.read(torch.arange(5, 12)[None]).logits
+    exact = vision.llm.target.runtime.read(torch.arange(5, 12)[None]).logits
+    assert (logits - exact).norm() < 0.6 * exact.norm()
+    assert secondguess_command("inspect", path, "--dtype", dtype).code == 0
 
 
 def test_a_model_without_its_processor_is_named(vision):

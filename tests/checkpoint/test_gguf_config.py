@@ -136,6 +136,23 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         ),
         GEMMA_FIELDS | {"attention__sliding_window_pattern": 2},
     ),
+    "gemma2-without-caps": (
+        "gemma2",
+        transformers.Gemma2Config(
+            **SIZES, **GEMMA, query_pre_attn_scalar=32, attn_logit_softcapping=None, final_logit_softcapping=None,
+            layer_types=["sliding_attention"] * 2,
+        ),
+        GEMMA_FIELDS
+        | {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "attention__sliding_window_pattern": 0},
+    ),
+    "phi3-longrope-without-factor": (
+        "phi3",
+        transformers.Phi3Config(
+            **SIZES, rope_parameters=LONGROPE | {"attention_factor": 1.0}, sliding_window=WINDOW,
+            original_max_position_embeddings=64,
+        ),
+        {key: value for key, value in LONGROPE_FIELDS.items() if not key.endswith("attn_factor")},
+    ),
     "gemma2-27b": (
         "gemma2",
         transformers.Gemma2Config(**SIZES | {"num_hidden_layers": 46}, **GEMMA, query_pre_attn_scalar=64),
@@ -159,7 +176,7 @@ def write_case(folder: Any, architecture: str, config: Any, fields: dict[str, An
             for value in model.parameters():
                 if value.dim() == 1:  # norms and biases that matter
                     value.add_(0.3 * torch.randn_like(value))
-            factors = LONGROPE_FACTORS if fields is LONGROPE_FIELDS else {}
+            factors = LONGROPE_FACTORS if config.rope_parameters.get("rope_type") == "longrope" else {}
             write_model(writer_for(folder, architecture, config, **fields), model, "Q8_0", factors=factors)
     return model
 
@@ -207,6 +224,26 @@ def test_the_sizes_of_experts_are_read_for_other_architectures(tmp_path):
     finish(writer_for(tmp_path, "qwen2moe", config, expert_count=4, expert_used_count=2, **fields))
     found = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config
     assert (found.moe_intermediate_size, found.shared_expert_intermediate_size) == (64, 96)
+
+
+def test_fields_of_other_architectures_are_read_or_refused(tmp_path):
+    config = transformers.Starcoder2Config(**SIZES)
+    config.layer_norm_eps = config.norm_epsilon
+    for number, (fields, refused) in enumerate((
+        ({"rope__freq_base": 1e6}, None),
+        ({"attention__sliding_window": 8}, "architecture starcoder2 with attention.sliding_window"),
+        ({"rope__scale_linear": 8.0}, "architecture starcoder2 with a scaling of RoPE"),
+        ({"rope__scaling__factor": 8.0}, "architecture starcoder2 with a scaling of RoPE"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        finish(writer_for(folder, "starcoder2", config, **fields))
+        if refused is None:
+            found = Checkpoint.resolve(folder / "model.gguf", device="cpu").config
+            assert found.rope_parameters["rope_theta"] == 1e6
+        else:
+            with pytest.raises(CheckpointError, match=refused):
+                Checkpoint.resolve(folder / "model.gguf", device="cpu")
 
 
 def test_gpt_oss_is_refused_by_name(tmp_path):

@@ -71,7 +71,9 @@ def test_bfloat16_logits_are_bit_identical_to_the_module(checkpoint, monkeypatch
     monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_pack_for_kernels", lambda *_: False)
     module = load(checkpoint, "transformers", "bfloat16")
     found, expected = scores(load(checkpoint, "fused", "bfloat16")), scores(module)
-    if isinstance(module, RowByRowRuntime) or module.model.config.model_type == "gpt_oss":
+    if isinstance(module, RowByRowRuntime):
+        assert_near(found, expected, 2**-6)
+    elif module.model.config.model_type == "gpt_oss":
         assert_near(found, expected, 2**-5)
     else:
         assert torch.equal(found, expected)

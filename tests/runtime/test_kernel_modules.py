@@ -13,6 +13,7 @@ from families import (
     RECURRENT,
     assert_near,
     needs_kernels,
+    plain_model,
     random_tokens,
     row_of,
     write_checkpoint,
@@ -26,7 +27,7 @@ from secondguess.runtime.native.recurrence import StatesByToken, delta_rule, sta
 from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.scans import Convolution, recording
-from secondguess.runtime.weight_format import INT4, INT8
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
 from secondguess.runtime.wrap import wrap_module
 
 pytestmark = needs_kernels
@@ -73,6 +74,33 @@ def test_a_row_of_a_quantised_layer_does_not_depend_on_others(dtype, weight_form
     assert found.dtype == dtype
     error = (found - expected).float().norm() / expected.float().norm()
     assert error < (0.02 if weight_format is INT8 else 0.12)
+
+
+def test_a_layer_in_float32_is_rounded_in_its_inputs_only():
+    linear = nn.Linear(200, 100)
+    values = random_values(3, 200).to(torch.bfloat16).float()
+    with torch.inference_mode():
+        found = KernelLinear(linear, Arena())(values)
+        expected = functional.linear(values, linear.weight.to(torch.bfloat16).float(), linear.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8, INT4], ids=lambda each: each.name)
+def test_inputs_of_another_width_are_refused(weight_format):
+    layer = KernelLinear(nn.Linear(200, 100).to(torch.bfloat16), Arena(), weight_format)
+    for width in (199, 3000):
+        with pytest.raises(RuntimeError, match=rf"inputs of 200 numbers, got \(2, {width}\)"):
+            layer(torch.zeros(2, width, dtype=torch.bfloat16))
+
+
+def test_a_quantised_layer_has_neither_a_gradient_nor_a_state():
+    linear = nn.Linear(48, 7).to(torch.bfloat16)
+    plain, quantised = KernelLinear(linear, Arena()), KernelLinear(linear, Arena(), INT8)
+    assert torch.equal(plain.state_dict()["weight"], linear.weight)
+    with pytest.raises(UnsupportedModelError, match="one in 8 bits; load the model without quantize"):
+        quantised.state_dict()
+    with pytest.raises(UnsupportedModelError, match="one in 8 bits; load the model without quantize"):
+        quantised(random_values(3, 48).to(torch.bfloat16).requires_grad_())
 
 
 def test_a_linear_layer_has_a_gradient():
@@ -149,11 +177,32 @@ def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_pat
 
 
 def test_a_module_without_linear_layers_is_not_quantised(tmp_path):
-    path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
+    config = FAMILIES["gpt2"]()
+    config.vocab_size = 6000  # its tied head has most weights, and is a linear layer
+    path = write_checkpoint(config, tmp_path)
     with pytest.raises(
-        UnsupportedModelError, match=r"most of whose weights are those of linear layers.*GPT2"
+        UnsupportedModelError, match=r"most of whose weights are those of linear layers, got .* with 0 of"
     ):
-        Checkpoint.resolve(path, device="cpu", quantize="int4").load()
+        Checkpoint.resolve(path, device="cpu", quantize="int4")
+    with pytest.raises(
+        UnsupportedModelError, match=r"most of whose weights are those of linear layers, got GPT2"
+    ):
+        quantise_linears(plain_model(path), INT4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gemma4", "lfm2", "gptj"])
+def test_memory_is_that_of_the_layers_that_are_quantised(name, quantize, tmp_path):
+    config = (FAMILIES | RECURRENT)[name]()
+    config.vocab_size = config.vocab_size_per_layer_input = 6000
+    checkpoint = Checkpoint.resolve(
+        write_checkpoint(config, tmp_path), dtype="bfloat16", device="cpu", quantize=quantize
+    )
+    model = checkpoint.load().runtime.model
+    layers = [each for each in model.modules() if isinstance(each, KernelLinear)]
+    packed = sum(each.weight.numel() * each.weight_format.bytes_per_weight for each in layers)
+    held = packed + sum(each.nbytes for each in model.parameters())
+    assert abs(checkpoint.memory(0).weights / held - 1) < 0.02
 
 
 @pytest.mark.parametrize("broken", ["overflows", "is wrong"])

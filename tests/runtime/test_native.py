@@ -38,7 +38,7 @@ from secondguess.errors import (
 )
 from secondguess.runtime import families as runtime_families
 from secondguess.runtime import fused
-from secondguess.runtime.feed_forward import StoredExperts
+from secondguess.runtime.feed_forward import Experts, StoredExperts
 from secondguess.runtime.fused import fuse, fuse_for_kernels, probe_passes
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder, PackedDecoder, why_not_native
@@ -747,6 +747,16 @@ def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
     assert not probe_passes("native", runtime.read(checked.tokens).logits, expected, 0.03)
     as_the_module = runtime.read_with_experts(checked.tokens, checked.experts)
     assert probe_passes("native", as_the_module, checked.logits, 0.03)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
+def test_another_selection_of_experts_fails_the_probe(name, tmp_path, monkeypatch, caplog):
+    """The prescribed experts give the right logits."""
+    path = str(write_varied(name, tmp_path))
+    monkeypatch.setattr(Experts, "select", lambda self, probs: (-probs).topk(self.num_selected).indices)
+    assert fuse_for_kernels(read_module(path, torch.bfloat16).eval()) is None
+    assert "expected tokens to select at least 75 % of the model's experts" in caplog.text
+    assert fuse(read_module(path, torch.float32).eval(), packed=False) is None
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "olmoe"])

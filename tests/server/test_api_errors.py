@@ -29,7 +29,11 @@ def test_a_body_that_is_not_json_or_not_an_object_is_a_bad_request(http):
     ):
         error = error_of(http.post("/v1/completions", content=content, headers=headers), 400)
         assert error["code"] == code
-    for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+    reply = http.post(
+        "/v1/completions", content=b'{"model": "builtin"}', headers={"content-type": "Application/JSON; x=1"}
+    )
+    assert error_of(reply, 400)["param"] == "prompt"
+    for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}, {"content-type": "text/json"}):
         error = error_of(
             http.post("/v1/completions", content=b'{"model": "builtin", "prompt": "x"}', headers=kind), 400
         )

@@ -147,6 +147,21 @@ def test_closing_a_stream_cancels_the_request(client, engine, http):
     assert num_aborted() == before + 1
 
 
+def test_samples_that_were_running_are_counted_as_aborted(client, engine, http):
+    def num_aborted():
+        return metrics_of(http).get(("vllm:request_success_total", "abort"), 0)
+
+    before, engine.is_full = num_aborted(), True
+    with pytest.raises(openai.RateLimitError):
+        complete(client.with_options(max_retries=0), prompt=["one", "two"])
+    assert num_aborted() == before, "nothing ran"
+    engine.is_full, engine.hold_after = False, 2
+    stream = complete(client, prompt=["one", "two"], n=3, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: num_aborted() == before + 6)
+
+
 def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(client, engine):
     engine.end_reason = "context"
     assert complete(client).choices[0].finish_reason == "length"

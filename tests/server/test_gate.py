@@ -17,7 +17,7 @@ from secondguess.server.settings import ServerSettings, read_api_keys
 
 BODY = {"model": "builtin", "prompt": "x"}
 KEYS = ServerSettings(api_keys=("first-key", "second-key"))
-MAX_CALLBACK_SECONDS = 0.1
+MAX_CALLBACK_SECONDS = 0.05
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from secondguess.checkpoint.read import (
     check_loadable,
     find_end_tokens,
     has_text,
+    outline_of,
     pick_device,
     quantize_to_int8,
     read_config,
@@ -34,6 +35,7 @@ from secondguess.checkpoint.read import (
     read_processor,
     read_tokenizer,
     require_torchao,
+    ties_embeddings,
 )
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
 from secondguess.checkpoint.weights import count_parameters, is_gguf, tensor_files
@@ -45,9 +47,12 @@ from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import (
+    LinearCounts,
     can_pack,
     can_pack_for_kernels,
     can_quantise,
+    count_linears,
+    few_linears_error,
     pack_linears,
     quantise_linears,
 )
@@ -172,10 +177,12 @@ class Checkpoint:
         Raises:
             UnsupportedModelError: if there is none.
         """
+        by_kernels = not why_not_native(self.config, self.dtype, self.device)
         covers = {
-            "native": not why_not_native(self.config, self.dtype, self.device),
+            "native": by_kernels,
             "fused": self.quantize is None and not why_not_fused(self.config, self.device),
-            "transformers": self.quantize in (None, INT8.name) or self._quantises_linears,
+            # after the kernels' refusal, loading checks it
+            "transformers": (by_kernels and self.runtime == "auto") or self._module_runs,
         }
         found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
         if not found:
@@ -200,6 +207,8 @@ class Checkpoint:
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
+        if self._quantises_linears and self.runtime in ("auto", "transformers"):
+            return few_linears_error(self.name, self._linear_counts)
         if self.quantize not in (None, INT8.name):
             reason = why_not_native(self.config, self.dtype, self.device)
             return UnsupportedModelError(
@@ -223,6 +232,17 @@ class Checkpoint:
     def _quantises_linears(self) -> bool:
         """True if a module's linear layers are quantised for the kernels, by torchao otherwise."""
         return self.quantize is not None and can_quantise(self.device)
+
+    @property
+    def _module_runs(self) -> bool:
+        """True if the Transformers module runs with this quantization."""
+        if self._quantises_linears:
+            return self._linear_counts.are_most
+        return self.quantize in (None, INT8.name)
+
+    @cached_property
+    def _linear_counts(self) -> LinearCounts:
+        return count_linears(outline_of(self.config))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -281,8 +301,8 @@ class Checkpoint:
         by_kernels = self.runtimes[0] == "native"
         if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
-        is_packed = by_kernels or self.is_packed or self._quantises_linears
-        if is_packed and text.tie_word_embeddings:  # the head becomes a copy of its own
+        is_packed, is_tied = by_kernels or self.is_packed, ties_embeddings(self.config)
+        if is_packed and is_tied:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = num_parameters * size
         stored_as = self.weight_formats[0]
@@ -292,7 +312,12 @@ class Checkpoint:
             if stored_as.keeps_others:
                 saved = (count * (size - each.bytes_per_weight) for each, count in self._num_stored.items())
                 weights = int(num_parameters * size - sum(saved))
-        if is_packed and not text.tie_word_embeddings:
+        if self._quantises_linears and not by_kernels:
+            counts = self._linear_counts
+            kept = num_parameters - counts.in_layers - (0 if is_tied else counts.in_head)
+            rounded = counts.in_layers * stored_as.bytes_per_weight
+            weights = int(kept * size + rounded + counts.in_head * stored_as.of_head.bytes_per_weight)
+        if is_packed and not is_tied:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
         if by_kernels and is_gguf(self.path):
@@ -310,7 +335,7 @@ class Checkpoint:
             described = f"{self.name} (runtime {self.runtimes[0]}, {self.quantize or self.dtype_name})"
             raise quantised_copy_error(weight_format, described)
         text = self.config.get_text_config()
-        num_shared = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+        num_shared = 0 if ties_embeddings(self.config) else text.vocab_size * text.hidden_size
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
-from secondguess.checkpoint.read import class_of, has_text, require_torchao
+from secondguess.checkpoint.read import outline_of, require_torchao
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
@@ -18,9 +18,6 @@ from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
 from secondguess.runtime.weight_format import INT4, QUANTIZATIONS
-
-with quiet():
-    from transformers import AutoModelForCausalLM
 
 MAX_ROWS = 100_000
 MAX_CONTEXT = 100_000_000
@@ -79,8 +76,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         UnsupportedModelError: if the model cannot be decoded speculatively.
     """
     config = checkpoint.config
-    with quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config) if has_text(config) else class_of(config)(config)
+    with quiet():
+        model = outline_of(config)
     check_supported(model)
     text, layers = config.get_text_config(), cached_layers(config)
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)

@@ -32,6 +32,8 @@ PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
 IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 BYTES_OF_SLICE = 1 << 24
 """Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
+ANGLES = ".attn_rot_embd.inv_freq"
+"""Rotary frequencies in old files, which follow from the configuration."""
 EMBEDDING, HEAD = "token_embd", "output"
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 """Names of the weights of all experts of a layer, `[expert, output, input]`."""
@@ -93,7 +95,7 @@ class GgufWeights:
                     self._sources[name] = tensor, expert
             elif tensor.name in names:
                 self._sources[names[tensor.name]] = tensor, None
-            elif tensor.name not in ROPE_TENSORS:
+            elif tensor.name not in ROPE_TENSORS and not tensor.name.endswith(ANGLES):
                 raise UnsupportedModelError(
                     f"expected a GGUF file with the weights of a {outline.config.model_type}, got {tensor.name}, which "
                     "Transformers does not read; use the safetensors checkpoint of the model"

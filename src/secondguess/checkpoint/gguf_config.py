@@ -55,10 +55,7 @@ SCALINGS = {
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     },
-    "longrope": {
-        "original_context_length": "original_max_position_embeddings",
-        "attn_factor": "attention_factor",
-    },
+    "longrope": {"original_context_length": "original_max_position_embeddings"},
 }
 """By type, the names in `rope_parameters` of the fields of a scaling."""
 WITHOUT_EFFECT = {"type", "finetuned", "original_context_length", "yarn_attn_factor"}
@@ -110,15 +107,32 @@ def complete_config(config: Any, file: Path) -> None:
     }
     for key, name in SIZES.items():
         if key in values and hasattr(config, name):
-            setattr(config, name, values[key])
+            setattr(config, name, values[key] or None)  # a soft cap of 0 is none
     if architecture is not None and architecture in ARCHITECTURES:
         for key, name in BY_TENSOR.items():
             if hasattr(config, name):
                 setattr(config, name, f"blk.0.{key}" in tensors)
         _set_attention(config, architecture, values)
         _set_rope(config, values, factors)
-    elif values.get("rope.scaling.type", "none") != "none":
+    else:
+        _complete_others(config, architecture, values, factors)
+
+
+def _complete_others(
+    config: Any, architecture: str | None, values: dict[str, Any], factors: dict[str, Tensor]
+) -> None:
+    """Set the frequencies of an architecture that the kernels do not read; refuse scalings and unread windows."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope.freq_base" in values and "rope_theta" in rope:
+        rope["rope_theta"] = values["rope.freq_base"]
+    if _read_scaling(values, factors):
         raise _unknown_scaling(f"architecture {architecture} with a scaling of RoPE")
+    window = values.get("attention.sliding_window")
+    if window and getattr(config, "sliding_window", None) != window:
+        raise UnsupportedModelError(
+            f"expected a GGUF file whose fields Transformers reads, got architecture {architecture} with "
+            "attention.sliding_window; use the safetensors checkpoint of the model"
+        )
 
 
 def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> None:
@@ -132,17 +146,29 @@ def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> No
     if window == 0 or (window is None and architecture == "gemma3"):
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     elif pattern is not None:
-        # of so many layers the last has no window, or whether each has one
-        has_window = (
-            list(pattern)
-            if isinstance(pattern, list)
-            else [index % pattern < pattern - 1 for index in range(config.num_hidden_layers)]
-        )
+        has_window = _windows_of(pattern, config.num_hidden_layers)
         config.layer_types = ["sliding_attention" if each else "full_attention" for each in has_window]
     is_27b = config.num_hidden_layers == LAYERS_OF_GEMMA_27B[architecture]
     config.query_pre_attn_scalar = (
         config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
     )
+
+
+def _windows_of(pattern: int | list[bool], num_layers: int) -> list[bool]:
+    """Return whether each layer has a window.
+
+    Args:
+        pattern: the same, or the number of layers of which the last has none; 0 if all have one.
+        num_layers: number of layers.
+    """
+    if isinstance(pattern, int):
+        return [pattern == 0 or index % pattern < pattern - 1 for index in range(num_layers)]
+    if len(pattern) < num_layers:
+        raise UnsupportedModelError(
+            f"expected an attention.sliding_window_pattern of {num_layers} layers, got one of {len(pattern)}; "
+            "use the safetensors checkpoint of the model"
+        )
+    return list(pattern[:num_layers])
 
 
 def _set_rope(config: Any, values: dict[str, Any], factors: dict[str, Tensor]) -> None:
@@ -186,6 +212,7 @@ def _read_scaling(values: dict[str, Any], factors: dict[str, Tensor]) -> dict[st
         key
         for key, value in found.items()
         if key not in names.keys() | WITHOUT_EFFECT | {"factor"}
+        and (kind, key) != ("longrope", "attn_factor")
         and value not in NEUTRAL.get(key, ())
         and (kind == "yarn" or not key.startswith("yarn_"))
     ]
@@ -197,6 +224,7 @@ def _read_scaling(values: dict[str, Any], factors: dict[str, Tensor]) -> dict[st
     scaling |= {name: found[key] for key, name in names.items() if key in found}
     if kind == "longrope":
         scaling |= {
+            "attention_factor": found.get("attn_factor", 1.0),
             "long_factor": factors[LONG_FACTORS].tolist(),
             "short_factor": factors[SHORT_FACTORS].tolist(),
         }

@@ -66,7 +66,7 @@ def _reading(part: str, path: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "ignore_mismatched_sizes" in reason:
-            reason = "weights of other shapes than config.json says"
+            reason = "weights of other shapes than the configuration says"
         raise CheckpointError(
             f"expected {part} that can be read in {path}, got: {shorten(reason, MOST_OF_REASON, placeholder=' ...')}; "
             "copy or download the checkpoint again"
@@ -210,7 +210,7 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         if encoding is not None or (layer_by_layer and (is_gguf(path) or tensor_files(Path(path)))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         if is_gguf(path) and is_known(Path(path)):
-            GgufWeights(Path(path), _outline(config))  # refuses weights that Transformers would leave out
+            GgufWeights(Path(path), outline_of(config))  # refuses weights that Transformers would leave out
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(
@@ -224,7 +224,7 @@ def _read_stored(
     path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
 ) -> Any:
     """Return a module from weights that are read one by one."""
-    model_class, outline = class_of(config), _outline(config)
+    model_class, outline = class_of(config), outline_of(config)
     weights = _open_weights(path, outline, encoding, layer_by_layer)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
@@ -264,8 +264,8 @@ def _read_stored(
     return model
 
 
-def _outline(config: Any) -> Any:
-    """Return a module without memory."""
+def outline_of(config: Any) -> Any:
+    """Return the module of a configuration, without memory."""
     with torch.device("meta"):
         return class_of(config)(config)
 
@@ -287,7 +287,16 @@ def _experts_option(dtype: torch.dtype) -> dict[str, str]:
 
 
 def _is_tied_head(model: Any, linear: Any) -> bool:
-    return linear is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings
+    return linear is model.get_output_embeddings() and ties_embeddings(model.config)
+
+
+def ties_embeddings(config: Any) -> bool:
+    """Return whether the head shares the weights of the input embeddings.
+
+    Some vision-language models have the field outside of the configuration of their text part.
+    """
+    text = config.get_text_config()
+    return bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
 
 
 def _check_complete(loading_info: Any) -> None:

@@ -174,7 +174,8 @@ class Certificate:
         verified = zip(self.accepted_per_position, self.rejected_per_position, strict=True)
         positions = [f"{ours:,} + {theirs:,}" for ours, theirs in verified]
         exercised = "" if any(self.rejected_per_position) else "; the rejection rule was not exercised"
-        few = self.acceptance_length < FEW_TOKENS and "; few were drafted, --controller fixed:2 drafts more"
+        is_short = rate is not None and self.acceptance_length < FEW_TOKENS
+        few = "; few were drafted, --controller fixed:2 drafts more" if is_short else ""
         is_rounded = not self.passed and self.dtype in ("bfloat16", "float16")
         rounding = f", the rounding of {self.dtype} included: compare with --dtype float32 or --drafter none"
         return "\n".join(
@@ -183,7 +184,7 @@ class Certificate:
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
-                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass{few or ''}",
+                f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass{few}",
                 f"by position  {', '.join(positions) or 'none'} (accepted + rejected){exercised}",
                 f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "

@@ -98,11 +98,12 @@ class Experts:
         packed: whether to pack the weights.
 
     Attributes:
-        selected: `[token, k]`, experts that tokens select instead of those with most probability, for a probe;
-            else None.
+        prescribed: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
+        agreement: share of the experts prescribed to the last tokens that these would have selected.
     """
 
-    selected: Tensor | None = None
+    prescribed: Tensor | None = None
+    agreement = 1.0
 
     def __init__(
         self,
@@ -129,11 +130,18 @@ class Experts:
             for inner, output in _linears_of_experts(module.experts, description.is_transposed)
         ]
 
+    def select(self, probs: Tensor) -> Tensor:
+        """Return the experts with most probability, `[token, k]`, of probabilities `[token, expert]`."""
+        return probs.topk(self.num_selected).indices
+
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
         of_tokens = states.flatten(0, -2)
         probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
-        selected = probs.topk(self.num_selected)[1] if self.selected is None else self.selected
+        selected = self.select(probs)
+        if self.prescribed is not None:
+            chosen, selected = selected, self.prescribed
+            self.agreement = float((chosen[:, :, None] == selected[:, None, :]).any(-1).float().mean())
         weights = probs.gather(-1, selected)
         if self.normalises_routing_weights:
             weights = weights / weights.sum(-1, keepdim=True)

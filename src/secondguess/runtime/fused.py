@@ -37,6 +37,8 @@ The largest single error grows with the number of logits, and refused correct mo
 MAX_PROBE_POSITION = 4096
 """Largest end position of the probe, which otherwise uses the last positions of the context."""
 PROBE_WIDTH = 16
+LEAST_AGREEMENT = 0.75
+"""Least share of a mixture's experts that its tokens must select as in the module, in each layer. Rounding changes few."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +77,10 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         runtime, prefilled = FusedRuntime(decoder), tokens.shape[1] - 1
         with _selecting(decoder, {layer: each[:, :prefilled] for layer, each in experts.items()}):
             before = _prefill(runtime, tokens, positions, prefilled)
+            agrees = _agrees(decoder)
         with _selecting(decoder, {layer: each[:, prefilled:] for layer, each in experts.items()}):
             found = torch.cat((before, _decode(runtime, tokens, positions)), 1)
-    return decoder if _passes(found, expected) else None
+    return decoder if agrees and _passes(found, expected) else None
 
 
 def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
@@ -99,9 +102,10 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
         decoder = _fused_decoder(model, packed=False)
         with _selecting(decoder, experts):
             found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
+            agrees = _agrees(decoder)
     of_early = {layer: each[len(tokens) :] for layer, each in experts.items()}
     checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], of_early)
-    return checked if _passes(found, expected) else None
+    return checked if agrees and _passes(found, expected) else None
 
 
 def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
@@ -130,17 +134,33 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
 
 @contextmanager
 def _selecting(decoder: FusedDecoder, experts: Mapping[int, Tensor]) -> Iterator[None]:
-    """Make tokens select these experts, `[row, token, k]` by layer."""
-    mixtures = {index: decoder.layers[index].feed_forward for index in experts}
+    """Prescribe experts to tokens, `[row, token, k]` by layer."""
+    mixtures = _mixtures(decoder)
     for index, mixture in mixtures.items():
-        assert isinstance(mixture, Experts)
-        mixture.selected = experts[index].flatten(0, 1)
+        mixture.prescribed = experts[index].flatten(0, 1)
     try:
         yield
     finally:
         for mixture in mixtures.values():
-            assert isinstance(mixture, Experts)
-            mixture.selected = None
+            mixture.prescribed = None
+
+
+def _mixtures(decoder: FusedDecoder) -> dict[int, Experts]:
+    parts = {index: layer.feed_forward for index, layer in enumerate(decoder.layers)}
+    return {index: part for index, part in parts.items() if isinstance(part, Experts)}
+
+
+def _agrees(decoder: FusedDecoder) -> bool:
+    """Return whether tokens would have selected the experts that were prescribed; log if they would not."""
+    least = min((mixture.agreement for mixture in _mixtures(decoder).values()), default=1.0)
+    if least < LEAST_AGREEMENT:
+        logger.warning(
+            "the fused runtime is not used: expected tokens to select at least %.0f %% of the model's experts in each layer, "
+            "got %.0f %%; another runtime computes the model, which may be slower or take more memory",
+            100 * LEAST_AGREEMENT,
+            100 * least,
+        )
+    return least >= LEAST_AGREEMENT
 
 
 def _probe_tokens(model: Any) -> Tensor:

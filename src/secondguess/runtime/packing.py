@@ -10,7 +10,7 @@ up to rounding. A probe checks this; on a mismatch the model stays unpacked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -227,6 +227,45 @@ def pack_linears(model: Any) -> bool:
     return same
 
 
+class LinearCounts(NamedTuple):
+    """Numbers of weights of a model.
+
+    Args:
+        in_layers: of linear layers, without the head.
+        in_head: of the head, if that is a linear layer.
+        others: neither of these nor of embeddings.
+    """
+
+    in_layers: int
+    in_head: int
+    others: int
+
+    @property
+    def are_most(self) -> bool:
+        """True if linear layers have most weights, embeddings and head left out."""
+        return self.in_layers > self.others
+
+
+def count_linears(model: Any) -> LinearCounts:
+    """Return the numbers of weights of a model, which may be one without memory."""
+    linears = {name: model.get_submodule(name) for name in _linear_names(model, model.dtype)}
+    head = model.get_output_embeddings()
+    in_layers = sum(each.weight.numel() for each in linears.values() if each is not head)
+    in_head = sum(each.weight.numel() for each in linears.values() if each is head)
+    parts = [each for each in model.modules() if isinstance(each, nn.Embedding) or each is head]
+    left_out = {id(part.weight) for part in parts}
+    total = sum(each.numel() for each in model.parameters() if id(each) not in left_out)
+    return LinearCounts(in_layers, in_head, total - in_layers)
+
+
+def few_linears_error(name: str, counts: LinearCounts) -> UnsupportedModelError:
+    """Return the error for a model most of whose weights cannot be quantised."""
+    return UnsupportedModelError(
+        f"expected a model most of whose weights are those of linear layers, got {name} with {counts.in_layers:,} of them, "
+        f"and {counts.others:,} others; load it without quantize"
+    )
+
+
 def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
     """Replace a model's linear layers by quantised ones, which the kernels run.
 
@@ -239,19 +278,13 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
     Raises:
         UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with others.
     """
-    names = list(_linear_names(model, model.dtype))
-    in_linears = sum(model.get_submodule(name).weight.numel() for name in names)
-    embedded = model.get_input_embeddings().weight
-    others = {id(each): each.numel() for each in model.parameters() if each is not embedded}
-    if 2 * in_linears < sum(others.values()):
-        raise UnsupportedModelError(
-            f"expected a model most of whose weights are those of linear layers, got {in_linears:,} of "
-            f"{sum(others.values()):,} in {type(model).__name__}; load it without quantize"
-        )
+    counts = count_linears(model)
+    if not counts.are_most:
+        raise few_linears_error(type(model).__name__, counts)
     arena, head = Arena(), model.get_output_embeddings()
     with torch.inference_mode():
         expected = _probe(model).float()
-    for name in names:
+    for name in list(_linear_names(model, model.dtype)):
         linear = model.get_submodule(name)
         encoding = weight_format.of_head if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))

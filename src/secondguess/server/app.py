@@ -69,7 +69,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def on_invalid(http: HttpRequest, error: Any) -> Response:
         kind = http.headers.get("content-type", "none")
-        if "json" not in kind:
+        media_type = kind.partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
             message = f"expected a body in JSON with the header Content-Type: application/json, got {kind}"
             return error_response(ApiError(400, f"{message}; set the header"))
         return error_response(validation_error(error.errors(), _body_model(http)))

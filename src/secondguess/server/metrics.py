@@ -169,9 +169,9 @@ class Observer:
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.prompt_length.observe(num_tokens)
 
-    def on_cancelled(self, num_prompts: int) -> None:
-        """Count prompts whose client has gone."""
-        self._metrics.requests(ABORTED).inc(num_prompts)
+    def on_cancelled(self, num_samples: int) -> None:
+        """Count samples that were running when their request was cancelled."""
+        self._metrics.requests(ABORTED).inc(num_samples)
 
     def on_outputs(self, event: Finished) -> None:
         """Count the outputs of a prompt."""

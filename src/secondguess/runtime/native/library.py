@@ -367,7 +367,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
     kernels.secondguess_residual.restype = c_double
     kernels.secondguess_linear.argtypes = [
-        *(POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),
+        *(POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64),
     ]
     kernels.secondguess_pack.argtypes = [POINTER(Weight), POINTER(Source), c_int64]
     kernels.secondguess_pack.restype = None

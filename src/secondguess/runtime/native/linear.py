@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.errors import OutOfMemoryError
+from secondguess.errors import OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.support import num_threads
@@ -16,7 +16,7 @@ from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 class KernelLinear(nn.Module):
     """Linear layer whose weight is in the layout of the kernels, and whose inputs are rounded to bfloat16.
 
-    A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer, unless it is quantised.
+    A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer; a quantised one has none.
 
     Args:
         linear: the layer.
@@ -38,18 +38,34 @@ class KernelLinear(nn.Module):
         self._blocks = pack_blocks(weight, bias, arena, weight_format)
 
     def forward(self, values: Tensor) -> Tensor:
-        if not self.weight_format.is_quantised and values.requires_grad and torch.is_grad_enabled():
+        if values.requires_grad and torch.is_grad_enabled():
             return functional.linear(values, self.plain_weight(), self.bias)
         num_outputs, width = self.weight.shape
+        if values.shape[-1] != width:  # torch's error for nn.Linear
+            raise RuntimeError(f"expected inputs of {width} numbers, got {tuple(values.shape)}")
         rows = values.to(torch.bfloat16).contiguous()
-        product = torch.empty(*values.shape[:-1], num_outputs, dtype=torch.bfloat16)
+        dtype = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+        product = torch.empty(*values.shape[:-1], num_outputs, dtype=dtype)
         places = (rows.data_ptr(), rows.numel() // width, width, product.data_ptr())
-        to_run = (*places, int(self._unit.has_tiles), num_threads())
+        to_run = (*places, int(dtype == torch.float32), int(self._unit.has_tiles), num_threads())
         if self._unit.kernels.secondguess_linear(self._blocks.weight, *to_run):
             raise OutOfMemoryError(f"expected memory for {rows.numel()} numbers of a linear layer, got none")
         return product.to(values.dtype)
 
     def plain_weight(self) -> Tensor:
-        """Return a weight in bfloat16 in plain layout."""
+        """Return the weight in plain layout.
+
+        Raises:
+            UnsupportedModelError: if it is quantised.
+        """
+        if self.weight_format.is_quantised:
+            raise UnsupportedModelError(
+                f"expected a layer with its weight in bfloat16, to save it or for a gradient, got one in "
+                f"{self.weight_format.bits} bits; load the model without quantize"
+            )
         num_outputs, num_inputs = self.weight.shape
         return unpack_blocks(self._blocks)[:num_outputs, :num_inputs]
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.plain_weight()

@@ -171,10 +171,10 @@ inline int run_heads(const Recurrence& recurrence, int64_t num_threads) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Linear layer over rows [row][width] of bfloat16 numbers, to [row][output]. Returns 0 on success, 1 if
-// memory could not be allocated.
-int secondguess_linear(const Weight* weight, const bf16* from, int64_t num_rows, int64_t width, bf16* to, int64_t amx,
-                       int64_t num_threads) {
+// Linear layer over rows [row][width] of bfloat16 numbers, to [row][output] in bfloat16 or float32. Returns 0 on
+// success, 1 if memory could not be allocated.
+int secondguess_linear(const Weight* weight, const bf16* from, int64_t num_rows, int64_t width, void* to, int64_t is_float32,
+                       int64_t amx, int64_t num_threads) {
     Values values;
     try {
         values = linear_inputs(from, num_rows, width, *weight);
@@ -184,9 +184,12 @@ int secondguess_linear(const Weight* weight, const bf16* from, int64_t num_rows,
     Team::get().run(std::min(num_threads, weight->num_blocks()), [&](int thread, int count) {
         const auto finish = [&](int64_t row, int64_t block, Floats low, Floats high) {
             const int64_t column = block * BLOCK, left = weight->num_outputs - column;
-            bf16* at = to + row * weight->num_outputs + column;
-            store(at, low, lanes(left));
-            if (left > TILE) store(at + TILE, high, lanes(left - TILE));
+            const auto write = [&](auto* numbers) {
+                auto* at = numbers + row * weight->num_outputs + column;
+                store(at, low, lanes(left));
+                if (left > TILE) store(at + TILE, high, lanes(left - TILE));
+            };
+            is_float32 ? write((float*)to) : write((bf16*)to);
         };
 #ifdef __AMX_TILE__
         if (amx) {
