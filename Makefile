@@ -31,7 +31,7 @@ format: setup
 	$(BIN)/ruff check --fix src tests tools examples benchmarks setup.py
 
 bench: setup
-	$(BIN)/secondguess bench --against transformers
+	$(BIN)/secondguess bench --against transformers --output benchmarks/results
 
 fuzz: setup
 	$(BIN)/python tests/fuzz_kernels.py --minutes 10

@@ -54,7 +54,7 @@ def writer_for(folder: Path, architecture: str, config: Any, **fields: int | flo
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(WIDTH)
+    writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)

@@ -35,8 +35,10 @@ from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.drafters.vocabulary.drafters import StringDrafter
 from secondguess.errors import BadInputError
@@ -236,6 +238,28 @@ def test_draft_models_with_another_vocabulary_keep_the_distribution(verifier, sh
         assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
         accepted += mean_accepted(branches)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("shared", ["wholly", "partly", "straddling", "none"])
+@pytest.mark.parametrize("verifier", ["coupled", "auto"])
+def test_drafts_of_text_that_are_drawn_by_races_change_no_text(verifier, shared):
+    """A draft may be drawn by races of later positions, which the enumeration takes as independent of later rounds."""
+    pair, params = PAIRS["ternary"], replace(SAMPLED, max_tokens=6)
+
+    def decoded(drafter: Drafter, controller: str) -> tuple[list[list[int]], int]:
+        rows = [Row([*PROMPT], params, seed=seed, coupled=True) for seed in range(400)]
+        target = TableModel(pair.vocab_size, pair.target)
+        components = Components(target, drafter, make_verifier(verifier), make_controller(controller))
+        for _ in decode(components, rows):
+            pass
+        return [row.output for row in rows], sum(components.recorder.of(row).num_accepted for row in rows)
+
+    plain, _ = decoded(NoDrafter(), "fixed:0")
+    drafter = make_other_drafter(shared, "string")
+    found, num_accepted = decoded(drafter, "fixed:3")
+    assert found == plain
+    assert num_accepted > 0
+    assert len(set(map(tuple, plain))) > 100
 
 
 @pytest.mark.parametrize(("shared", "method"), OTHER_VOCABULARIES)

@@ -24,7 +24,7 @@ from secondguess.bench.peers import TransformersModel, transformers_systems
 from secondguess.bench.systems import Models, Run, SecondguessSystem, System
 from secondguess.bench.tables import table
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance
+from secondguess.workloads.provenance import collect_provenance, public_name
 
 LOSSLESS_WHEN_SAMPLING = ("secondguess", "transformers", "llama.cpp")
 """Families whose speculation is lossless when sampling.
@@ -244,8 +244,9 @@ def conditions(options: argparse.Namespace, num_prompts: int, left_out: Sequence
             f"distributions overlap by {about['overlap']:.2f}."
         )
     missing = f" Not run: {', '.join(left_out)}." if left_out else ""
+    prompts = public_name(options.prompts) if options.prompts else f"{options.prompt_length} random tokens"
     return (
-        f"{num_prompts} prompts ({options.prompts or f'{options.prompt_length} random tokens'}), {options.num_tokens} new "
+        f"{num_prompts} prompts ({prompts}), {options.num_tokens} new "
         f"tokens each, {options.threads} threads; engines in turn within one run, in alternating order, seconds with "
         "prefill. All engines have the same target and draft model. The draft model is in 8 bits, but in bfloat16 beside "
         f"targets in bfloat16 for llama.cpp and Transformers.{agreement}{missing}"

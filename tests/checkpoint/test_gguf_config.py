@@ -246,14 +246,6 @@ def test_fields_of_other_architectures_are_read_or_refused(tmp_path):
                 Checkpoint.resolve(folder / "model.gguf", device="cpu")
 
 
-def test_gpt_oss_is_refused_by_name(tmp_path):
-    """Transformers fails on its scaling of RoPE."""
-    config = transformers.GptOssConfig(**SIZES, num_local_experts=2)
-    finish(writer_for(tmp_path, "gpt-oss", config, rope__scaling__type="yarn", rope__scaling__factor=32.0))
-    with pytest.raises(CheckpointError, match=r"got one of gpt-oss.*safetensors checkpoint"):
-        Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
-
-
 @pytest.mark.parametrize(
     ("fields", "found"),
     [

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of
+from gguf_files import finish, writer_for
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
-from secondguess.errors import CheckpointError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.feed_forward import StoredExperts
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
@@ -29,9 +30,10 @@ QUANTISED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*
 UNITS = library.units()
 
 
-def write(folder: Path) -> Path:
-    """Write a random gpt-oss whose experts have random codes in MXFP4."""
+def write(folder: Path, **changes: float) -> Path:
+    """Write a random gpt-oss whose experts have random codes in MXFP4, with changes of its configuration."""
     config = FAMILIES["gpt-oss"]()
+    config.update(changes)
     config.hidden_size = config.intermediate_size = WIDTH
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -153,6 +155,127 @@ def test_it_is_loaded_and_decodes_from_its_codes(checkpoint):
     single = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
     loaded.runtime.release(row)
     assert torch.equal(loaded.runtime.read(torch.tensor([TOKENS])).logits[0, -1], single)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_other_weights_are_rounded_on_request(checkpoint, by_transformers, quantize):
+    resolved = Checkpoint.resolve(checkpoint, device="cpu", quantize=quantize)
+    runtime = resolved.load().runtime
+    decoder = runtime.decoder
+    layer = decoder.described.layers[1]
+    encodings = [
+        layer.experts[2].gate_up,
+        layer.experts[2].down,
+        layer.qkv,
+        layer.router,
+        decoder.head.weight,
+    ]
+    names = [library.ENCODINGS[each.encoding] for each in encodings]
+    assert names == ["mxfp4", "mxfp4", quantize, "bfloat16", "int8"]
+    assert resolved.memory(0).weights < Checkpoint.resolve(checkpoint, device="cpu").memory(0).weights
+    with torch.inference_mode():
+        expected = by_transformers(torch.tensor([TOKENS])).logits[0].float()
+    found = runtime.read(torch.tensor([TOKENS])).logits[0]
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < (0.05 if quantize == "int8" else 0.3)
+
+
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 32.0,
+    "rope__scaling__original_context_length": 4096,
+}
+
+
+def write_gguf(checkpoint: Path, folder: Path, **fields: int | float | str) -> Path:
+    """Write the weights of a checkpoint as llama.cpp's converter does."""
+    gguf = pytest.importorskip("gguf")
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    writer = writer_for(
+        folder,
+        "gpt-oss",
+        config,
+        expert_count=config.num_local_experts,
+        expert_used_count=config.num_experts_per_tok,
+        expert_feed_forward_length=config.intermediate_size,
+        attention__key_length=config.head_dim,
+        attention__sliding_window=config.sliding_window,
+        rope__freq_base=config.rope_parameters["rope_theta"],
+        **fields,
+    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config.num_hidden_layers)
+    tensors = load_file(checkpoint / "model.safetensors")
+
+    def add_experts(name: str, stored: torch.Tensor) -> None:
+        stem, _, suffix = name.partition("_proj_")
+        place, _, part = stem.rpartition(".")
+        for each, outputs in (
+            {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+            if part == "gate_up"
+            else {"down": slice(None)}
+        ).items():
+            found = names.get_name(f"{place}.{each}_proj")
+            if suffix == "bias":
+                writer.add_tensor(f"{found}.bias", stored[:, outputs].float().numpy())
+            elif suffix == "blocks":
+                codes = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)[:, outputs]
+                scales = tensors[name.replace("blocks", "scales")][:, outputs, :, None]
+                packed = torch.cat((scales, codes[..., :16] | codes[..., 16:] << 4), -1).flatten(2)
+                writer.add_tensor(
+                    f"{found}.weight", packed.numpy(), raw_dtype=gguf.GGMLQuantizationType.MXFP4
+                )
+
+    for name, value in tensors.items():
+        if ".experts." in name:
+            add_experts(name, value)
+        elif name.endswith("sinks"):
+            writer.add_tensor(f"{names.get_name(name)}.weight", value.float().numpy())
+        else:
+            stem, _, suffix = name.rpartition(".")
+            writer.add_tensor(f"{names.get_name(stem)}.{suffix}", value.float().numpy())
+    finish(writer)
+    return folder / "model.gguf"
+
+
+@needs_kernels
+def test_a_gguf_file_gives_the_logits_of_the_safetensors_checkpoint(tmp_path):
+    """Like llama.cpp, a file has no limit of the gates, which is 7 in all models."""
+    (tmp_path / "original").mkdir()
+    checkpoint = write(tmp_path / "original", swiglu_limit=7.0)
+    file = write_gguf(checkpoint, tmp_path)
+    original, resolved = (Checkpoint.resolve(path, device="cpu") for path in (checkpoint, file))
+    for name in (
+        "rope_parameters",
+        "layer_types",
+        "sliding_window",
+        "num_experts_per_tok",
+        "head_dim",
+        "attention_bias",
+    ):
+        assert getattr(resolved.config, name) == getattr(original.config, name), name
+    assert resolved.memory(0).weights == original.memory(0).weights
+    loaded = resolved.load()
+    assert loaded.runtime_description == "native, weights in 4 bits"
+    assert loaded.tokenizer("def f(x):").input_ids == original.tokenizer("def f(x):").input_ids
+    tokens = torch.tensor([TOKENS])
+    assert torch.equal(loaded.runtime.read(tokens).logits, original.load().runtime.read(tokens).logits)
+
+
+def test_the_rotary_positions_of_a_gguf_file_are_those_of_the_original(checkpoint, tmp_path):
+    scaled = Checkpoint.resolve(write_gguf(checkpoint, tmp_path, **YARN), device="cpu").config.rope_parameters
+    expected = transformers.GptOssConfig().rope_parameters
+    assert scaled == {name: expected[name] for name in scaled} | {"rope_theta": scaled["rope_theta"]}
+    assert (expected["beta_fast"], expected["beta_slow"]) == (32, 1), "those of a scaling that names none"
+
+
+@needs_kernels
+def test_a_gguf_file_is_refused_without_the_kernels(checkpoint, tmp_path):
+    file = write_gguf(checkpoint, tmp_path, **YARN)
+    with pytest.raises(
+        UnsupportedModelError, match="expected a runtime with our kernels for a GGUF file of gpt-oss"
+    ):
+        Checkpoint.resolve(file, dtype="float32", device="cpu").load()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

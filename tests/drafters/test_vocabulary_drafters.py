@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from checkpoints import random_llama
 from secondguess import LLM, load
 from secondguess.core import Budgets, Draft, Row
+from secondguess.drafters.combined import CombinedDrafter
+from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
 from secondguess.drafters.vocabulary.drafters import (
     IntersectionDrafter,
@@ -29,6 +31,8 @@ from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.runtime.base import ForwardOutput
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
+from secondguess.verifiers import make_verifier
+from secondguess.verifiers.base import Exactness
 from vocabulary_cases import END_TOKENS, byte_level, sentencepiece, tiny_pair, trained, vocabulary
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0)
@@ -87,6 +91,27 @@ def test_a_model_with_the_targets_distribution_is_often_accepted(method: Method)
         stats.num_drafted for stats in result.stats
     )
     assert rate > 0.2
+
+
+def test_drafts_of_text_are_drawn_by_the_race_of_a_coupled_row() -> None:
+    """A draft model with the target's distribution draws the target's tokens, under ids of its own."""
+    rates = []
+    for coupled in (True, False):
+        (stats, *_) = run(other_drafter("string", "fedcba"), PROMPTS[:1], SAMPLED, coupled=coupled).stats
+        rates.append(stats.num_accepted / stats.num_drafted)
+    assert rates[0] == 1
+    assert rates[1] < 0.7
+
+
+def test_drafts_of_text_make_unseeded_rows_coupled() -> None:
+    text, samples = other_drafter("string"), other_drafter("intersection")
+    lookup = SuffixDrafter(SuffixOptions())
+    assert [
+        CombinedDrafter(parts, VOCAB_SIZE).draws_by_race
+        for parts in ([text], [lookup, text], [lookup], [samples, text])
+    ] == [True, True, False, False]
+    for name, coupled in (("auto", True), ("coupled", True), ("rejection", False), ("block", False)):
+        assert make_verifier(name).uses_coupling(seeded=False, draws_by_race=True) == coupled
 
 
 @pytest.mark.parametrize("method", ["intersection", "string"])
@@ -244,6 +269,15 @@ def test_texts_of_a_target_are_the_same_with_drafters_of_other_tokenizers(
     texts, num_drafted = texts_and_num_drafted(drafting)
     assert texts == plain_texts
     assert num_drafted > 0
+
+
+@pytest.mark.parametrize(("method", "coupled"), [("string", True), ("intersection", False)])
+def test_requests_without_a_seed_are_coupled_for_drafts_of_text(
+    tiny_checkpoint: Path, other_model: Callable[[str], Path], method: Method, coupled: bool
+) -> None:
+    drafting = load(tiny_checkpoint, f"model:{other_model('byte-level')},vocab={method}", dtype="float32")
+    output = drafting.generate("ab", max_tokens=4, temperature=1.0)
+    assert (output.exactness == Exactness.DRAFTER_INVARIANT) == coupled  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")

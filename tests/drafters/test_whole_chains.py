@@ -74,15 +74,17 @@ def mtp(folder: Path) -> Pair:
     return MtpDrafter(random_head("mtp", target), target, "mtp"), target
 
 
-def other_tokenizer(folder: Path) -> Pair:
+def other_tokenizer(folder: Path, kind: str = "byte-level") -> Pair:
     """Return a draft model whose drafts are text; its first token ends it."""
     runtime = native(folder, "llama")
-    vocabularies = VocabularyPair.of(vocabulary("byte-level"), vocabulary("byte-level"), "string")
+    vocabularies = VocabularyPair.of(vocabulary(kind), vocabulary("byte-level"), "string")
+    assert (max(vocabularies.lengths(320)) > 1) == (kind == "sentencepiece")
     return make_translating_drafter(runtime, "model:draft", 320, vocabularies, None), None
 
 
 CASES: dict[str, Callable[[Path], Pair]] = {
     "model, other tokenizer": other_tokenizer,
+    "model, other vocabulary": lambda folder: other_tokenizer(folder, "sentencepiece"),
     "model": model,
     "model, gemma3": lambda folder: model(folder, "gemma3"),
     "self:int4": copy,

@@ -103,7 +103,7 @@ void print_sampling() {
     print("residual", 1, &mass, 1);
     std::vector<int64_t> tokens;
     for (int i = 0; i < 50; i++) tokens.push_back(secondguess_draw(probs.data(), width, (i + 0.5) / 50));
-    for (int i = 0; i < 50; i++) tokens.push_back(secondguess_race(probs.data(), width, i));
+    for (int i = 0; i < 50; i++) tokens.push_back(secondguess_race(probs.data(), width, i, nullptr));
     print("tokens", 0, tokens.data(), tokens.size());
     secondguess_truncated_softmax(logits.data(), nodes + 1, width, width, 0.9, 40, 0.9, -5.0, probs.data());
     print("truncated softmax", 0, probs.data(), probs.size());

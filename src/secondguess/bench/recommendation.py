@@ -28,13 +28,15 @@ def one_for_all(speedups: Mapping[int, Speedups]) -> str:
     sizes as possible (`losing_sizes`). Of those within `WORTH_IT` of the best of these at the smallest batch size,
     it has the largest geometric mean of speed-ups at the sizes where it gains.
     """
-    paying = {name: gain for name, gain in speedups[min(speedups)].items() if gain > WORTH_IT}
-    if not paying:
+    gaining = {name: gain for name, gain in speedups[min(speedups)].items() if gain > WORTH_IT}
+    if not gaining:
         return PLAIN
-    lost = {name: len(losing_sizes(name, speedups)) for name in paying}
-    able = {name: gain for name, gain in paying.items() if lost[name] == min(lost.values())}
-    near = [name for name, gain in able.items() if gain >= max(able.values()) / WORTH_IT]
-    return max(near, key=lambda name: _mean_gain(name, speedups))
+    num_losing = {name: len(losing_sizes(name, speedups)) for name in gaining}
+    candidates = {
+        name: gain for name, gain in gaining.items() if num_losing[name] == min(num_losing.values())
+    }
+    close_to_best = [name for name, gain in candidates.items() if gain >= max(candidates.values()) / WORTH_IT]
+    return max(close_to_best, key=lambda name: _mean_gain(name, speedups))
 
 
 def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
@@ -60,8 +62,8 @@ def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
 
 
 def _mean_gain(name: str, speedups: Mapping[int, Speedups]) -> float:
-    lost = losing_sizes(name, speedups)
-    gains = [math.log(of_size[name]) for size, of_size in speedups.items() if size not in lost]
+    losing = losing_sizes(name, speedups)
+    gains = [math.log(of_size[name]) for size, of_size in speedups.items() if size not in losing]
     return sum(gains) / len(gains)
 
 

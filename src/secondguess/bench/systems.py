@@ -257,7 +257,8 @@ class SecondguessSystem(System):
 
     def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, index: int) -> Row:
         params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=not self._ends_texts)
-        row = make_row(self._target, self._verifier, list(prompt), params)
+        draws_by_race = self._drafter.draws_by_race
+        row = make_row(self._target, self._verifier, list(prompt), params, draws_by_race=draws_by_race)
         # Seeded noise, but the verifier of requests without a seed, which are the common case.
         row.seed, row.sample_index = seed, index
         return row

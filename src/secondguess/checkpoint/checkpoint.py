@@ -308,10 +308,16 @@ class Checkpoint:
         stored_as = self.weight_formats[0]
         if stored_as.is_quantised and (by_kernels or self.quantize is not None):
             # except the embeddings, with a head that shares them
-            weights = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
+            rounded = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
+            others, size_of_others = rounded, stored_as.bytes_per_weight
             if stored_as.keeps_others:
-                saved = (count * (size - each.bytes_per_weight) for each, count in self._num_stored.items())
-                weights = int(num_parameters * size - sum(saved))
+                others, size_of_others = weights, size
+            saved = (
+                count * (size_of_others - each.bytes_per_weight)
+                for each, count in self._num_stored.items()
+                if by_kernels and (stored_as.keeps_others or each.bits <= stored_as.bits)
+            )
+            weights = int(others - sum(saved))
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
             kept = num_parameters - counts.in_layers - (0 if is_tied else counts.in_head)

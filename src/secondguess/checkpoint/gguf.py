@@ -1,8 +1,8 @@
 """Weights of GGUF files, read one by one from the memory-mapped file.
 
 Transformers knows the names of each architecture's weights, and what llama.cpp changes in them.
-Codes of linear layers in Q4_0, Q4_1, Q4_K and Q8_0, which have evenly spaced levels in groups of 32,
-are kept for the kernels. Other quantised types have levels or groups of their own and are rounded to 8
+Codes of linear layers in Q4_0, Q4_1, Q4_K and Q8_0, which have evenly spaced levels in groups of 32, and
+in MXFP4 are kept for the kernels. Other quantised types have levels or groups of their own and are rounded to 8
 bits in groups of 32.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from secondguess.checkpoint.experts import names_of_expert
 from secondguess.checkpoint.gguf_config import ARCHITECTURES, ROPE_TENSORS
+from secondguess.checkpoint.quantised import mxfp4_weight
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.families import FAMILIES
@@ -29,14 +30,14 @@ from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
 
 PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
 """Architectures of which llama.cpp changes weights, which a class of Transformers undoes."""
-IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
+IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K", "MXFP4"}
 BYTES_OF_SLICE = 1 << 24
 """Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
 ANGLES = ".attn_rot_embd.inv_freq"
 """Rotary frequencies in old files, which follow from the configuration."""
 EMBEDDING, HEAD = "token_embd", "output"
-EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-"""Names of the weights of all experts of a layer, `[expert, output, input]`."""
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+"""Names of the weights of all experts of a layer, `[expert, output, input]`, and of their biases."""
 
 
 def count_stored(file: Path) -> dict[WeightFormat, int]:
@@ -92,9 +93,9 @@ class GgufWeights:
                 part = ("gate", "up", "down").index(found[2])
                 for expert in range(len(tensor.data)):
                     name = names_of_expert(outline, int(found[1]), expert)[part]
-                    self._sources[name] = tensor, expert
-            elif tensor.name in names:
-                self._sources[names[tensor.name]] = tensor, None
+                    self._sources[name.removesuffix("weight") + found[3]] = tensor, expert
+            elif name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight")):
+                self._sources[name] = tensor, None
             elif tensor.name not in ROPE_TENSORS and not tensor.name.endswith(ANGLES):
                 raise UnsupportedModelError(
                     f"expected a GGUF file with the weights of a {outline.config.model_type}, got {tensor.name}, which "
@@ -216,6 +217,13 @@ def _decode_q4_k(rows: Tensor) -> GroupedWeight:
     )
 
 
+def _decode_mxfp4(rows: Tensor) -> GroupedWeight:
+    """Decode blocks of a biased exponent and 16 bytes of two codes each."""
+    blocks = rows.view(len(rows), -1, 1 + GROUP // 2)
+    codes = blocks[:, :, 1:]
+    return mxfp4_weight(torch.cat((codes & 15, codes >> 4), 2).flatten(1), blocks[:, :, 0])
+
+
 def _decode_q8_0(rows: Tensor) -> GroupedWeight:
     """Decode blocks of a scale in float16 and 32 signed codes."""
     blocks = rows.view(len(rows), -1, 2 + GROUP)
@@ -228,5 +236,6 @@ DECODERS: dict[str, Callable[[Tensor], GroupedWeight]] = {
     "Q4_1": partial(_decode_4_bits, 2),
     "Q4_K": _decode_q4_k,
     "Q8_0": _decode_q8_0,
+    "MXFP4": _decode_mxfp4,
 }
 """By type of a tensor. Each takes the bytes `[output, byte]` of a weight."""

@@ -1,4 +1,6 @@
-"""Configuration fields of GGUF files that Transformers does not read: sizes, windows, and scaling of RoPE.
+"""Configuration of GGUF files: that of Transformers, with fields that it does not read.
+
+These are sizes, windows, and scaling of RoPE; all fields of gpt-oss, on which Transformers fails.
 
 Fields that llama.cpp ignores are ignored, and where it has another default than Transformers, that is used.
 """
@@ -17,10 +19,28 @@ from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.quiet import quiet
 
 with quiet():
+    from transformers import AutoConfig, GptOssConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3", "stablelm")
-"""Architectures of GGUF files among the families of the kernels that Transformers reads."""
+GPT_OSS = "gpt-oss"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3", "stablelm", GPT_OSS)
+"""Architectures of GGUF files among the families of the kernels."""
+FIELDS_OF_GPT_OSS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "expert_feed_forward_length": "intermediate_size",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
+NUM_SPECIAL = 1200
+"""Number of last tokens of gpt-oss's vocabulary among which its special tokens are."""
 SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "attention.key_length": "head_dim",
@@ -63,18 +83,24 @@ WITHOUT_EFFECT = {"type", "finetuned", "original_context_length", "yarn_attn_fac
 NEUTRAL = {"attn_factor": (1.0,), "yarn_ext_factor": (-1.0, 1.0)}
 
 
-def check_readable(file: Path) -> None:
-    """Check that Transformers reads the configuration of a GGUF file.
+def read_gguf_config(file: Path) -> Any:
+    """Return the configuration of a GGUF file.
 
     Raises:
         CheckpointError: if the file is broken, or a part of a model.
-        UnsupportedModelError: if Transformers does not read it.
+        UnsupportedModelError: if a field is not supported.
     """
-    if _architecture(file) == "gpt-oss":
-        raise UnsupportedModelError(
-            "expected a GGUF file that Transformers reads, got one of gpt-oss, whose configuration it does not; "
-            "use the safetensors checkpoint, which has the same weights in MXFP4"
-        )
+    if is_of_gpt_oss(file):
+        config = _gpt_oss_config(file)
+    else:
+        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+    _complete_config(config, file)
+    return config
+
+
+def is_of_gpt_oss(file: Path) -> bool:
+    """Return whether a GGUF file is one of gpt-oss, which Transformers does not read."""
+    return _architecture(file) == GPT_OSS
 
 
 def is_known(file: Path) -> bool:
@@ -87,21 +113,40 @@ def _architecture(file: Path) -> str | None:
     return None if field is None else str(field.contents())
 
 
-def complete_config(config: Any, file: Path) -> None:
-    """Set in a configuration what Transformers does not read from a GGUF file.
-
-    Raises:
-        UnsupportedModelError: for a scaling of RoPE that is not known.
-    """
-    reader = gguf_reader(file)
-    architecture = _architecture(file)
-    prefix = f"{architecture}."
-    values = {
+def _values(file: Path) -> dict[str, Any]:
+    """Return the fields of the file's architecture."""
+    prefix = f"{_architecture(file)}."
+    return {
         name.removeprefix(prefix): field.contents()
-        for name, field in reader.fields.items()
+        for name, field in gguf_reader(file).fields.items()
         if name.startswith(prefix)
     }
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _gpt_oss_config(file: Path) -> GptOssConfig:
+    fields, values = gguf_reader(file).fields, _values(file)
+    missing = [key for key in FIELDS_OF_GPT_OSS if key not in values]
+    if missing:
+        raise ValueError(f"a file of gpt-oss without {GPT_OSS}.{missing[0]}")
+    tokens = fields["tokenizer.ggml.tokens"]
+    first = max(0, len(tokens.data) - NUM_SPECIAL)
+    special = tokens.contents(slice(first, None))
+    ends = {first + special.index(token) for token in ENDS_OF_GPT_OSS if token in special}
+    if "tokenizer.ggml.eos_token_id" in fields:
+        ends.add(int(fields["tokenizer.ggml.eos_token_id"].contents()))
+    return GptOssConfig(
+        **{name: values[key] for key, name in FIELDS_OF_GPT_OSS.items()},
+        vocab_size=len(tokens.data),
+        eos_token_id=sorted(ends),
+        rope_parameters={"rope_type": "default", "rope_theta": values["rope.freq_base"]},
+        architectures=["GptOssForCausalLM"],
+    )
+
+
+def _complete_config(config: Any, file: Path) -> None:
+    """Set in a configuration what Transformers does not read from a GGUF file."""
+    architecture, values = _architecture(file), _values(file)
+    tensors = {tensor.name: tensor for tensor in gguf_reader(file).tensors}
     factors = {
         name: torch.from_numpy(np.array(tensors[name].data)) for name in ROPE_TENSORS if name in tensors
     }
@@ -185,6 +230,8 @@ def _set_rope(config: Any, values: dict[str, Any], factors: dict[str, Tensor]) -
     elif num_rotated != head_size:
         raise _unknown_scaling(f"RoPE on {num_rotated} of {head_size} numbers of a head")
     rope |= _read_scaling(values, factors)
+    if config.model_type == "gpt_oss" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as in the model's own configuration; the file does not say so
     if "original_max_position_embeddings" in rope and hasattr(config, "original_max_position_embeddings"):
         config.original_max_position_embeddings = rope["original_max_position_embeddings"]
     if ROPE_FACTORS in factors and config.model_type != "llama":

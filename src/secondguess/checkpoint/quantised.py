@@ -171,11 +171,19 @@ def _decode_mxfp4(parts: Parts) -> GroupedWeight:
             f"expected 16 bytes of codes for each exponent, got {blocks.dtype} {tuple(blocks.shape)} and exponents "
             f"{tuple(exponents.shape)}; download the checkpoint again"
         )
+    return mxfp4_weight(torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), exponents)
+
+
+def mxfp4_weight(codes: Tensor, exponents: Tensor) -> GroupedWeight:
+    """Return a weight of codes `[output, input]` and biased exponents `[output, group]` in uint8.
+
+    Raises:
+        CheckpointError: an exponent that is too large.
+    """
     if (exponents > LARGEST_EXPONENT).any():
         raise CheckpointError(
             f"expected exponents up to {LARGEST_EXPONENT}, got {exponents.max()}; download the checkpoint again"
         )
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)  # levels are doubled
     scale[scale < SMALLEST_HALF] = 0
     return GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)

@@ -14,7 +14,7 @@ from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import GgufWeights
-from secondguess.checkpoint.gguf_config import check_readable, complete_config, is_known
+from secondguess.checkpoint.gguf_config import is_known, is_of_gpt_oss, read_gguf_config
 from secondguess.checkpoint.quantised import (
     Encoding,
     JoinedExperts,
@@ -23,7 +23,7 @@ from secondguess.checkpoint.quantised import (
     read_encoding,
 )
 from secondguess.checkpoint.weights import is_gguf, tensor_files
-from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import StoredLinear, WeightSource
 from secondguess.runtime.support import check_class, check_config, takes_masks
@@ -37,6 +37,7 @@ with quiet():
         AutoTokenizer,
         GenerationConfig,
         ProcessorMixin,
+        TokenizersBackend,
     )
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING,
@@ -93,12 +94,10 @@ def read_config(path: str) -> Any:
     """
     with _reading("a configuration", path):
         if is_gguf(path):
-            check_readable(Path(path))
-        elif not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
+            return read_gguf_config(Path(path))
+        if not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
-        if is_gguf(path):
-            complete_config(config, Path(path))
         if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
             del config.quantization_config
         return config
@@ -187,7 +186,11 @@ def read_tokenizer(path: str) -> Any:
         CheckpointError: if there is none, or it cannot be read.
     """
     with _reading("a tokenizer", path):
-        tokenizer = AutoTokenizer.from_pretrained(**_place(path))
+        is_read_alone = is_gguf(path) and is_of_gpt_oss(
+            Path(path)
+        )  # AutoTokenizer reads the configuration, too
+        tokenizer_class = TokenizersBackend if is_read_alone else AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(**_place(path))
         if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
             raise ValueError("it has no tokens of its own")
         return tokenizer
@@ -209,6 +212,11 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         encoding = read_encoding(Path(path))
         if encoding is not None or (layer_by_layer and (is_gguf(path) or tensor_files(Path(path)))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
+        if is_gguf(path) and is_of_gpt_oss(Path(path)):
+            raise UnsupportedModelError(
+                "expected a runtime with our kernels for a GGUF file of gpt-oss, which Transformers does not read, got "
+                "another one or another dtype than bfloat16; use the safetensors checkpoint, which has the same weights"
+            )
         if is_gguf(path) and is_known(Path(path)):
             GgufWeights(Path(path), outline_of(config))  # refuses weights that Transformers would leave out
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
@@ -293,10 +301,9 @@ def _is_tied_head(model: Any, linear: Any) -> bool:
 def ties_embeddings(config: Any) -> bool:
     """Return whether the head shares the weights of the input embeddings.
 
-    Some vision-language models have the field outside of the configuration of their text part.
+    Transformers reads the outermost configuration of a vision-language model.
     """
-    text = config.get_text_config()
-    return bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _check_complete(loading_info: Any) -> None:

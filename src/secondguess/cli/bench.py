@@ -99,7 +99,7 @@ def bench(
     device: options.Device = "auto",
     num_threads: options.Threads = None,
     output: Annotated[Path, output_option("Folder for the report as JSON and Markdown.")] = Path(
-        "benchmarks/results"
+        "bench-results"
     ),
     name: Annotated[str, output_option("Name of the saved files.")] = "bench",
     json: options.Json = False,

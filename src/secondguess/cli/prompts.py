@@ -111,7 +111,10 @@ def _read_line(line: str, source: str) -> Request:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadInputError(f"expected one JSON object, got text that is not JSON ({error})") from None
+        raise BadInputError(
+            f"expected one JSON object, got text that is not JSON ({error}); "
+            'write a prompt as {"prompt": "..."}'
+        ) from None
     if not isinstance(record, dict):
         raise BadInputError(f'expected an object such as {{"prompt": "..."}}, got {line.strip()[:40]}')
     names = list(SamplingParams.__dataclass_fields__)

@@ -91,6 +91,8 @@ class Drafter(ABC):
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
         uses_target_layers: True if drafting runs layers of the target.
         needs_samples: True if it drafts from the samples of earlier rounds (`Verdict.samples`).
+        draws_by_race: True if drafts without probabilities are drawn by the race of a coupled row
+            (`Row.coupled`), which makes them match more often.
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
         argument: placeholder of its argument in help texts, such as PATH.
     """
@@ -102,6 +104,7 @@ class Drafter(ABC):
     hidden_layers: Sequence[int] = ()
     uses_target_layers: bool = False
     needs_samples: bool = False
+    draws_by_race: bool = False
     shares_history: bool = False
     argument: str = "PATH"
 

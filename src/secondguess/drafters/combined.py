@@ -51,6 +51,8 @@ class CombinedDrafter(Drafter):
         self.deterministic = all(part.deterministic for part in self.parts)
         self.uses_target_layers = any(part.uses_target_layers for part in self.parts)
         self.needs_samples = any(part.needs_samples for part in self.parts)
+        # for the rows of other drafters, coupling would accept less than block verification
+        self.draws_by_race = self.deterministic and any(part.draws_by_race for part in self.parts)
         self.shares_history = any(part.shares_history for part in self.parts)
         self.can_draft_trees = any(part.can_draft_trees for part in self.parts)
         self.hidden_layers = tuple(

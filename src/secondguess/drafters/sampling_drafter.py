@@ -17,7 +17,7 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime
+from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
@@ -216,6 +216,7 @@ class SamplingDrafter(Drafter):
         settings: KernelSettings,
         budgets: Budgets,
         noise: Noise,
+        vocabulary: VocabularyMap | None = None,
     ) -> DrawnChain | None:
         """Return a chain of the only row; None if it must be drawn token by token."""
         row_noise, rule = noise.of_row(), budgets.stopping_rule
@@ -226,7 +227,8 @@ class SamplingDrafter(Drafter):
             return budgets.keep_drafting(logits, depth, None, [confidence])[0]
 
         keep = keep_drafting if budgets.uses_probs and rule is None else None
-        return self.whole_chain(row, ChainRequest(limit, vocab_size, settings, row_noise, keep, rule))
+        request = ChainRequest(limit, vocab_size, settings, row_noise, keep, rule, vocabulary)
+        return self.whole_chain(row, request)
 
     def _draw_trees(
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise

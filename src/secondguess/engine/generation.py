@@ -127,7 +127,8 @@ class Generation:
                 settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
-                row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample)
+                draws_by_race = llm.drafter.draws_by_race
+                row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample, draws_by_race)
                 row.images = images
                 if guidance is not None:
                     check_request(llm.target, llm.verifier, guidance.negative, settings)
@@ -292,8 +293,15 @@ def make_row(
     params: SamplingParams,
     stop_checker: StopChecker | None = None,
     sample: int = 0,
+    draws_by_race: bool = False,
 ) -> Row:
     """Return the row of one sample of a prompt; without a seed, random bits key its noise.
+
+    Args:
+        target, verifier: which decode it.
+        ids, params, sample: prompt, settings, and number of the sample.
+        stop_checker: ends the text.
+        draws_by_race: as in `Drafter`.
 
     Raises:
         BadInputError: as in `check_request`.
@@ -312,7 +320,7 @@ def make_row(
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         sample_index=sample,
-        coupled=verifier.uses_coupling(seeded=params.seed is not None),
+        coupled=verifier.uses_coupling(params.seed is not None, draws_by_race),
         end_tokens=model_ends | frozenset(params.stop_token_ids),
         context_length=target.runtime.context_length,
         stop_checker=stop_checker,

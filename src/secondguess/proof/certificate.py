@@ -409,7 +409,8 @@ def _sample(
 ) -> tuple[Counter[Text], _TotalRecorder]:
     """Return the count of each cell, and the statistics of the rounds."""
     params = SamplingParams(temperature=options.temperature, max_tokens=options.num_tokens)
-    coupled = subject.components.verifier.uses_coupling(seeded=False)
+    draws_by_race = subject.components.drafter.draws_by_race
+    coupled = subject.components.verifier.uses_coupling(False, draws_by_race)
     texts: Counter[Text] = Counter()
     components = replace(subject.components, recorder=(recorder := _TotalRecorder()))
     for first in range(0, options.num_samples, options.batch_size):

@@ -231,7 +231,8 @@ class EnumeratingNoise(Noise):
             if number == self.number:
                 joined = self.coupled & (depths == depth) & (drafted[self.rows] >= 0)
                 q, x = draft_dists[self.rows[joined]], drafted[self.rows[joined]]
-                both = joint_race_probability(q, dists[joined], x, tokens[joined])
+                p = torch.nn.functional.pad(dists[joined], (0, q.shape[1] - dists.shape[1]))
+                both = joint_race_probability(q, p, x, tokens[joined])
                 alone = _at(q, x)[:, 0]
                 chances[joined] = torch.where(alone > 0, both / alone, 0.0)
         self.script.weigh(question, self.rows, chances)

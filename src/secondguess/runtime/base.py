@@ -80,6 +80,21 @@ class RowNoise:
     races: bool
 
 
+@dataclass(frozen=True, eq=False)
+class VocabularyMap:
+    """Tokens of a draft model with another vocabulary than the target's.
+
+    Args:
+        ids: `[vocab]` int64, the target's token whose arrival time in races each has; an id beyond them for
+            a token that the target does not have.
+        lengths: `[vocab]` int64, number of the target's tokens that each stands for; 0 for a token without bytes, which
+            ends the draft.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+
+
 @dataclass(frozen=True)
 class ChainRequest:
     """Chain of draft tokens to draw for one row, each after a forward pass over the one before it.
@@ -93,6 +108,7 @@ class ChainRequest:
             during the call, its depth and the probability of the most likely token; returns whether to
             go on. None to draw all nodes, or those that the stopping rule decides on.
         stopping_rule: takes the place of `keep_drafting`; None if there is none.
+        vocabulary: of a model with another vocabulary than the target's; None for the target's.
     """
 
     num_nodes: int
@@ -101,6 +117,7 @@ class ChainRequest:
     noise: RowNoise
     keep_drafting: Callable[[Tensor, int, float], bool] | None
     stopping_rule: StoppingRule | None = None
+    vocabulary: VocabularyMap | None = None
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,11 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
-        """Join the outputs of parts, which have the same bits, and neither `groups` nor `levels`."""
+        """Join the outputs of parts, which have the same bits and levels, and no `groups`."""
         codes, scale, minimum = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "minimum")
         )
-        return cls(codes, parts[0].bits, scale, minimum)
+        return cls(codes, parts[0].bits, scale, minimum, levels=parts[0].levels)
 
     def dequantised(self) -> Tensor:
         """Return the weight `[output, input]` in float32."""

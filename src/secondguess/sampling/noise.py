@@ -73,7 +73,7 @@ class Noise(ABC):
 
         Args:
             dists: unnormalised, with a positive sum. For distinct siblings, without the earlier
-                ones.
+                ones. Tokens beyond the target's vocabulary have arrival times of their own.
             depth: depth of the node; 0 for a child of `pending`. The race of a coupled row is at
                 this position, so that siblings are the first arrivals of one race.
             node: index of the node in its row's draft, which keys the noise of uncoupled rows;

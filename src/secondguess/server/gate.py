@@ -69,7 +69,7 @@ class Gate:
                 has_begun = True
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
                 route = getattr(scope.get("route"), "path", "other")
-                self._metrics.replies(route, str(message["status"])).inc()
+                self._metrics.http_requests(route, str(message["status"])).inc()
             await send(message)
 
         if (error := self._refusal(scope["path"], headers, owner)) is not None:

@@ -16,10 +16,27 @@ from secondguess.engine import Finished, NewPiece
 from secondguess.server.sleep import ServerEngine
 from secondguess.stats import Stats
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+LATENCY_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+DRAFT_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
 
 class Metrics:
@@ -37,22 +54,24 @@ class Metrics:
         self.requests = self._counter(
             "vllm:request_success", "Samples that ended, by reason.", "finished_reason"
         )
-        self.replies = self._counter("secondguess:http_requests", "HTTP requests.", "route", "status")
-        self.queue = self._histogram(
+        self.http_requests = self._counter("secondguess:http_requests", "HTTP requests.", "route", "status")
+        self.queue_time = self._histogram(
             "vllm:request_queue_time_seconds", "From submission to admission of a request."
         )
-        self.first_token = self._histogram(
+        self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From receipt to the first token."
         )
-        self.between_tokens = self._histogram(
+        self.inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds", "Between tokens of a sample."
         )
-        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "From receipt to the last token.")
-        self.prompt_length = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens per request.", TOKENS
+        self.request_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From receipt to the last token."
         )
-        self.output_length = self._histogram(
-            "vllm:request_generation_tokens", "Output tokens per sample.", TOKENS
+        self.tokens_per_prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS
+        )
+        self.tokens_per_output = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens per sample.", TOKEN_BUCKETS
         )
 
     def observe(self) -> Observer:
@@ -65,12 +84,12 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         """Return a counter, or with further labels a function from their values to a counter."""
-        made = Counter(name, text, ("model_name", *labels), registry=self.registry)
-        return partial(made.labels, self._model) if labels else made.labels(self._model)
+        counter = Counter(name, text, ("model_name", *labels), registry=self.registry)
+        return partial(counter.labels, self._model) if labels else counter.labels(self._model)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Any:
-        made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
-        return made.labels(self._model)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Any:
+        histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model)
 
 
 class _EngineMetrics(Collector):
@@ -124,7 +143,9 @@ class _EngineMetrics(Collector):
         ):
             yield self._filled(CounterMetricFamily(name, text, labels=("model_name", label)), values)
         by_length = list(accumulate(rounds_by_length(totals)))
-        buckets = [(str(float(most)), by_length[min(most, len(by_length) - 1)]) for most in LENGTHS]
+        buckets = [
+            (str(float(most)), by_length[min(most, len(by_length) - 1)]) for most in DRAFT_LENGTH_BUCKETS
+        ]
         lengths = HistogramMetricFamily(
             "secondguess:draft_length", "Draft length per round.", labels=("model_name",)
         )
@@ -157,30 +178,30 @@ class Observer:
             return
         now = time.monotonic()
         if not self._last:
-            self._metrics.first_token.observe(now - self._start)
+            self._metrics.time_to_first_token.observe(now - self._start)
         if (before := self._last.get(event.index)) is not None:
             for _ in range(count):
-                self._metrics.between_tokens.observe((now - before) / count)
+                self._metrics.inter_token_latency.observe((now - before) / count)
         self._last[event.index] = now
         self._metrics.generation_tokens.inc(count)
 
     def on_prompt(self, num_tokens: int) -> None:
         """Count a prompt."""
         self._metrics.prompt_tokens.inc(num_tokens)
-        self._metrics.prompt_length.observe(num_tokens)
+        self._metrics.tokens_per_prompt.observe(num_tokens)
 
     def on_cancelled(self, num_samples: int) -> None:
-        """Count samples that were running when their request was cancelled."""
+        """Count the samples of prompts that had not ended when their request was cancelled."""
         self._metrics.requests(ABORTED).inc(num_samples)
 
     def on_outputs(self, event: Finished) -> None:
         """Count the outputs of a prompt."""
-        self._metrics.queue.observe(event.queue_seconds)
+        self._metrics.queue_time.observe(event.queue_seconds)
         self._metrics.cached_tokens.inc(event.outputs[0].stats.num_reused)
-        self._metrics.whole.observe(time.monotonic() - self._start)
+        self._metrics.request_latency.observe(time.monotonic() - self._start)
         for output in event.outputs:
             self._metrics.requests(output.finish_reason or ABORTED).inc()
-            self._metrics.output_length.observe(len(output.token_ids))
+            self._metrics.tokens_per_output.observe(len(output.token_ids))
 
 
 def rounds_by_length(stats: Stats) -> list[int]:

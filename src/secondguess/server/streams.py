@@ -47,7 +47,7 @@ class Generation:
         self._tickets: list[Ticket] = []
         self._is_cancelled = False
         self._num_open = self._num_ended = 0
-        self._num_samples = 1  # of each prompt
+        self._samples_per_prompt = 1
         self._outputs: dict[int, list[Output]] = {}
 
     def submit(self, job: Job, deadline: float | None) -> None:
@@ -58,7 +58,7 @@ class Generation:
             QueueFullError: no room for the request.
             DrainingError: the engine accepts no more requests.
         """
-        self._num_open, self._num_samples = len(job.prompts), job.params.n
+        self._num_open, self._samples_per_prompt = len(job.prompts), job.params.n
         for place, prompt in enumerate(job.prompts):
             encoded = prompt if job.images is None else EncodedPrompt(prompt, job.images)
             request = Request(encoded, job.params, deadline, self._owner)
@@ -67,7 +67,7 @@ class Generation:
                 self._tickets.append(ticket)
                 is_cancelled = self._is_cancelled
             if is_cancelled:
-                self._observer.on_cancelled(self._num_samples)
+                self._observer.on_cancelled(self._samples_per_prompt)
                 ticket.cancel()
 
     def cancel(self) -> None:
@@ -76,7 +76,7 @@ class Generation:
             is_first, self._is_cancelled = not self._is_cancelled, True
             tickets = list(self._tickets)
         if is_first:
-            self._observer.on_cancelled((len(tickets) - self._num_ended) * self._num_samples)
+            self._observer.on_cancelled((len(tickets) - self._num_ended) * self._samples_per_prompt)
         for ticket in tickets:
             ticket.cancel()
 

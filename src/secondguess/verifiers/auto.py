@@ -15,7 +15,8 @@ class AutoVerifier(Verifier):
     """Verifier that chooses a rule for each row.
 
     Greedy match at temperature 0; sample and match for drafts without probabilities and for
-    coupled rows; otherwise block verification for sampled chains and traversal for sampled trees.
+    coupled rows, which are those with a seed and those of drafters that draw by races; otherwise block
+    verification for sampled chains and traversal for sampled trees.
     """
 
     name = "auto"
@@ -28,8 +29,8 @@ class AutoVerifier(Verifier):
         self._block = make_verifier("block")
         self._traversal = make_verifier("traversal")
 
-    def uses_coupling(self, seeded: bool) -> bool:
-        return seeded
+    def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
+        return seeded or draws_by_race
 
     def guarantee(self, row: Row) -> Exactness:
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness

@@ -53,10 +53,12 @@ class Verifier(ABC):
     reports_samples: bool = False
     """True if verdicts have the token sampled at every query (`Verdict.samples`)."""
 
-    def uses_coupling(self, seeded: bool) -> bool:
+    def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
 
-        `seeded` tells whether the request gave a seed.
+        Args:
+            seeded: whether the request gave a seed.
+            draws_by_race: as in `Drafter`.
         """
         return False
 

@@ -24,7 +24,7 @@ class CoupledVerifier(Verifier):
     exactness = Exactness.DRAFTER_INVARIANT
     reports_samples = True
 
-    def uses_coupling(self, seeded: bool) -> bool:
+    def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
         return True
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:

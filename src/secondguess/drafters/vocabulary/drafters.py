@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +15,14 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import ChainRequest, Runtime
-from secondguess.runtime.native.sampling import KernelSettings, with_confidences
+from secondguess.runtime.base import ChainRequest, Runtime, VocabularyMap
+from secondguess.runtime.native.sampling import KernelSettings, require_finite, with_confidences
 from secondguess.sampling.noise import Noise
+from secondguess.sampling.probs import at_least_float32
+from secondguess.sampling.truncation import kernel_settings, make_rule
 
 GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)
-"""Settings of drafts of text, which are deterministic whatever the request's settings are."""
+"""Settings of drafts of text for rows that are not coupled, whatever the request's settings are."""
 
 
 class TranslatingDrafter(TokenDrafter):
@@ -130,19 +131,42 @@ class IntersectionDrafter(TranslatingDrafter):
 
 
 class StringDrafter(TranslatingDrafter):
-    """Drafter whose greedy drafts are text, which the target's tokenizer encodes.
+    """Drafter whose drafts are text, which the target's tokenizer encodes. (SLEM in the paper.)
 
-    Drafts are deterministic, so the verifier keeps the target's distribution at any temperature. (SLEM
-    in the paper.) Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
+    Drafts carry no probabilities. Those of coupled rows are sampled: a token of both vocabularies arrives
+    at the time at which it arrives in the race for the target's token, so that models that agree mostly
+    draw the same token. Others are greedy. The verifier keeps the target's distribution either way.
+    Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
     """
 
     deterministic = True
+    draws_by_race = True
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        vocab_size: int,
+        pair: VocabularyPair,
+        shape: TreeShape | None = None,
+    ) -> None:
+        super().__init__(runtime, name, vocab_size, pair, shape)
+        both = [*pair.shared.items(), *pair.special.items()]
+        own_by_draft = {other: own for own, other in both if own < vocab_size}
+        ids = [own_by_draft.get(token, vocab_size + token) for token in range(runtime.vocab_size)]
+        self._lengths = pair.lengths(runtime.vocab_size)
+        self._vocabulary = VocabularyMap(
+            token_tensor(ids, self.device), token_tensor(self._lengths, self.device)
+        )
+        self._by_race_id = [0] * (vocab_size + runtime.vocab_size)
+        for token, number in enumerate(ids):
+            self._by_race_id[number] = token
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         steps = [self._num_steps(row, limit) if limit else 0 for row, limit in zip(rows, limits, strict=True)]
         whole = self._draw_whole(rows[0], steps[0], budgets, noise) if len(rows) == 1 and steps[0] else None
-        drawn = self._draw(rows, steps, budgets) if whole is None else [whole]
+        drawn = self._draw(rows, steps, budgets, noise) if whole is None else [whole]
         chains = [self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True)]
         return Draft.chains(chains, device=self.device)
 
@@ -157,32 +181,46 @@ class StringDrafter(TranslatingDrafter):
         rule = budgets.stopping_rule
         if rule is not None and len(rule.least) < num_steps - 1:  # it counts tokens of the target
             budgets = replace(budgets, stopping_rule=None)
-        drawn = self._draw_at_once(row, num_steps, self.runtime.vocab_size, GREEDY, budgets, noise)
-        if drawn is None:
-            return None
-        of_text = itertools.takewhile(lambda token: self.pair.draft.bytes_of(token) is not None, drawn.tokens)
-        return drawn.tokens[: len(list(of_text)) + 1]
+        settings = kernel_settings(row.params) if _is_raced(row) else GREEDY
+        drawn = self._draw_at_once(
+            row, num_steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary
+        )
+        return None if drawn is None else drawn.tokens
 
-    def _draw(self, rows: Sequence[Row], steps: list[int], budgets: Budgets) -> list[list[int]]:
-        """Return per row the most probable chain of the draft model, up to the end of the text."""
+    def _draw(self, rows: Sequence[Row], steps: list[int], budgets: Budgets, noise: Noise) -> list[list[int]]:
+        """Return per row a chain of the draft model, up to the end of the text."""
         chains: list[list[int]] = [[] for _ in rows]
+        depths = [0] * len(rows)  # in tokens of the target
         active = [index for index, limit in enumerate(steps) if limit > 0]
         while active:
             depth = max(map(len, chains))
             logits = self.chain_logits(rows, active)
             tokens, confidences = with_confidences(logits)
             for index in active:
+                if _is_raced(rows[index]):
+                    own = noise.select(torch.tensor([index]))
+                    tokens[index] = self._race(rows[index], logits[index], own, depths[index])
+                    depths[index] += self._lengths[tokens[index]]
                 chains[index].append(tokens[index])
             self.extend(rows, active, tokens)
             active = [
                 index
                 for index in active
-                if len(chains[index]) < steps[index] and self.pair.draft.bytes_of(tokens[index]) is not None
+                if len(chains[index]) < steps[index] and self._lengths[tokens[index]]
             ]
             if active and budgets.uses_probs:
                 kept = budgets.keep_drafting(logits, depth, None, confidences)
                 active = [index for index in active if kept[index]]
         return chains
+
+    def _race(self, row: Row, logits: Tensor, noise: Noise, depth: int) -> int:
+        """Return the draft model's token that is drawn by the race at a depth of the target's tokens."""
+        probs = make_rule((row.params,), self.device)(at_least_float32(logits)[None, None])[0]
+        if probs.isnan().any():
+            require_finite(logits)
+        raced = probs.new_zeros(1, len(self._by_race_id))
+        raced[:, self._vocabulary.ids] = probs
+        return self._by_race_id[int(noise.draft(raced, depth))]
 
     def _encoded(self, chain: list[int]) -> list[int]:
         """Return the target's tokens of a draft, up to a last one that a longer text might change.
@@ -198,6 +236,10 @@ class StringDrafter(TranslatingDrafter):
         if tokens and target.bytes_of(tokens[-1]) != data[-1]:
             del tokens[-1]
         return tokens
+
+
+def _is_raced(row: Row) -> bool:
+    return row.coupled and row.params.temperature > 0
 
 
 def make_translating_drafter(

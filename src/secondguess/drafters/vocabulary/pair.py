@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, Self, get_args
 
 from secondguess.drafters.vocabulary.tokens import Vocabulary
@@ -63,7 +63,7 @@ class VocabularyPair:
     Args:
         target, draft: the vocabularies.
         method: `intersection`: drafts are sampled from the draft model's distribution over the shared
-            tokens. `string`: the text of a greedy draft is encoded by the target's tokenizer.
+            tokens. `string`: the text of a draft is encoded by the target's tokenizer.
         shared: token of the draft model by token of the target with the same bytes; one to one.
         special: the same for special tokens: those of the same content, and the end of a text.
         text_share: share of the target's tokens in `SAMPLE_TEXT` that are shared, an estimate of their
@@ -114,6 +114,23 @@ class VocabularyPair:
     def special_by_draft(self) -> dict[int, int]:
         """Special tokens of the target by those of the draft model."""
         return {other: own for own, other in self.special.items()}
+
+    @lru_cache(maxsize=4)  # noqa: B019 - a pair is kept as long as its models
+    def lengths(self, vocab_size: int) -> list[int]:
+        """Return the number of the target's tokens for each of the draft model's first tokens.
+
+        It is 0 for tokens without bytes, and at least 1 for others.
+        """
+        data = [self.draft.bytes_of(token) for token in range(vocab_size)]
+        lengths, shared = [0 if each is None else 1 for each in data], set(self.shared.values())
+        others = {
+            token: each.decode(errors="ignore")
+            for token, each in enumerate(data)
+            if each and token not in shared
+        }
+        for token, encoding in zip(others, self.target.encode_batch(list(others.values())), strict=True):
+            lengths[token] = max(len(encoding), 1)
+        return lengths
 
     @property
     def target_share(self) -> float:

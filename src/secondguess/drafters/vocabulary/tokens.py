@@ -97,6 +97,10 @@ class Vocabulary:
         """
         return (self._beginning if begins else self._continuing).encode(text, add_special_tokens=False)
 
+    def encode_batch(self, texts: list[str]) -> list[Encoding]:
+        """Return the tokens of texts that continue others, without special tokens."""
+        return self._continuing.encode_batch(texts, add_special_tokens=False)
+
     @cached_property
     def prefix(self) -> list[int]:
         """Special tokens that the tokenizer writes before a text."""

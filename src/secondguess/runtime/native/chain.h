@@ -22,6 +22,7 @@ struct Chain {
     int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
     Settings settings;
     RowNoise noise;
+    const int64_t *target_ids, *target_lengths; // [vocab_size] of another vocabulary (`base.VocabularyMap`), or null
     const StoppingRule* rule;        // or
     KeepDrafting keeps_drafting;     // both null to draw all nodes
     int64_t answer;                  // none if the call was interrupted
@@ -31,8 +32,8 @@ struct Chain {
 
 enum ChainFailure { CHAIN_NO_MEMORY = -1, CHAIN_UNKNOWN_TOKEN = -2, CHAIN_NOT_FINITE = -3, CHAIN_INTERRUPTED = -4 };
 
-// Draw the node at a depth from logits; returns 0 or a failure.
-static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth) {
+// Draw the node at a depth from logits, by the race at a place after the row's tokens; returns 0 or a failure.
+static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth, int64_t place) {
     const int64_t width = chain.vocab_size;
     int64_t& token = chain.tokens[depth];
     if (chain.settings.temperature == 0) {
@@ -44,7 +45,7 @@ static int64_t draw_node(const Chain& chain, const float* logits, int64_t depth)
     if (!write_probs(chain.settings, logits, 1, width, width, probs)) return CHAIN_NO_MEMORY;
     if (std::isnan(probs[0])) return CHAIN_NOT_FINITE;
     const RowNoise& noise = chain.noise;
-    token = noise.races ? secondguess_race(probs, width, hash_of(noise.key, noise.position + depth, RACE))
+    token = noise.races ? secondguess_race(probs, width, hash_of(noise.key, noise.position + place, RACE), chain.target_ids)
                         : secondguess_draw(probs, width, uniform_of(noise, depth, DRAFT));
     return 0;
 }
@@ -59,7 +60,7 @@ int64_t secondguess_size_of_chain() { return sizeof(Chain); }
 int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, void* workspace, Chain* chain) {
     Forward forward = *first;
     double survival = 1;
-    int64_t start = first->starts[0] + first->num_tokens;
+    int64_t start = first->starts[0] + first->num_tokens, place = 0;
     const int64_t firsts[] = {0, 1}, only = 0;
     std::vector<void*> hidden;
     try {
@@ -70,8 +71,10 @@ int64_t secondguess_draft_chain(const Decoder* decoder, const Forward* first, vo
     forward.hidden = hidden.data();
     for (int64_t depth = 0;; depth++) {
         if (const int failure = secondguess_run(decoder, &forward, workspace)) return -failure;
-        if (const int64_t failure = draw_node(*chain, forward.logits, depth)) return failure;
-        if (depth + 1 == chain->num_nodes) return depth + 1;
+        if (const int64_t failure = draw_node(*chain, forward.logits, depth, place)) return failure;
+        const int64_t length = chain->target_lengths ? chain->target_lengths[chain->tokens[depth]] : 1;
+        if (!length || depth + 1 == chain->num_nodes) return depth + 1;
+        place += length;
         int64_t token;
         double confidence;
         if (chain->rule || chain->keeps_drafting)

@@ -45,6 +45,9 @@ class ChainCall:
             tokens=ctypes.addressof(self.tokens),
             probs=None if self._probs is None else self._probs.data_ptr(),
         )
+        if request.vocabulary is not None:
+            self.chain.target_ids = request.vocabulary.ids.data_ptr()
+            self.chain.target_lengths = request.vocabulary.lengths.data_ptr()
         if request.stopping_rule is not None:
             self._groups = (c_int64 * num_nodes)()
             self._rule = self._describe_rule()
@@ -78,8 +81,13 @@ class ChainCall:
             return None
         rule = self._request.stopping_rule
         if rule is not None:
-            rule.groups.extend(self._groups[: min(found, self._request.num_nodes - 1)])
+            is_whole = found == self._request.num_nodes or self._ends_text(self.tokens[found - 1])
+            rule.groups.extend(self._groups[: found - is_whole])
         return DrawnChain(self.tokens[:found], None if self._probs is None else self._probs[:found])
+
+    def _ends_text(self, token: int) -> bool:
+        vocabulary = self._request.vocabulary
+        return vocabulary is not None and not vocabulary.lengths[token]
 
     def _describe_rule(self) -> library.StoppingRule:
         rule = self._request.stopping_rule

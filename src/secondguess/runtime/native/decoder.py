@@ -272,7 +272,7 @@ class NativeDecoder(PackedDecoder):
         return ctypes.cast(self._kept[-1], POINTER(library.Expert))
 
     def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
-        stored = product.in_groups() if weight_format.group_size is not None else None
+        stored = product.in_groups() if weight_format.is_quantised else None
         if stored is not None and (weight_format.keeps_others or stored[0].bits <= weight_format.bits):
             weight_format, weight = stored
         else:

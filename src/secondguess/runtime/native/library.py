@@ -195,6 +195,8 @@ class Chain(Structure):
         ("vocab_size", c_int64),
         ("settings", Settings),
         ("noise", RowNoise),
+        ("target_ids", c_void_p),
+        ("target_lengths", c_void_p),
         ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         ("answer", c_int64),
@@ -350,7 +352,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
     kernels.secondguess_truncated_softmax.argtypes = [*rows, c_double, c_int64, c_double, c_double, c_void_p]
     kernels.secondguess_draw.argtypes = [c_void_p, c_int64, c_double]
     kernels.secondguess_draw.restype = c_int64
-    kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64]
+    kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64, c_void_p]
     kernels.secondguess_race.restype = c_int64
     kernels.secondguess_chain_weights.argtypes = [
         c_void_p,

@@ -214,16 +214,21 @@ int64_t secondguess_draw(const float* weights, int64_t width, double uniform) {
 }
 
 // The place v of the least -log(u_v) / weights[v], the first among equals, where u_v is the uniform of
-// token v: the one that arrives first if v waits an exponential time of rate weights[v].
-int64_t secondguess_race(const float* weights, int64_t width, uint64_t hash) {
+// token v: the one that arrives first if v waits an exponential time of rate weights[v]. With `ids` [width],
+// the uniform is that of token ids[v].
+int64_t secondguess_race(const float* weights, int64_t width, uint64_t hash, const int64_t* ids) {
     double uniforms[NUM_SUMMED], least = INFINITY;
     int64_t found = 0;
+    const auto uniform_of_token = [&](int64_t token) {
+        const uint64_t bits = mixed(hash + (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u) >> 12;
+        return between_1_and_2(bits) - 1 + 0x1p-53;
+    };
     for (int64_t start = 0; start < width; start += NUM_SUMMED) {
         const int64_t count = std::min(NUM_SUMMED, width - start);
-        for (int64_t i = 0; i < count; i++) {
-            const uint64_t bits = mixed(hash + (uint64_t)(start + i + 1) * 0x9E3779B97F4A7C15u) >> 12;
-            uniforms[i] = between_1_and_2(bits) - 1 + 0x1p-53;
-        }
+        if (ids)
+            for (int64_t i = 0; i < count; i++) uniforms[i] = uniform_of_token(ids[start + i]);
+        else
+            for (int64_t i = 0; i < count; i++) uniforms[i] = uniform_of_token(start + i);
         for (int64_t i = 0; i < count; i++) {
             const double weight = weights[start + i];
             // -log(u) >= 1 - u: few logarithms are needed. The factor covers their rounding.

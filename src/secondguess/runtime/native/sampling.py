@@ -174,7 +174,7 @@ def first_arrivals(kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.in
     """
     numbers = hashes.view(numpy.uint64).ravel().tolist()
     found = [
-        kernels.secondguess_race(place, dists.shape[-1], number)
+        kernels.secondguess_race(place, dists.shape[-1], number, None)
         for place, number in zip(_places(dists), numbers, strict=True)
     ]
     return _shaped(found, hashes.shape)
