@@ -242,7 +242,7 @@ class SharedRaces(Noise):
         places = (self.starts[:, None] + depths).clamp(max=self.uniforms.shape[1] - 1)
         return (self.uniforms.gather(1, places) >= dists[..., 0]).long()
 
-    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(self, dists: Tensor, depth: int, *_: object) -> Tensor:  # type: ignore[override]
         return self.race(dists[:, None], torch.full((len(dists), 1), depth))[:, 0]
 
     def select(self, rows: Tensor) -> SharedRaces:

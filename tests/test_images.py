@@ -17,6 +17,7 @@ from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE
 from secondguess import load
 from secondguess.api import LLM, encode
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.read import outline_of, ties_embeddings
 from secondguess.errors import BadInputError, CheckpointError
 
 IMAGE_TOKEN = VOCAB_SIZE
@@ -189,6 +190,23 @@ def test_a_list_of_texts_is_one_text(vision):
     target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     ids = encode(target, [{"role": "user", "content": parts}])
     assert ids == encode(target, [{"role": "user", "content": "def f(x):"}])
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_heads_are_tied_as_the_outer_configuration_says(is_tied):
+    """That of Llava is tied if the text's is."""
+    text = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99,
+        tie_word_embeddings=not is_tied,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    model = outline_of(config)
+    model.tie_weights()
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert ties_embeddings(config) == shared
 
 
 @pytest.mark.parametrize(

@@ -822,18 +822,20 @@ def rounds_share_numbers(patch: Patch) -> None:
 def race_forgets_the_position(patch: Patch) -> None:
     original = KeyedNoise._race
 
-    def race(self, dists, depths):
+    def race(self, dists, depths, *token_ids):
         still = KeyedNoise(self.keys, [0] * len(self.positions), self.coupled, self.greedy)
-        return original(still, dists, depths)
+        return original(still, dists, depths, *token_ids)
 
     patch.setattr(KeyedNoise, "_race", race)
 
 
 def neighbouring_races_are_the_same(patch: Patch) -> None:
     original = KeyedNoise._race
-    patch.setattr(
-        KeyedNoise, "_race", lambda self, dists, depths: original(self, dists, (depths - 1).clamp_min(0))
-    )
+
+    def race(self, dists, depths, *token_ids):
+        return original(self, dists, (depths - 1).clamp_min(0), *token_ids)
+
+    patch.setattr(KeyedNoise, "_race", race)
 
 
 def race_is_off_by_one_from_the_draft(patch: Patch) -> None:

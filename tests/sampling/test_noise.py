@@ -287,5 +287,5 @@ def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
     assert on_host.max() < 1
     noise, dists = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
     places = torch.arange(3).repeat(40, 1)
-    expected = -noise._device_uniforms(dists, places).log() / dists
+    expected = -noise._device_uniforms(dists.device, places, dists.shape[-1]).log() / dists
     assert torch.equal(noise.arrival_times(dists, places), expected)

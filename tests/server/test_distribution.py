@@ -99,6 +99,4 @@ def test_row_02_wrong_output_samples_over_http_follow_the_exact_distribution(
     distance = sum(abs(counts[text] / total - expected[text]) for text in texts) / 2
     bound = distance + math.sqrt(math.log(1 / MIN_P_VALUE) / (2 * total))
     print(f"{total} samples: distance {distance:.4f}, certificate {bound:.4f}")
-    assert bound < 0.09 * math.sqrt(
-        3072 / total
-    )  # one run in 10,000 of exact samples is above; one in 80 above 0.08
+    assert bound < 0.08 * math.sqrt(3072 / total)

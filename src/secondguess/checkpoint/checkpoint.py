@@ -304,25 +304,7 @@ class Checkpoint:
         is_packed, is_tied = by_kernels or self.is_packed, ties_embeddings(self.config)
         if is_packed and is_tied:  # the head becomes a copy of its own
             num_parameters += num_embedded
-        weights = num_parameters * size
-        stored_as = self.weight_formats[0]
-        if stored_as.is_quantised and (by_kernels or self.quantize is not None):
-            # except the embeddings, with a head that shares them
-            rounded = self._quantised_bytes(num_parameters - num_embedded, stored_as) + num_embedded * size
-            others, size_of_others = rounded, stored_as.bytes_per_weight
-            if stored_as.keeps_others:
-                others, size_of_others = weights, size
-            saved = (
-                count * (size_of_others - each.bytes_per_weight)
-                for each, count in self._num_stored.items()
-                if by_kernels and (stored_as.keeps_others or each.bits <= stored_as.bits)
-            )
-            weights = int(others - sum(saved))
-        if self._quantises_linears and not by_kernels:
-            counts = self._linear_counts
-            kept = num_parameters - counts.in_layers - (0 if is_tied else counts.in_head)
-            rounded = counts.in_layers * stored_as.bytes_per_weight
-            weights = int(kept * size + rounded + counts.in_head * stored_as.of_head.bytes_per_weight)
+        weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
         if is_packed and not is_tied:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
@@ -330,6 +312,32 @@ class Checkpoint:
             loading = max(loading, weights + BYTES_OF_READING * num_embedded)  # the head
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
+
+    def _bytes_saved(self, num_parameters: int, num_embedded: int, by_kernels: bool) -> float:
+        """Return how many bytes fewer the weights take than in the compute dtype.
+
+        Args:
+            num_parameters: number of weights, with a head of its own if that is packed.
+            num_embedded: weights of the input embeddings, which are not quantised.
+            by_kernels: whether the kernels run the model as a whole.
+        """
+        size, stored_as = self.dtype.itemsize, self.weight_formats[0]
+        if self._quantises_linears and not by_kernels:
+            counts = self._linear_counts
+            head = stored_as.of_head.bytes_per_weight
+            if ties_embeddings(self.config):  # beside the embeddings
+                return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
+            return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
+        if not stored_as.is_quantised or not (by_kernels or self.quantize is not None):
+            return 0.0
+        saved, size_of_others = 0.0, float(size)
+        if not stored_as.keeps_others:
+            num_rounded, size_of_others = num_parameters - num_embedded, stored_as.bytes_per_weight
+            saved = num_rounded * size - self._quantised_bytes(num_rounded, stored_as)
+        for each, count in self._num_stored.items() if by_kernels else ():
+            if stored_as.keeps_others or each.bits <= stored_as.bits:
+                saved += count * (size_of_others - each.bytes_per_weight)
+        return saved
 
     def copy_bytes(self, weight_format: WeightFormat) -> int:
         """Return the bytes of a copy with weights in another encoding, beside this model's.

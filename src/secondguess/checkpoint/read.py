@@ -186,10 +186,9 @@ def read_tokenizer(path: str) -> Any:
         CheckpointError: if there is none, or it cannot be read.
     """
     with _reading("a tokenizer", path):
-        is_read_alone = is_gguf(path) and is_of_gpt_oss(
-            Path(path)
-        )  # AutoTokenizer reads the configuration, too
-        tokenizer_class = TokenizersBackend if is_read_alone else AutoTokenizer
+        # AutoTokenizer reads the configuration, too
+        is_of_its_own = is_gguf(path) and is_of_gpt_oss(Path(path))
+        tokenizer_class = TokenizersBackend if is_of_its_own else AutoTokenizer
         tokenizer = tokenizer_class.from_pretrained(**_place(path))
         if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
             raise ValueError("it has no tokens of its own")

@@ -18,6 +18,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from secondguess.core import Row
 from secondguess.decode import Batch, Components
@@ -168,12 +169,21 @@ class EnumeratingNoise(Noise):
         self.coupled = coupled
         self.greedy = greedy
 
-    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(
+        self,
+        dists: Tensor,
+        depth: int,
+        node: int | Sequence[int] | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(node, Sequence):
             return self._draft_each(dists, depth, torch.tensor(node))
-        tokens = self._decide("draft", depth if node is None else node, dists)
+        tokens = drafted = self._decide("draft", depth if node is None else node, dists)
+        if token_ids is not None:
+            of_target = dists.new_zeros(len(dists), int(token_ids.max()) + 1)
+            dists, drafted = of_target.index_copy(1, token_ids, dists), token_ids[tokens]
         if self.coupled.any():
-            self._record_coupled(dists[self.coupled].double(), tokens[self.coupled], depth)
+            self._record_coupled(dists[self.coupled].double(), drafted[self.coupled], depth)
         return tokens
 
     def _draft_each(self, dists: Tensor, depth: int, nodes: Tensor) -> Tensor:
@@ -231,7 +241,8 @@ class EnumeratingNoise(Noise):
             if number == self.number:
                 joined = self.coupled & (depths == depth) & (drafted[self.rows] >= 0)
                 q, x = draft_dists[self.rows[joined]], drafted[self.rows[joined]]
-                p = torch.nn.functional.pad(dists[joined], (0, q.shape[1] - dists.shape[1]))
+                width = max(q.shape[1], dists.shape[1])  # the draft may be of another vocabulary
+                q, p = (pad(each, (0, width - each.shape[1])) for each in (q, dists[joined]))
                 both = joint_race_probability(q, p, x, tokens[joined])
                 alone = _at(q, x)[:, 0]
                 chances[joined] = torch.where(alone > 0, both / alone, 0.0)

@@ -68,17 +68,25 @@ class Noise(ABC):
         return any(self.coupled.tolist())
 
     @abstractmethod
-    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(
+        self,
+        dists: Tensor,
+        depth: int,
+        node: int | Sequence[int] | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         """Draw tokens `[row]` for one node of each row from probabilities `dists` `[row, vocab]`.
 
         Args:
             dists: unnormalised, with a positive sum. For distinct siblings, without the earlier
-                ones. Tokens beyond the target's vocabulary have arrival times of their own.
+                ones.
             depth: depth of the node; 0 for a child of `pending`. The race of a coupled row is at
                 this position, so that siblings are the first arrivals of one race.
             node: index of the node in its row's draft, which keys the noise of uncoupled rows;
                 None in a chain, where it equals the depth. A sequence has one index per row: a row
                 that was selected several times draws several nodes, each as if drawn alone.
+            token_ids: `[vocab]` int64, for `dists` over another vocabulary than the target's: the target's token
+                whose arrival time in the race each token has, or an id beyond them. None for the target's.
         """
 
     def of_row(self) -> RowNoise | None:
@@ -145,14 +153,20 @@ class KeyedNoise(Noise):
             device=device,
         )
 
-    def draft(self, dists: Tensor, depth: int, node: int | Sequence[int] | None = None) -> Tensor:
+    def draft(
+        self,
+        dists: Tensor,
+        depth: int,
+        node: int | Sequence[int] | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         if self.all_greedy:
             return most_likely(dists)
         nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(dists)
         places = [[each] for each in nodes]
         if not self.any_coupled:
             return self._sample(dists, places, Purpose.DRAFT)
-        raced = self._race(dists, torch.full((len(dists),), depth))
+        raced = self._race(dists, torch.full((len(dists),), depth), token_ids)
         if self.all_coupled:
             return raced
         return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
@@ -222,33 +236,32 @@ class KeyedNoise(Noise):
             for key, position in zip(self.keys, self.positions, strict=True)
         ]
 
-    def _race(self, dists: Tensor, depths: Tensor) -> Tensor:
+    def _race(self, dists: Tensor, depths: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the first token to arrive: v, with probability `dists[v]`, normalised."""
         kernels = kernels_for(dists)
         if kernels is None:
-            return self.arrival_times(dists, depths).argmin(-1)
-        return first_arrivals(kernels, dists, self._race_hashes_on_host(depths))
+            return self.arrival_times(dists, depths, token_ids).argmin(-1)
+        return first_arrivals(kernels, dists, self._race_hashes_on_host(depths), token_ids)
 
-    def arrival_times(self, dists: Tensor, depths: Tensor) -> Tensor:
+    def arrival_times(self, dists: Tensor, depths: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the time at which each token of `dists` `[..., vocab]` arrives at `depths` `[...]`.
 
-        Token v waits an exponential time of rate `dists[v]`.
+        Token v waits an exponential time of rate `dists[v]`. `token_ids` as in `draft`.
         """
-        on_host = dists.device.type == "cpu"
-        uniforms = (self._host_uniforms if on_host else self._device_uniforms)(dists, depths)
-        return -uniforms.log() / dists
-
-    def _host_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
-        return torch.from_numpy(_uniform_per_token(self._race_hashes_on_host(depths), dists.shape[-1]))
+        width = dists.shape[-1] if token_ids is None else int(token_ids.max()) + 1
+        if dists.device.type == "cpu":
+            uniforms = torch.from_numpy(_uniform_per_token(self._race_hashes_on_host(depths), width))
+        else:
+            uniforms = self._device_uniforms(dists.device, depths, width)
+        return -(uniforms if token_ids is None else uniforms[..., token_ids]).log() / dists
 
     def _race_hashes_on_host(self, depths: Tensor) -> NDArray[numpy.int64]:
         return _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
 
-    def _device_uniforms(self, dists: Tensor, depths: Tensor) -> Tensor:
-        device = dists.device
+    def _device_uniforms(self, device: torch.device, depths: Tensor, width: int) -> Tensor:
         keys, positions = token_tensor(self.keys, device), token_tensor(self.positions, device)
         hashes = _race_hashes(keys, positions, depths.to(device))
-        return _uniform_per_token_on_device(hashes, dists.shape[-1])
+        return _uniform_per_token_on_device(hashes, width)
 
 
 @lru_cache(maxsize=256)

@@ -46,7 +46,7 @@ class Generation:
         self._lock = Lock()
         self._tickets: list[Ticket] = []
         self._is_cancelled = False
-        self._num_open = self._num_ended = 0
+        self._num_prompts = self._num_ended = 0
         self._samples_per_prompt = 1
         self._outputs: dict[int, list[Output]] = {}
 
@@ -58,7 +58,7 @@ class Generation:
             QueueFullError: no room for the request.
             DrainingError: the engine accepts no more requests.
         """
-        self._num_open, self._samples_per_prompt = len(job.prompts), job.params.n
+        self._num_prompts, self._samples_per_prompt = len(job.prompts), job.params.n
         for place, prompt in enumerate(job.prompts):
             encoded = prompt if job.images is None else EncodedPrompt(prompt, job.images)
             request = Request(encoded, job.params, deadline, self._owner)
@@ -86,13 +86,12 @@ class Generation:
         Raises:
             Exception: the error of a prompt that failed.
         """
-        while self._num_open:
+        while self._num_ended < self._num_prompts:
             place, event = await self._events.get()
             if isinstance(event, NewPiece):
                 self._observer.on_piece(event)
                 yield place, event
                 continue
-            self._num_open -= 1
             self._num_ended += 1
             if isinstance(event, Failed):
                 raise event.error

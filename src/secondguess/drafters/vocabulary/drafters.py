@@ -17,6 +17,7 @@ from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
 from secondguess.runtime.base import ChainRequest, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, require_finite, with_confidences
+from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import at_least_float32
 from secondguess.sampling.truncation import kernel_settings, make_rule
@@ -158,9 +159,6 @@ class StringDrafter(TranslatingDrafter):
         self._vocabulary = VocabularyMap(
             token_tensor(ids, self.device), token_tensor(self._lengths, self.device)
         )
-        self._by_race_id = [0] * (vocab_size + runtime.vocab_size)
-        for token, number in enumerate(ids):
-            self._by_race_id[number] = token
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
@@ -196,11 +194,15 @@ class StringDrafter(TranslatingDrafter):
             depth = max(map(len, chains))
             logits = self.chain_logits(rows, active)
             tokens, confidences = with_confidences(logits)
+            raced = [index for index in active if _is_raced(rows[index])]
+            if raced:
+                noises = [noise.select(torch.tensor([index])) for index in raced]
+                params, of_rows = [rows[index].params for index in raced], [depths[index] for index in raced]
+                drawn = self._race(params, logits[raced], noises, of_rows)
+                for index, token in zip(raced, drawn, strict=True):
+                    tokens[index] = token
             for index in active:
-                if _is_raced(rows[index]):
-                    own = noise.select(torch.tensor([index]))
-                    tokens[index] = self._race(rows[index], logits[index], own, depths[index])
-                    depths[index] += self._lengths[tokens[index]]
+                depths[index] += self._lengths[tokens[index]]
                 chains[index].append(tokens[index])
             self.extend(rows, active, tokens)
             active = [
@@ -213,14 +215,24 @@ class StringDrafter(TranslatingDrafter):
                 active = [index for index in active if kept[index]]
         return chains
 
-    def _race(self, row: Row, logits: Tensor, noise: Noise, depth: int) -> int:
-        """Return the draft model's token that is drawn by the race at a depth of the target's tokens."""
-        probs = make_rule((row.params,), self.device)(at_least_float32(logits)[None, None])[0]
-        if probs.isnan().any():
+    def _race(
+        self, params: Sequence[SamplingParams], logits: Tensor, noises: Sequence[Noise], depths: Sequence[int]
+    ) -> list[int]:
+        """Return the draft model's tokens that are drawn by races at depths in the target's tokens.
+
+        Args:
+            params: settings of the rows; those that name tokens of the target do not apply.
+            logits: `[row, vocab]`.
+            noises: of each row.
+            depths: number of the target's tokens before.
+        """
+        dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])
+        if dists.isnan().any():
             require_finite(logits)
-        raced = probs.new_zeros(1, len(self._by_race_id))
-        raced[:, self._vocabulary.ids] = probs
-        return self._by_race_id[int(noise.draft(raced, depth))]
+        return [
+            int(noise.draft(dist, depth, token_ids=self._vocabulary.ids))
+            for noise, dist, depth in zip(noises, dists, depths, strict=True)
+        ]
 
     def _encoded(self, chain: list[int]) -> list[int]:
         """Return the target's tokens of a draft, up to a last one that a longer text might change.

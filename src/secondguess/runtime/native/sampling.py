@@ -164,17 +164,21 @@ def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor
     return torch.searchsorted(totals, wanted, right=True)[..., 0]
 
 
-def first_arrivals(kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.int64]) -> Tensor:
+def first_arrivals(
+    kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.int64], token_ids: Tensor | None = None
+) -> Tensor:
     """Return the winners `[...]` of exponential races.
 
     Args:
         kernels: from `kernels_for(dists)`.
         dists: `[..., vocab]`, the rates.
         hashes: `[...]`, the hashes of the races.
+        token_ids: as in `Noise.draft`.
     """
+    ids = None if token_ids is None else token_ids.data_ptr()
     numbers = hashes.view(numpy.uint64).ravel().tolist()
     found = [
-        kernels.secondguess_race(place, dists.shape[-1], number, None)
+        kernels.secondguess_race(place, dists.shape[-1], number, ids)
         for place, number in zip(_places(dists), numbers, strict=True)
     ]
     return _shaped(found, hashes.shape)
