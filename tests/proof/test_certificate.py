@@ -19,6 +19,7 @@ from secondguess.proof.certificate import (
     tiny_system,
 )
 from secondguess.proof.fakes import random_probs
+from secondguess.runtime import tiny as runtime_tiny
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.verifiers import base
 from vocabulary_cases import tiny_pair
@@ -59,6 +60,16 @@ def test_a_draft_model_with_another_vocabulary_passes(method):
     certificate = certify(replace(system, components=replace(system.components, drafter=drafter)), options)
     assert certificate.passed, str(certificate)
     assert certificate.acceptance_rate > 0.1
+
+
+def test_drafts_of_text_are_certified_as_they_are_decoded():
+    """Coupled, as without a seed: a copy of the target that drafts as text is never rejected."""
+    system = tiny_system()
+    runtime = TransformersRuntime(runtime_tiny.tiny_pair()[0])
+    drafter = make_translating_drafter(runtime, "model:other", 3, tiny_pair("abc", "abc", "string"), None)
+    options = CertifyOptions(num_samples=1000, limit=0.3)
+    certificate = certify(replace(system, components=replace(system.components, drafter=drafter)), options)
+    assert certificate.acceptance_rate == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
