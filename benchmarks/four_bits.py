@@ -102,6 +102,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft-model", help="path of a draft model to measure beside the copy")
+    parser.add_argument(
+        "--runtime", default="auto", help="transformers for the cost of a Transformers module"
+    )
     parser.add_argument("--controller", action="append", help="repeatable; by default the drafter's own")
     parser.add_argument("--prompts", default="humaneval")
     parser.add_argument("--num-prompts", type=int, default=8)
@@ -110,7 +113,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     models = {
-        name: Models(options.model, "bfloat16", "cpu", quantize)
+        name: Models(options.model, "bfloat16", "cpu", quantize, options.runtime)
         for name, quantize in (("bfloat16", None), ("int4", "int4"))
     }
     systems = systems_of(models, options.draft_model, options.controller or [None])

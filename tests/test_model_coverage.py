@@ -28,12 +28,14 @@ def test_no_model_type_crashes_or_differs():
     [
         ("afmoe", "same"),
         ("doge", "same"),
+        ("dots3_note", "same"),
         ("falcon", "same"),
         ("gemma4_text", "same"),
         ("hrm_text", "same"),
         ("jetmoe", "same"),
         ("lfm2", "same"),
         ("mpt", "same"),
+        ("qwen3_5", "same"),
         ("rwkv", "refused"),
     ],
 )

@@ -12,13 +12,16 @@ import torch
 import transformers
 
 from distribution_cases import PAIRS, SAMPLED, dist_error, make_pair_drafter
-from families import RECURRENT
+from families import RECURRENT, needs_kernels
 from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.self import SelfDrafter
+from secondguess.errors import UnsupportedModelError
 from secondguess.proof.enumeration import enumerate_rounds
+from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.runtime.wrap import wrap_module
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -60,10 +63,11 @@ def wrap(model, records_states):
     return runtime
 
 
+@pytest.mark.parametrize("name", ["model", pytest.param("self:int4", marks=needs_kernels)])
 @pytest.mark.parametrize(
     ("family", "records"), [*((family, True) for family in RECURRENT), ("falcon-h1", False)]
 )
-def test_the_output_distribution_equals_the_modules(family, records):
+def test_the_output_distribution_equals_the_modules(family, records, name):
     target, _ = tiny_pair(family, 2)
 
     @cache
@@ -72,10 +76,9 @@ def test_the_output_distribution_equals_the_modules(family, records):
             logits = target(torch.tensor([[*PROMPT, *output]]), use_cache=False).logits
         return logits[0, -1].double().softmax(-1)
 
-    drafter = make_pair_drafter("sampled", PAIRS["binary"])
-    components = Components(
-        wrap(target, records), drafter, make_verifier("block"), make_controller("fixed:1")
-    )
+    runtime = wrap(target, records)
+    drafter = make_pair_drafter("sampled", PAIRS["binary"]) if name == "model" else SelfDrafter(runtime, name)
+    components = Components(runtime, drafter, make_verifier("block"), make_controller("fixed:1"))
     (branches,) = enumerate_rounds(components, lambda: [Row(list(PROMPT), SAMPLED)], num_rounds=2)
     assert {branch.num_accepted for branch in branches} == {0, 1, 2}
     assert dist_error(branches, next_dist, num_tokens=4) < 1e-5
@@ -92,6 +95,8 @@ def generate(family, drafter, controller, setting, records=True, num_rows=4):
     runtime = wrap(target, records)
     if drafter in HEADS:
         proposer = HEADS[drafter](runtime, None)
+    elif drafter == "self:int4":
+        proposer = SelfDrafter(runtime, drafter)
     else:
         proposer = make_drafter(
             drafter, target_vocab_size=VOCAB_SIZE, load_draft_model=lambda _: wrap(draft_model, records)
@@ -122,22 +127,50 @@ DRAFTERS = (
     "suffix,min=1+model:draft",
     *(kind for kind in HEADS if kind not in (*NEEDS_FUSED, *NEEDS_NATIVE)),
 )
-"""All drafters but those that run the target's layers one by one, or a copy of them."""
+"""All drafters but those that run the target's layers one by one, and `self:int4`, which not every module has."""
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", [*RECURRENT, "mamba"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        *((family, drafter) for family in (*RECURRENT, "mamba") for drafter in DRAFTERS),
+        *(pytest.param(family, "self:int4", marks=needs_kernels) for family in RECURRENT),
+    ],
+)
 def test_text_equals_plain_decoding(family, drafter):
     """A batch, and one row with `cost`, which runs rounds without drafts between others.
 
     Drafts of text are the same with both kinds of states, which alternate.
     """
-    records = ([*RECURRENT, "mamba"].index(family) + DRAFTERS.index(drafter)) % 2 == 0
+    records = ([*RECURRENT, "mamba"].index(family) + [*DRAFTERS, "self:int4"].index(drafter)) % 2 == 0
     found, num_drafted = generate(family, drafter, "fixed:4", "seeded", records)
     assert found == plain_texts(family, "seeded")
     assert num_drafted > 0
     found, _ = generate(family, drafter, "cost", "greedy", records, num_rows=1)
     assert found == plain_texts(family, "greedy")[:1]
+
+
+@needs_kernels
+def test_a_copy_that_verifies_its_own_drafts_would_change_the_text(monkeypatch):
+    """The mistake that the tests above have to find."""
+    run_copy = TransformersRuntime.run_copy
+
+    def stay_with_copy(runtime, model, rows, draft):
+        logits = run_copy(runtime, model, rows, draft)
+        runtime.model = model
+        return logits
+
+    wrap.cache_clear()
+    monkeypatch.setattr(TransformersRuntime, "run_copy", stay_with_copy)
+    found, _ = generate("lfm2", "self:int4", "fixed:4", "seeded")
+    wrap.cache_clear()
+    assert found != plain_texts("lfm2", "seeded")
+
+
+@needs_kernels
+def test_a_module_that_reads_the_weight_of_a_layer_is_not_copied():
+    with pytest.raises(UnsupportedModelError, match=r"Transformers module.*int4.*suffix"):
+        generate("mamba", "self:int4", "fixed:4", "seeded")
 
 
 @pytest.mark.parametrize("family", [*RECURRENT, "mamba"])

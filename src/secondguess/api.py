@@ -206,8 +206,8 @@ def load(
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped
             with the target is used. By default, the built-in target uses `suffix` and its own draft
-            model; a target that the compiled kernels run in bfloat16 `suffix+self:int4`, if memory
-            holds the copy; any other target `suffix`, which needs no model.
+            model; a target that can be copied on a CPU `suffix+self:int4`, if memory holds the copy; any
+            other target `suffix`, which needs no model.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
             `traversal` or `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with

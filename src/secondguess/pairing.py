@@ -116,7 +116,7 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
                 head_bytes = count_parameters(folder) * target.dtype.itemsize
         if required.target_copy is not None:
             head_bytes = target.copy_bytes(required.target_copy)
-        if drafter.uses_target_layers and target.runtimes[0] == "transformers":
+        elif drafter.uses_target_layers and target.runtimes[0] == "transformers":
             raise partial_forward_error()
         if target.num_layers < required.num_target_layers:
             raise BadInputError(

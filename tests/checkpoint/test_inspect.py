@@ -257,7 +257,7 @@ def test_bad_options_of_inspect_are_refused(secondguess_command, tiny_checkpoint
         ({"runtime": "native", "dtype": "float32"}, ["native", "float32"]),
         ({"runtime": "fused", "quantize": "int8"}, ["fused", "int8"]),
         ({"runtime": "transformers", "drafter": "early-exit:1"}, ["layers run one by one"]),
-        ({"runtime": "transformers", "drafter": "self:int4"}, ["kernels", "runtime transformers"]),
+        ({"runtime": "fused", "drafter": "self:int4"}, ["kernels", "runtime fused"]),
     ],
 )
 def test_a_configuration_that_load_refuses_is_refused(

@@ -8,8 +8,9 @@ import weakref
 from pathlib import Path
 
 import pytest
+import transformers
 
-from families import needs_kernels
+from families import RECURRENT, needs_kernels, write_checkpoint
 from secondguess import GuidedPrompt, load
 from secondguess.bench.roster import all_drafters
 from secondguess.bench.systems import Models
@@ -18,6 +19,8 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.memory import peak_memory
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.pairing import default_drafter
+from secondguess.runtime.native.linear import KernelLinear
+from secondguess.runtime.packing import copy_quantised
 from secondguess.runtime.weight_format import INT4
 
 
@@ -100,6 +103,38 @@ def test_a_guided_prompt_uses_the_parts_that_run_no_layers_of_the_target(other_t
     for refused in ("self:int4", "suffix+self:int4"):
         with pytest.raises(BadInputError, match="guided prompt, got self"):
             load(other_target, refused, dtype="bfloat16").generate(prompts, draft_with="self")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_module_drafts_with_a_copy_by_default(tmp_path: Path, dtype: str) -> None:
+    path = str(write_checkpoint(RECURRENT["lfm2"](), tmp_path))
+    llm = load(path, dtype=dtype, controller="fixed:3")
+    assert llm.drafter.kinds == ("suffix", "self")
+    out = llm.generate(list(range(5, 15)), max_tokens=24, temperature=1.0, seed=3, draft_with="self")
+    assert out.stats.num_accepted > 0
+    assert load(path, dtype=dtype, quantize="int8").drafter.kinds == ("suffix",)
+
+
+@needs_kernels
+def test_the_memory_of_a_copy_of_a_module_is_estimated(tmp_path: Path) -> None:
+    config = RECURRENT["lfm2"]()
+    config.hidden_size = config.intermediate_size = 256
+    target = load(str(write_checkpoint(config, tmp_path)), "none", dtype="float32").target
+    copy = copy_quantised(target.runtime.model, INT4)
+    num_bytes = sum(each.num_bytes for each in copy.modules() if isinstance(each, KernelLinear))
+    assert 0.95 < num_bytes / target.checkpoint.copy_bytes(INT4) < 1.1
+
+
+@needs_kernels
+def test_a_module_that_cannot_be_copied_drafts_without_a_copy(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(
+        vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=2
+    )
+    path = str(write_checkpoint(config, tmp_path))
+    assert load(path).drafter.kinds == ("suffix",)
+    with pytest.raises(UnsupportedModelError, match="int4"):
+        load(path, "self:int4")
 
 
 @needs_kernels

@@ -11,13 +11,15 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 import secondguess
 import secondguess.drop_in
-from drop_in_cases import PROMPT, tiny_model
+from drop_in_cases import PROMPT, ours, tiny_model
+from families import needs_kernels
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import MismatchWarning
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
+from secondguess.runtime.native.linear import KernelLinear
 from tree_drafter import DistTreeDrafter
 
 
@@ -37,6 +39,26 @@ def test_greedy_output_equals_generate(model, drafter):
         drafter=drafter,
     )
     assert torch.equal(ours, plain)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_drafts_with_a_quantised_copy(dtype, monkeypatch):
+    """Which is made once, and freed with the model."""
+    made = []
+    init = KernelLinear.__init__
+    monkeypatch.setattr(KernelLinear, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    model = tiny_model().to(dtype)
+    plain = model.generate(PROMPT, **settings)
+    for _ in range(2):
+        drafted = ours(model, PROMPT, drafter="self:int4", **settings)
+        assert torch.equal(drafted, plain)
+        assert len(made) == 7 * 2 + 1
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
 
 
 def test_left_padded_rows_equal_generate_and_pad_on_the_right(model):

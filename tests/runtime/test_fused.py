@@ -68,7 +68,7 @@ def test_bfloat16_logits_are_bit_identical_to_the_module(checkpoint, monkeypatch
     monkeypatch.setattr(
         "secondguess.checkpoint.read._experts_option", lambda _: {"experts_implementation": "eager"}
     )
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_pack_for_kernels", lambda *_: False)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_pack_linears", lambda *_: False)
     module = load(checkpoint, "transformers", "bfloat16")
     found, expected = scores(load(checkpoint, "fused", "bfloat16")), scores(module)
     if isinstance(module, RowByRowRuntime):

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 import secondguess
 from model_coverage.tiny import VOCAB_SIZE
 from secondguess.api import LLM
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.description import describe
+from secondguess.checkpoint.read import LOADED_WHOLE
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row, padded_tensor
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.self import SelfDrafter
 from secondguess.engine.generation import Generation
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
@@ -48,7 +50,9 @@ class Reference:
 
 def read_references(directory: Path) -> list[Reference]:
     """Return the greedy texts that Transformers alone generates, one random prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    is_whole = AutoConfig.from_pretrained(directory).model_type in LOADED_WHOLE
+    loader = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    model = loader.from_pretrained(directory, dtype=torch.float32).eval()
     # Without the settings of its own that a class has, such as an end token that is forced at the end (BART).
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     generator = torch.Generator().manual_seed(1)
@@ -134,6 +138,9 @@ def find_differences(llm: LLM, references: Sequence[Reference]) -> list[str]:
         "batch of trees": _generate(llm, tree, references) == _outputs(references),
         "rollback": _logits_after_rollback(llm.target.runtime, references[0]) <= TOLERANCE,
     }
+    if llm.target.runtime.can_be_copied:
+        copy = SelfDrafter(llm.target.runtime, "self:int4")
+        same["quantised copy"] = _generate(llm, copy, references) == _outputs(references)
     return [name for name, equal in same.items() if not equal]
 
 

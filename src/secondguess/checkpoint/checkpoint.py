@@ -49,7 +49,7 @@ from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import (
     LinearCounts,
     can_pack,
-    can_pack_for_kernels,
+    can_pack_linears,
     can_quantise,
     count_linears,
     few_linears_error,
@@ -225,7 +225,7 @@ class Checkpoint:
     @property
     def is_packed(self) -> bool:
         """True if linear layers of modules are packed for the processor."""
-        packs = can_pack(self.dtype, self.device) or can_pack_for_kernels(self.dtype, self.device)
+        packs = can_pack(self.dtype, self.device) or can_pack_linears(self.dtype, self.device)
         return self.quantize is None and packs
 
     @property
@@ -343,21 +343,30 @@ class Checkpoint:
         """Return the bytes of a copy with weights in another encoding, beside this model's.
 
         Raises:
-            UnsupportedModelError: if the kernels do not run this model in bfloat16.
+            UnsupportedModelError: if it cannot be copied.
         """
         if not self._can_be_copied:
             described = f"{self.name} (runtime {self.runtimes[0]}, {self.quantize or self.dtype_name})"
             raise quantised_copy_error(weight_format, described)
+        if self.runtimes[0] == "transformers":
+            counts, of_head = self._linear_counts, weight_format.of_head
+            return int(
+                counts.in_layers * weight_format.bytes_per_weight + counts.in_head * of_head.bytes_per_weight
+            )
         text = self.config.get_text_config()
         num_shared = 0 if ties_embeddings(self.config) else text.vocab_size * text.hidden_size
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
 
     @property
     def _can_be_copied(self) -> bool:
-        return self.runtimes[0] == "native" and self.weight_formats == [BFLOAT16]
+        """True if the kernels run this model in bfloat16, or can quantise most weights of its module."""
+        if self.runtimes[0] == "native":
+            return self.weight_formats == [BFLOAT16]
+        is_module = self.runtimes[0] == "transformers" and self.encoding is None and self.quantize is None
+        return is_module and can_quantise(self.device) and self._linear_counts.are_most
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
-        """Return whether the kernels run this model in bfloat16 and memory holds a copy beside it.
+        """Return whether this model can be copied and memory holds the copy beside it.
 
         The copy must leave as much memory for longer KV caches as it takes itself.
 
@@ -467,7 +476,7 @@ class Checkpoint:
                     quantise_linears(model.eval(), QUANTIZATIONS[str(self.quantize)])
                 elif self.quantize is not None:
                     quantize_to_int8(model)
-                elif self.is_packed:
+                elif can_pack_linears(self.dtype, self.device):
                     pack_linears(model)
                 return wrap_module(model)
         raise self._not_covered()

@@ -273,8 +273,13 @@ def _read_stored(
 
 def outline_of(config: Any) -> Any:
     """Return the module of a configuration, without memory."""
+    found = class_of(config)
+    if found.config_class is config.sub_configs.get(
+        "text_config"
+    ):  # as the automatic classes of Transformers do
+        config = config.get_text_config()
     with torch.device("meta"):
-        return class_of(config)(config)
+        return found(config)
 
 
 def _open_weights(path: Path, outline: Any, encoding: Encoding | None, by_expert: bool) -> WeightSource:

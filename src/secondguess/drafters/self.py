@@ -27,7 +27,7 @@ class SelfDrafter(SamplingDrafter):
     """Drafter that runs a copy of the target with quantised weights.
 
     Args:
-        target: target to copy; the kernels must run it in bfloat16.
+        target: target to copy (`Runtime.can_be_copied`).
         name, shape: as in `SamplingDrafter`.
 
     Raises:

@@ -254,7 +254,7 @@ class Runtime(ABC):
         Copies in use are shared.
 
         Raises:
-            UnsupportedModelError: if the compiled kernels do not run the model in bfloat16.
+            UnsupportedModelError: if not `can_be_copied`.
         """
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
@@ -360,7 +360,8 @@ def partial_forward_error() -> UnsupportedModelError:
 def quantised_copy_error(weight_format: WeightFormat, target: str) -> UnsupportedModelError:
     """Return the error for a target that cannot be copied with quantised weights."""
     return UnsupportedModelError(
-        f"expected a target that the compiled kernels run in bfloat16, to draft with its weights in {weight_format.name}, "
-        f"got {target}; load a checkpoint that is not quantised with dtype bfloat16 and without quantize, or use a "
-        "drafter that does without, such as suffix"
+        f"expected a target that the compiled kernels run in bfloat16, or a Transformers module on a CPU most of whose "
+        f"weights are those of linear layers, to draft with its weights in {weight_format.name}, got {target}; load a "
+        "checkpoint that is not quantised with dtype bfloat16 and without quantize, or use a drafter that does without, "
+        "such as suffix"
     )

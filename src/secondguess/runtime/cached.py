@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,12 +19,20 @@ from secondguess.core import Draft, Row, ancestor_closure, token_tensor
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime, join_hidden
+from secondguess.runtime.base import (
+    ForwardOutput,
+    HiddenStates,
+    QuantisedCopy,
+    Runtime,
+    join_hidden,
+    quantised_copy_error,
+)
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
 from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.support import without_gradients
+from secondguess.runtime.weight_format import WeightFormat
 
 UNLIMITED = 2**31
 KEY_MULTIPLE = 32
@@ -115,6 +124,7 @@ class CachedRuntime(Runtime):
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
         self._stairs = tree.ChainMasks(device)
+        self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
         self.request_hidden_states(hidden_layers)
 
     def request_hidden_states(self, layers: Sequence[int]) -> None:
@@ -135,6 +145,18 @@ class CachedRuntime(Runtime):
             num_logits: number of last columns whose logits are needed.
             with_hidden: whether to return the hidden states of `hidden_layers`.
         """
+
+    def quantised_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        if not self.can_be_copied:
+            raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
+        copy = self._copies.get(weight_format)
+        if copy is None:
+            copy = self._copies[weight_format] = self._make_copy(weight_format)
+        return copy
+
+    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        """Return a new copy; called only if `can_be_copied`."""
+        raise NotImplementedError
 
     @exclusive
     def read(self, tokens: Tensor) -> Output:

@@ -1,16 +1,18 @@
 """Linear layers whose weights are packed for the processor at loading, not in every call.
 
 On a CPU a bfloat16 product over a few rows spends more time on reading a weight in plain layout
-than on arithmetic. oneDNN can store the weight in the blocks that its kernel reads. The results
-are bit-identical. On processors without bfloat16 instructions oneDNN cannot, and torch's products
-take several times as long; there the compiled kernels compute them, with results that are equal
-up to rounding. A probe checks this; on a mismatch the model stays unpacked.
+than on arithmetic. The linear layers of a Transformers module are computed by the compiled kernels,
+with results that are equal up to rounding. A probe checks this; on a mismatch the model stays
+unpacked. The fused decoder in bfloat16 has weights in the blocks that oneDNN reads, with bit-identical
+results, on processors for which oneDNN has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -161,23 +163,6 @@ def _linear(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-class PackedLinear(nn.Module):
-    """Linear layer with a packed weight; `weight` keeps its shape, but not its memory layout."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", pack(linear.weight), persistent=False)
-        self.bias = linear.bias
-
-    def forward(self, values: Tensor) -> Tensor:
-        return multiply(values, self.weight, self.bias)
-
-    def plain_weight(self) -> Tensor:
-        """Return the weight in plain layout."""
-        return self.weight.to_dense()
-
-
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether packing by oneDNN helps: bfloat16 on a CPU for which oneDNN supports it."""
     return (
@@ -193,13 +178,13 @@ def can_quantise(device: torch.device) -> bool:
     return device.type == "cpu" and bool(units())
 
 
-def can_pack_for_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels should run linear layers: bfloat16 on a CPU without instructions for it."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and not can_pack(dtype, device) and bool(units())
+def can_pack_linears(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernels can run the linear layers of a module: bfloat16 on a CPU."""
+    return dtype == torch.bfloat16 and can_quantise(device)
 
 
 def pack_linears(model: Any) -> bool:
-    """Replace a model's linear layers in bfloat16 by packed ones if its logits stay the same.
+    """Replace a model's linear layers in bfloat16 by those of the kernels if its logits stay the same up to rounding.
 
     Layers are replaced one at a time, so that at most one weight is held twice.
 
@@ -207,21 +192,19 @@ def pack_linears(model: Any) -> bool:
         True if the layers were replaced. A model that reads a layer's weight in its own code, or
         whose logits would change, is left unchanged.
     """
-    arena = Arena() if can_pack_for_kernels(model.dtype, model.device) else None
+    arena = Arena()
     with torch.inference_mode():
         expected = _probe(model)
     for name in list(_linear_names(model, torch.bfloat16)):
-        linear = model.get_submodule(name)
-        model.set_submodule(name, PackedLinear(linear) if arena is None else KernelLinear(linear, arena))
+        model.set_submodule(name, KernelLinear(model.get_submodule(name), arena))
     try:
         with torch.inference_mode():
-            found = _probe(model)
-        same = torch.equal(found, expected) if arena is None else _is_near(found, expected)
+            same = _is_near(_probe(model), expected)
     except (RuntimeError, AttributeError):
         same = False
     if not same:
         for name, module in list(model.named_modules()):
-            if isinstance(module, (PackedLinear, KernelLinear)):
+            if isinstance(module, KernelLinear):
                 model.set_submodule(name, _unpacked(module))
         model.tie_weights()
     return same
@@ -303,12 +286,76 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         )
 
 
+class OpaqueLinear(nn.Module):
+    """Linear layer whose weight cannot be read, like that of a quantised layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = torch.empty_like(linear.weight, device="meta")
+        self.bias = linear.bias
+        self._functions = [linear.forward]  # in a list, as the layer is not a part of this one
+
+    def forward(self, values: Tensor) -> Tensor:
+        product: Tensor = self._functions[0](values)
+        return product
+
+
+_copies: WeakKeyDictionary[Any, dict[WeightFormat, Any]] = WeakKeyDictionary()
+"""Quantised copies of models, which the drop-in wraps anew in every call."""
+
+
+def can_copy_quantised(model: Any) -> bool:
+    """Return whether `copy_quantised` can copy a model: one on a CPU that runs with other linear layers."""
+    if not can_quantise(model.device):
+        return False
+    linears = _linears(model)
+    packed = [each for each in linears if isinstance(each, KernelLinear)]
+    if packed or model in _copies:  # `pack_linears` or an earlier call has checked the model
+        return not any(each.weight_format.is_quantised for each in packed)
+    try:
+        with torch.inference_mode():
+            expected = _probe(model)
+            found = _probe(_copy_with(model, {each: OpaqueLinear(each) for each in linears}))
+    except (RuntimeError, AttributeError):
+        return False
+    return bool(linears) and torch.equal(found, expected)
+
+
+def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
+    """Return a copy of a model with quantised linear layers, which shares all other weights.
+
+    Args:
+        model: a model that can be copied. It is copied once, from the weights that it has then.
+        weight_format: as in `quantise_linears`.
+    """
+    copies = _copies.setdefault(model, {})
+    if weight_format not in copies:
+        arena, head = Arena(), model.get_output_embeddings()
+        quantised = {}
+        for linear in _linears(model):
+            plain = _unpacked(linear) if isinstance(linear, KernelLinear) else linear
+            encoding = weight_format.of_head if linear is head else weight_format
+            quantised[linear] = KernelLinear(plain, arena, encoding)
+        copies[weight_format] = _copy_with(model, quantised)
+    return copies[weight_format]
+
+
+def _linears(model: Any) -> list[Any]:
+    return [each for each in model.modules() if type(each) in (nn.Linear, KernelLinear)]
+
+
+def _copy_with(model: Any, replacements: Mapping[Any, nn.Module]) -> Any:
+    """Return a copy of a model with other modules in place of some, and with the same weights elsewhere."""
+    copies = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return deepcopy(model, copies | {id(each): other for each, other in replacements.items()})
+
+
 def _is_near(found: Tensor, expected: Tensor) -> bool:
     error, size = (found.float() - expected.float()).norm(), expected.float().norm()
     return bool(error <= PROBE_TOLERANCE[BFLOAT16] * size)
 
 
-def _unpacked(packed: PackedLinear | KernelLinear) -> nn.Linear:
+def _unpacked(packed: KernelLinear) -> nn.Linear:
     num_outputs, num_inputs = packed.weight.shape
     linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
     linear.weight = nn.Parameter(packed.plain_weight(), requires_grad=False)

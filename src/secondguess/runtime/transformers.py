@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secondguess.core import ImageInputs
+from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
+from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy
 from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.exclusive import exclusive
+from secondguess.runtime.packing import can_copy_quantised, copy_quantised
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import CACHE_PARAMETERS, check_supported, context_length_of, takes_masks
+from secondguess.runtime.support import (
+    CACHE_PARAMETERS,
+    check_supported,
+    context_length_of,
+    takes_masks,
+    without_gradients,
+)
+from secondguess.runtime.weight_format import WeightFormat
 
 MODELS_WITH_IMAGES = frozenset({"gemma3", "llava", "qwen3_vl"})
 """Model types whose images are tested. Others may keep states of an image that our cache does not have."""
@@ -99,6 +109,26 @@ class TransformersRuntime(CachedRuntime):
             self.model.get_output_embeddings(),
         )
 
+    @cached_property
+    def can_be_copied(self) -> bool:
+        return can_copy_quantised(self.model)
+
+    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        return ModuleCopy(self, copy_quantised(self.model, weight_format))
+
+    @exclusive
+    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft) -> Tensor:
+        """Return logits `[row, node + 1, vocab]` of a copy of the module, which runs in this runtime's cache."""
+        states = [self.slots[row] for row in rows]
+        num_uncached = self._catch_up(states)
+        own, self.model = self.model, model
+        try:
+            with without_gradients():
+                logits, _ = self._run_queries(states, num_uncached, draft)
+        finally:
+            self.model = own
+        return logits if logits.dtype == torch.float64 else logits.float()
+
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         super()._place(states, starts, width, num_keys)
         offsets = [state.position_offset for state in states]
@@ -152,6 +182,24 @@ class TransformersRuntime(CachedRuntime):
         output = self.model(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return Output(output.logits, hidden)
+
+
+class ModuleCopy(QuantisedCopy):
+    """Copy of a Transformers module with quantised linear layers.
+
+    Each call runs all nodes again, for which recurrent layers have no states of their own.
+
+    Args:
+        target: runtime of the module.
+        model: the copy.
+    """
+
+    def __init__(self, target: TransformersRuntime, model: Any) -> None:
+        self._target = target
+        self._model = model
+
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        return self._target.run_copy(self._model, rows, draft)[:, num_known:]
 
 
 def last_norm(model: Any) -> Any:

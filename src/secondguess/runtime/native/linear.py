@@ -52,6 +52,11 @@ class KernelLinear(nn.Module):
             raise OutOfMemoryError(f"expected memory for {rows.numel()} numbers of a linear layer, got none")
         return product.to(values.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight, with its scales."""
+        return sum(each.nbytes for each in self._blocks.tensors)
+
     def plain_weight(self) -> Tensor:
         """Return the weight in plain layout.
 

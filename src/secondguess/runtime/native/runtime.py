@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from secondguess.runtime.base import (
     EmbeddingAndHead,
     HiddenStates,
     QuantisedCopy,
-    quantised_copy_error,
 )
 from secondguess.runtime.cached import Output, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
@@ -82,7 +80,6 @@ class NativeRuntime(LayeredRuntime):
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
-        self._copies: WeakValueDictionary[WeightFormat, NativeCopy] = WeakValueDictionary()
 
     def read_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
         """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
@@ -119,19 +116,12 @@ class NativeRuntime(LayeredRuntime):
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
-    def quantised_copy(self, weight_format: WeightFormat) -> NativeCopy:
-        if not self.can_be_copied:
-            raise quantised_copy_error(
-                weight_format, f"one with weights in {self.decoder.weight_format.name}"
-            )
-        copy = self._copies.get(weight_format)
-        if copy is None:
-            copy = self._copies[weight_format] = NativeCopy(self, weight_format)
-        return copy
-
     @property
     def can_be_copied(self) -> bool:
         return not self.decoder.weight_format.is_quantised
+
+    def _make_copy(self, weight_format: WeightFormat) -> NativeCopy:
+        return NativeCopy(self, weight_format)
 
     @exclusive
     def run_copy(self, forward: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
