@@ -155,8 +155,8 @@ def test_a_copy_that_verifies_its_own_drafts_would_change_the_text(monkeypatch):
     """The mistake that the tests above have to find."""
     run_copy = TransformersRuntime.run_copy
 
-    def stay_with_copy(runtime, model, rows, draft):
-        logits = run_copy(runtime, model, rows, draft)
+    def stay_with_copy(runtime, model, rows, draft, num_known):
+        logits = run_copy(runtime, model, rows, draft, num_known)
         runtime.model = model
         return logits
 

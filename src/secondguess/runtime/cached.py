@@ -297,9 +297,12 @@ class CachedRuntime(Runtime):
         """Place a forward pass over each row's uncached tokens and its nodes; return its inputs."""
         queries = build_queries(states, num_uncached, draft)
         starts, width = [state.length for state in states], queries.tokens.shape[1]
-        num_keys = -(-(max(starts) + width) // self._key_block) * self._key_block
+        num_keys = self._pad_keys(max(starts) + width)
         self._place(states, starts, width, num_keys)
         return queries.tokens, self._step(starts, queries, num_keys)
+
+    def _pad_keys(self, num_keys: int) -> int:
+        return -(-num_keys // self._key_block) * self._key_block
 
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""

@@ -164,6 +164,12 @@ class RowByRowRuntime(TransformersRuntime):
         }
         return torch.stack([output.logits for output in outputs]), hidden
 
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        # All of them again: recurrent layers have no states after nodes that ran in another pass.
+        return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
+
     def _run_branch(
         self,
         state: CachedRow,

@@ -16,7 +16,7 @@ from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy
-from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.cached import CachedRuntime, Output, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.packing import can_copy_quantised, copy_quantised
 from secondguess.runtime.slots import CachedRow
@@ -117,17 +117,33 @@ class TransformersRuntime(CachedRuntime):
         return ModuleCopy(self, copy_quantised(self.model, weight_format))
 
     @exclusive
-    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft) -> Tensor:
-        """Return logits `[row, node + 1, vocab]` of a copy of the module, which runs in this runtime's cache."""
+    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run a copy of the module in this runtime's cache, as in `QuantisedCopy.draft_logits`."""
         states = [self.slots[row] for row in rows]
         num_uncached = self._catch_up(states)
         own, self.model = self.model, model
         try:
             with without_gradients():
-                logits, _ = self._run_queries(states, num_uncached, draft)
+                logits = self._run_new_queries(states, num_uncached, draft, num_known)
         finally:
             self.model = own
+        for state in states:
+            # moved with the row's slot until the target overwrites them
+            state.num_nodes = draft.num_nodes + 1
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        """Return logits of the queries after the first `num_known`, whose cache entries are those of the last call."""
+        if not num_known or max(num_uncached) > 1:
+            return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
+        starts, num_queries = [state.length for state in states], draft.num_nodes + 1
+        num_keys, num_new = self._pad_keys(max(starts) + num_queries), num_queries - num_known
+        queries = build_queries(states, num_uncached, draft)
+        self._place(states, [start + num_known for start in starts], num_new, num_keys)
+        step = self._step(starts, queries, num_keys).drop_first(num_known)
+        return self.run(queries.tokens[:, num_known:], step, num_new, with_hidden=False).logits[:, -num_new:]
 
     def _place(self, states: Sequence[CachedRow], starts: Sequence[int], width: int, num_keys: int) -> None:
         super()._place(states, starts, width, num_keys)
@@ -187,8 +203,6 @@ class TransformersRuntime(CachedRuntime):
 class ModuleCopy(QuantisedCopy):
     """Copy of a Transformers module with quantised linear layers.
 
-    Each call runs all nodes again, for which recurrent layers have no states of their own.
-
     Args:
         target: runtime of the module.
         model: the copy.
@@ -196,10 +210,10 @@ class ModuleCopy(QuantisedCopy):
 
     def __init__(self, target: TransformersRuntime, model: Any) -> None:
         self._target = target
-        self._model = model
+        self.model = model
 
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        return self._target.run_copy(self._model, rows, draft)[:, num_known:]
+        return self._target.run_copy(self.model, rows, draft, num_known)
 
 
 def last_norm(model: Any) -> Any:
