@@ -141,6 +141,14 @@ RECURRENT: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 """Gated delta rule, Mamba-2 (alone, between and beside attention), short convolution."""
+COPIED: dict[str, Callable[[], Any]] = {
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(
+        **LLAMA_LIKE | {"initializer_range": 0.1}, head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
+    **{name: config for name, config in RECURRENT.items() if name != "qwen3-next"},
+}  # fmt: skip
+"""Recurrent families most of whose weights are those of linear layers, not of experts."""
 FAMILIES |= {name: RECURRENT[name] for name in ("qwen3-next", "falcon-h1")}
 
 SIMILAR: dict[str, Callable[[], Any]] = {

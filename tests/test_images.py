@@ -13,12 +13,15 @@ from PIL import Image
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from checkpoints import write_llama, write_tokenizer
-from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE
+from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE, needs_kernels
 from secondguess import load
 from secondguess.api import LLM, encode
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import outline_of, ties_embeddings
+from secondguess.controllers import make_controller
+from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.verifiers import make_verifier
 
 IMAGE_TOKEN = VOCAB_SIZE
 TEXT = LLAMA_LIKE | {"vocab_size": VOCAB_SIZE + 1, "max_position_embeddings": 128}
@@ -154,6 +157,21 @@ def vision(request, tmp_path_factory):
 def generated(vision: Vision, prompts: Any, **settings: Any) -> Any:
     limits = {"max_tokens": NUM_TOKENS, "min_tokens": NUM_TOKENS, "temperature": 0}
     return vision.llm.generate(prompts, **limits | settings)
+
+
+@needs_kernels
+def test_a_quantised_copy_drafts_after_images(vision):
+    target = vision.llm.target
+    llm = LLM(
+        target,
+        SelfDrafter(target.runtime, "self:int4"),
+        make_verifier("auto"),
+        make_controller("fixed:3"),
+    )
+    drafting = Vision(llm, vision.pictures, vision.expected)
+    outputs = generated(drafting, [asked(picture) for picture in vision.pictures])
+    assert [output.token_ids for output in outputs] == vision.expected
+    assert sum(output.stats.num_accepted for output in outputs) > 0
 
 
 def test_prompts_with_images_give_the_text_of_transformers(vision):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from distribution_cases import PAIRS, SAMPLED, dist_error, make_pair_drafter
-from families import RECURRENT, needs_kernels
+from families import COPIED, RECURRENT, needs_kernels
 from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE
 from secondguess.controllers import make_controller
 from secondguess.core import Row
@@ -38,7 +38,7 @@ def tiny_pair(family, vocab_size):
     if family == "mamba":
         config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=2)
     else:
-        config = RECURRENT[family]()
+        config = (RECURRENT | COPIED)[family]()
     config.vocab_size, config.initializer_range = vocab_size, 0.3
     config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.no_grad():
@@ -63,9 +63,13 @@ def wrap(model, records_states):
     return runtime
 
 
-@pytest.mark.parametrize("name", ["model", pytest.param("self:int4", marks=needs_kernels)])
 @pytest.mark.parametrize(
-    ("family", "records"), [*((family, True) for family in RECURRENT), ("falcon-h1", False)]
+    ("family", "records", "name"),
+    [
+        *((family, True, "model") for family in RECURRENT),
+        ("falcon-h1", False, "model"),
+        *(pytest.param(family, True, "self:int4", marks=needs_kernels) for family in COPIED),
+    ],
 )
 def test_the_output_distribution_equals_the_modules(family, records, name):
     target, _ = tiny_pair(family, 2)
@@ -134,7 +138,7 @@ DRAFTERS = (
     ("family", "drafter"),
     [
         *((family, drafter) for family in (*RECURRENT, "mamba") for drafter in DRAFTERS),
-        *(pytest.param(family, "self:int4", marks=needs_kernels) for family in RECURRENT),
+        *(pytest.param(family, "self:int4", marks=needs_kernels) for family in COPIED),
     ],
 )
 def test_text_equals_plain_decoding(family, drafter):
@@ -142,7 +146,8 @@ def test_text_equals_plain_decoding(family, drafter):
 
     Drafts of text are the same with both kinds of states, which alternate.
     """
-    records = ([*RECURRENT, "mamba"].index(family) + [*DRAFTERS, "self:int4"].index(drafter)) % 2 == 0
+    families, drafters = [*RECURRENT, "mamba", "qwen3.5"], [*DRAFTERS, "self:int4"]
+    records = (families.index(family) + drafters.index(drafter)) % 2 == 0
     found, num_drafted = generate(family, drafter, "fixed:4", "seeded", records)
     assert found == plain_texts(family, "seeded")
     assert num_drafted > 0

@@ -71,9 +71,10 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
 def confirm_default(drafter: str, runtime: Runtime) -> str:
     """Return the default drafter of a target that is loaded now.
 
-    It has no copy if the kernels failed their check at loading, so that the target runs otherwise.
+    It has no copy if the kernels failed their check at loading, so that the target runs otherwise, or a module
+    does not run with other layers.
     """
-    return LOOKUP_DRAFTER if drafter == COPY_DRAFTER and not runtime.can_be_copied else drafter
+    return LOOKUP_DRAFTER if drafter == COPY_DRAFTER and runtime.why_not_copied else drafter
 
 
 def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from families import RECURRENT, needs_kernels, write_checkpoint
+from families import COPIED, RECURRENT, needs_kernels, write_checkpoint
 from secondguess import GuidedPrompt, load
 from secondguess.bench.roster import all_drafters
 from secondguess.bench.systems import Models
@@ -124,6 +124,18 @@ def test_the_memory_of_a_copy_of_a_module_is_estimated(tmp_path: Path) -> None:
     copy = copy_quantised(target.runtime.model, INT4)
     num_bytes = sum(each.num_bytes for each in copy.modules() if isinstance(each, KernelLinear))
     assert 0.95 < num_bytes / target.checkpoint.copy_bytes(INT4) < 1.1
+
+
+@needs_kernels
+def test_the_copy_of_a_module_is_freed_with_its_drafter(tmp_path: Path) -> None:
+    runtime = load(str(write_checkpoint(COPIED["lfm2"](), tmp_path)), "none", dtype="float32").target.runtime
+    copy = runtime.quantised_copy(INT4)
+    assert runtime.quantised_copy(INT4) is copy
+    module = weakref.ref(copy.model)  # type: ignore[attr-defined]
+    assert copy_quantised(runtime.model, INT4) is module()  # type: ignore[attr-defined]
+    del copy
+    gc.collect()
+    assert module() is None
 
 
 @needs_kernels

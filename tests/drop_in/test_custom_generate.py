@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from functools import wraps
 
 import huggingface_hub
 import pytest
@@ -15,11 +16,12 @@ from drop_in_cases import PROMPT, ours, tiny_model
 from families import needs_kernels
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
-from secondguess.errors import MismatchWarning
+from secondguess.errors import MismatchWarning, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.native.linear import KernelLinear
+from secondguess.runtime.packing import why_not_copied
 from tree_drafter import DistTreeDrafter
 
 
@@ -59,6 +61,24 @@ def test_the_model_drafts_with_a_quantised_copy(dtype, monkeypatch):
     del model
     gc.collect()
     assert left() is None
+
+
+@needs_kernels
+def test_a_model_whose_copy_would_run_its_own_layers_is_not_copied():
+    model = tiny_model()
+    forward = model.forward
+    model.forward = wraps(forward)(
+        lambda *args, **settings: forward(*args, **settings)
+    )  # as torch.compile does
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, which runs its own layers"):
+        ours(model, PROMPT, drafter="self:int4", max_new_tokens=4)
+
+
+@needs_kernels
+def test_a_model_with_weights_elsewhere_is_not_copied():
+    model = tiny_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
+    assert "not all on a CPU" in why_not_copied(model)
 
 
 def test_left_padded_rows_equal_generate_and_pad_on_the_right(model):

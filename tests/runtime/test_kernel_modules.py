@@ -111,10 +111,15 @@ def test_a_linear_layer_has_a_gradient():
     torch.testing.assert_close(values.grad.float(), expected, rtol=0.02, atol=0.02)
 
 
+class LinearOfItsOwn(nn.Linear):
+    """A subclass, which may compute otherwise."""
+
+
 def tiny_llama():
     model = random_llama(vocab_size=96, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True)
     model = model.to(torch.bfloat16)
     model.model.layers[0].mlp.register_module("unused", nn.Linear(2, 2))  # in float32
+    model.model.layers[1].self_attn.q_proj.__class__ = LinearOfItsOwn
     return model
 
 
@@ -129,18 +134,21 @@ def test_the_kernels_run_the_linear_layers_of_a_module():
     assert pack_linears(model)
     torch.testing.assert_close(logits(model), expected, rtol=0.05, atol=0.05)
     kinds = {type(module) for name, module in model.named_modules() if "proj" in name or "head" in name}
-    assert kinds == {KernelLinear}
+    assert kinds == {KernelLinear, LinearOfItsOwn}
     assert type(model.model.layers[0].mlp.unused) is nn.Linear
 
 
 def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
     model = tiny_llama()
     expected = logits(model)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     forward = KernelLinear.forward
     monkeypatch.setattr(KernelLinear, "forward", lambda self, values: 1.1 * forward(self, values))
     assert not pack_linears(model)
     assert torch.equal(logits(model), expected)
     assert not any(isinstance(module, KernelLinear) for module in model.modules())
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

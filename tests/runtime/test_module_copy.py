@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from families import (
+    COPIED,
     FAMILIES,
-    RECURRENT,
     assert_near,
     needs_kernels,
     random_tokens,
@@ -30,10 +30,10 @@ TOLERANCE = 0.03
 """Inputs of layers are rounded to 8 bits, so that a last bit may change a code."""
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4", "mixtral", "bloom", *RECURRENT])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4", "bloom", *COPIED])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole batches and row by row, windows, experts, recurrent states."""
-    return write_checkpoint((FAMILIES | RECURRENT)[request.param](), tmp_path_factory.mktemp("copied"))
+    """Whole batches and row by row, windows, recurrent states."""
+    return write_checkpoint((FAMILIES | COPIED)[request.param](), tmp_path_factory.mktemp("copied"))
 
 
 def module(path: Path) -> CachedRuntime:

@@ -138,7 +138,7 @@ def find_differences(llm: LLM, references: Sequence[Reference]) -> list[str]:
         "batch of trees": _generate(llm, tree, references) == _outputs(references),
         "rollback": _logits_after_rollback(llm.target.runtime, references[0]) <= TOLERANCE,
     }
-    if llm.target.runtime.can_be_copied:
+    if not llm.target.runtime.why_not_copied:
         copy = SelfDrafter(llm.target.runtime, "self:int4")
         same["quantised copy"] = _generate(llm, copy, references) == _outputs(references)
     return [name for name, equal in same.items() if not equal]

@@ -25,6 +25,7 @@ from secondguess.checkpoint.memory import (
 from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
     check_loadable,
+    config_of_class,
     find_end_tokens,
     has_text,
     outline_of,
@@ -225,8 +226,8 @@ class Checkpoint:
     @property
     def is_packed(self) -> bool:
         """True if linear layers of modules are packed for the processor."""
-        packs = can_pack(self.dtype, self.device) or can_pack_linears(self.dtype, self.device)
-        return self.quantize is None and packs
+        packs = can_pack_linears if self.runtimes[0] == "transformers" else can_pack
+        return self.quantize is None and packs(self.dtype, self.device)
 
     @property
     def _quantises_linears(self) -> bool:
@@ -301,7 +302,7 @@ class Checkpoint:
         by_kernels = self.runtimes[0] == "native"
         if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
-        is_packed, is_tied = by_kernels or self.is_packed, ties_embeddings(self.config)
+        is_packed, is_tied = by_kernels or self.is_packed, ties_embeddings(config_of_class(self.config))
         if is_packed and is_tied:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
@@ -325,7 +326,7 @@ class Checkpoint:
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
             head = stored_as.of_head.bytes_per_weight
-            if ties_embeddings(self.config):  # beside the embeddings
+            if ties_embeddings(config_of_class(self.config)):  # beside the embeddings
                 return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
             return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
         if not stored_as.is_quantised or not (by_kernels or self.quantize is not None):
@@ -354,7 +355,9 @@ class Checkpoint:
                 counts.in_layers * weight_format.bytes_per_weight + counts.in_head * of_head.bytes_per_weight
             )
         text = self.config.get_text_config()
-        num_shared = 0 if ties_embeddings(self.config) else text.vocab_size * text.hidden_size
+        num_shared = (
+            0 if ties_embeddings(config_of_class(self.config)) else text.vocab_size * text.hidden_size
+        )
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
 
     @property
@@ -362,7 +365,8 @@ class Checkpoint:
         """True if the kernels run this model in bfloat16, or can quantise most weights of its module."""
         if self.runtimes[0] == "native":
             return self.weight_formats == [BFLOAT16]
-        is_module = self.runtimes[0] == "transformers" and self.encoding is None and self.quantize is None
+        stored = self.encoding is not None or getattr(self.config, "quantization_config", None) is not None
+        is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored
         return is_module and can_quantise(self.device) and self._linear_counts.are_most
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
@@ -467,7 +471,7 @@ class Checkpoint:
                         return NativeRuntime(native)
                     model = reload_model()
             elif name == "fused":
-                fused = fuse(model.eval(), self.is_packed and can_pack(self.dtype, self.device))
+                fused = fuse(model.eval(), can_pack(self.dtype, self.device))
                 if fused is not None:
                     return FusedRuntime(fused)
                 model = reload_model()

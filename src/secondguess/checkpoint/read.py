@@ -253,7 +253,7 @@ def _read_stored(
             tensors[name] = found.to(dtype) if weights.quantises(name) else found
     model, info = model_class.from_pretrained(
         None,
-        config=config,
+        config=config_of_class(config),
         state_dict=tensors,
         dtype=dtype,
         output_loading_info=True,
@@ -273,13 +273,18 @@ def _read_stored(
 
 def outline_of(config: Any) -> Any:
     """Return the module of a configuration, without memory."""
-    found = class_of(config)
-    if found.config_class is config.sub_configs.get(
-        "text_config"
-    ):  # as the automatic classes of Transformers do
-        config = config.get_text_config()
     with torch.device("meta"):
-        return found(config)
+        return class_of(config)(config_of_class(config))
+
+
+def config_of_class(config: Any) -> Any:
+    """Return the configuration that `class_of` is made from, as the automatic classes of Transformers choose it.
+
+    For a class of text alone it is the text part of the configuration of a vision-language model.
+    """
+    found = class_of(config)
+    is_of_text = found is not None and found.config_class is config.sub_configs.get("text_config")
+    return config.get_text_config() if is_of_text else config
 
 
 def _open_weights(path: Path, outline: Any, encoding: Encoding | None, by_expert: bool) -> WeightSource:

@@ -27,7 +27,7 @@ class SelfDrafter(SamplingDrafter):
     """Drafter that runs a copy of the target with quantised weights.
 
     Args:
-        target: target to copy (`Runtime.can_be_copied`).
+        target: target to copy.
         name, shape: as in `SamplingDrafter`.
 
     Raises:

@@ -27,7 +27,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, make_drafter, parse_drafter_name
+from secondguess.drafters import draft_model_paths, drafter_class, make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
@@ -40,6 +40,7 @@ from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_o
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
 from secondguess.pairing import pair_vocabularies
+from secondguess.runtime.packing import copy_quantised
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -131,6 +132,7 @@ def custom_generate(
             pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
             target=target,
         )
+        _keep_copies(model, drafter)
         check_verifier(chosen_verifier, chosen_drafter)
         chosen_controller = _cached_controller(model, controller, chosen_drafter)
         components = Components(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
@@ -254,6 +256,18 @@ def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Contro
     if key not in of_model:
         of_model[key] = choose_controller(name, drafter)
     return of_model[key]
+
+
+_copies: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""Model -> its quantised copies, which drafters of earlier calls have made."""
+
+
+def _keep_copies(model: Any, drafter: str) -> None:
+    """Keep the quantised copies that a drafter has made of a model for later calls, as long as the model lives."""
+    names = parse_drafter_name(drafter)
+    formats = [drafter_class(name.kind).requirements(name).target_copy for name in names]
+    if copies := [copy_quantised(model, each) for each in formats if each is not None]:
+        _copies[model] = copies
 
 
 @lru_cache(maxsize=1)

@@ -244,9 +244,9 @@ class Runtime(ABC):
         raise partial_forward_error()
 
     @property
-    def can_be_copied(self) -> bool:
-        """True if `quantised_copy` returns a copy."""
-        return False
+    def why_not_copied(self) -> str:
+        """Description of a model of which `quantised_copy` returns no copy; empty if it returns one."""
+        return f"a {type(self).__name__}"
 
     def quantised_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
         """Return a copy with weights in another encoding, which drafts for rows of this model.
@@ -254,9 +254,9 @@ class Runtime(ABC):
         Copies in use are shared.
 
         Raises:
-            UnsupportedModelError: if not `can_be_copied`.
+            UnsupportedModelError: if there is a reason against it (`why_not_copied`).
         """
-        raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
+        raise quantised_copy_error(weight_format, self.why_not_copied)
 
     @abstractmethod
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:

@@ -146,16 +146,17 @@ class CachedRuntime(Runtime):
             with_hidden: whether to return the hidden states of `hidden_layers`.
         """
 
+    @exclusive
     def quantised_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        if not self.can_be_copied:
-            raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
+        if self.why_not_copied:
+            raise quantised_copy_error(weight_format, self.why_not_copied)
         copy = self._copies.get(weight_format)
         if copy is None:
             copy = self._copies[weight_format] = self._make_copy(weight_format)
         return copy
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        """Return a new copy; called only if `can_be_copied`."""
+        """Return a new copy of a model that can be copied."""
         raise NotImplementedError
 
     @exclusive

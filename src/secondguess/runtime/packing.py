@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -231,14 +231,15 @@ class LinearCounts(NamedTuple):
 
 def count_linears(model: Any) -> LinearCounts:
     """Return the numbers of weights of a model, which may be one without memory."""
-    linears = {name: model.get_submodule(name) for name in _linear_names(model, model.dtype)}
+    linears = [each for each in _linears(model) if each.weight.dtype == model.dtype]
     head = model.get_output_embeddings()
-    in_layers = sum(each.weight.numel() for each in linears.values() if each is not head)
-    in_head = sum(each.weight.numel() for each in linears.values() if each is head)
+    in_layers = sum(each.weight.numel() for each in linears if each is not head)
+    in_head = sum(each.weight.numel() for each in linears if each is head)
     parts = [each for each in model.modules() if isinstance(each, nn.Embedding) or each is head]
-    left_out = {id(part.weight) for part in parts}
-    total = sum(each.numel() for each in model.parameters() if id(each) not in left_out)
-    return LinearCounts(in_layers, in_head, total - in_layers)
+    counted = {id(each.weight) for each in (*parts, *linears)}
+    return LinearCounts(
+        in_layers, in_head, sum(each.numel() for each in model.parameters() if id(each) not in counted)
+    )
 
 
 def few_linears_error(name: str, counts: LinearCounts) -> UnsupportedModelError:
@@ -287,57 +288,70 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
 
 
 class OpaqueLinear(nn.Module):
-    """Linear layer whose weight cannot be read, like that of a quantised layer."""
+    """Linear layer whose weight cannot be read, like that of a quantised layer, and that counts its calls."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.weight = torch.empty_like(linear.weight, device="meta")
         self.bias = linear.bias
+        self.num_calls = 0
         self._functions = [linear.forward]  # in a list, as the layer is not a part of this one
 
     def forward(self, values: Tensor) -> Tensor:
+        self.num_calls += 1
         product: Tensor = self._functions[0](values)
         return product
 
 
-_copies: WeakKeyDictionary[Any, dict[WeightFormat, Any]] = WeakKeyDictionary()
-"""Quantised copies of models, which the drop-in wraps anew in every call."""
+_copies: WeakKeyDictionary[Any, WeakValueDictionary[WeightFormat, Any]] = WeakKeyDictionary()
+"""Quantised copies in use, by model."""
 
 
-def can_copy_quantised(model: Any) -> bool:
-    """Return whether `copy_quantised` can copy a model: one on a CPU that runs with other linear layers."""
-    if not can_quantise(model.device):
-        return False
+def why_not_copied(model: Any) -> str:
+    """Return why `copy_quantised` cannot copy a model, as the end of a sentence; empty if it can."""
+    if _copies.get(model):
+        return ""
     linears = _linears(model)
-    packed = [each for each in linears if isinstance(each, KernelLinear)]
-    if packed or model in _copies:  # `pack_linears` or an earlier call has checked the model
-        return not any(each.weight_format.is_quantised for each in packed)
+    plain = [each for each in linears if not isinstance(each, KernelLinear)]
+    if not can_quantise(model.device) or any(each.weight.device.type != "cpu" for each in plain):
+        return "whose weights are not all on a CPU for which there are kernels"
+    if any(each.weight_format.is_quantised for each in linears if isinstance(each, KernelLinear)):
+        return "with quantised weights"
+    if not (counts := count_linears(model)).are_most:
+        return f"with {counts.in_layers:,} weights in linear layers and {counts.others:,} others"
+    opaque = {each: OpaqueLinear(each) for each in linears}
     try:
         with torch.inference_mode():
-            expected = _probe(model)
-            found = _probe(_copy_with(model, {each: OpaqueLinear(each) for each in linears}))
-    except (RuntimeError, AttributeError):
-        return False
-    return bool(linears) and torch.equal(found, expected)
+            expected, found = _probe(model), _probe(_copy_with(model, opaque))
+    except Exception as error:  # of code that is not ours, so of any kind
+        return f"which does not run with other linear layers ({error})"
+    if not any(each.num_calls for each in opaque.values()) or not torch.equal(found, expected):
+        return "which runs its own layers when it is copied"
+    return ""
 
 
 def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
     """Return a copy of a model with quantised linear layers, which shares all other weights.
 
     Args:
-        model: a model that can be copied. It is copied once, from the weights that it has then.
+        model: a model that can be copied. A copy that is in use is returned again, with the weights that the
+            model had when it was made.
         weight_format: as in `quantise_linears`.
     """
-    copies = _copies.setdefault(model, {})
-    if weight_format not in copies:
+    copies = _copies.setdefault(model, WeakValueDictionary())
+    copy = copies.get(weight_format)
+    if copy is None:
         arena, head = Arena(), model.get_output_embeddings()
         quantised = {}
         for linear in _linears(model):
-            plain = _unpacked(linear) if isinstance(linear, KernelLinear) else linear
             encoding = weight_format.of_head if linear is head else weight_format
-            quantised[linear] = KernelLinear(plain, arena, encoding)
-        copies[weight_format] = _copy_with(model, quantised)
-    return copies[weight_format]
+            quantised[linear] = (
+                linear.requantised(arena, encoding)
+                if isinstance(linear, KernelLinear)
+                else KernelLinear(linear, arena, encoding)
+            )
+        copy = copies[weight_format] = _copy_with(model, quantised)
+    return copy
 
 
 def _linears(model: Any) -> list[Any]:

@@ -137,6 +137,14 @@ class RecurrentRuntime(RowByRowRuntime):
         self._add(state.slot, state.length, path.stop, known)
         return output.hidden
 
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        logits = super()._run_new_queries(states, num_uncached, draft, num_known)
+        for state in states:
+            self._ends.pop(state, None)  # those of the copy
+        return logits
+
     def _run_branch(
         self,
         state: CachedRow,

@@ -18,7 +18,7 @@ from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy
 from secondguess.runtime.cached import CachedRuntime, Output, build_queries
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.packing import can_copy_quantised, copy_quantised
+from secondguess.runtime.packing import copy_quantised, why_not_copied
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import (
     CACHE_PARAMETERS,
@@ -58,7 +58,7 @@ class TransformersRuntime(CachedRuntime):
             hidden_layers=hidden_layers,
             prefill_chunk=prefill_chunk,
         )
-        self.model = model
+        self.model = self._running = model
         parameters = inspect.signature(model.forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
@@ -110,8 +110,9 @@ class TransformersRuntime(CachedRuntime):
         )
 
     @cached_property
-    def can_be_copied(self) -> bool:
-        return can_copy_quantised(self.model)
+    def why_not_copied(self) -> str:
+        reason = why_not_copied(self.model)
+        return reason and f"a {type(self.model).__name__}, {reason}"
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
         return ModuleCopy(self, copy_quantised(self.model, weight_format))
@@ -121,12 +122,12 @@ class TransformersRuntime(CachedRuntime):
         """Run a copy of the module in this runtime's cache, as in `QuantisedCopy.draft_logits`."""
         states = [self.slots[row] for row in rows]
         num_uncached = self._catch_up(states)
-        own, self.model = self.model, model
+        self._running = model
         try:
             with without_gradients():
                 logits = self._run_new_queries(states, num_uncached, draft, num_known)
         finally:
-            self.model = own
+            self._running = self.model
         for state in states:
             # moved with the row's slot until the target overwrites them
             state.num_nodes = draft.num_nodes + 1
@@ -195,7 +196,7 @@ class TransformersRuntime(CachedRuntime):
             options["position_ids"] = positions.expand_as(tokens)
         if with_hidden:
             options["output_hidden_states"] = True
-        output = self.model(input_ids=tokens, use_cache=True, **options)
+        output = self._running(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return Output(output.logits, hidden)
 

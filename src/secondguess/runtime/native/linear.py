@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
+from secondguess.runtime.native.weights import Arena, pack_blocks, requantise, unpack_blocks
 from secondguess.runtime.support import num_threads
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
@@ -51,6 +53,12 @@ class KernelLinear(nn.Module):
         if self._unit.kernels.secondguess_linear(self._blocks.weight, *to_run):
             raise OutOfMemoryError(f"expected memory for {rows.numel()} numbers of a linear layer, got none")
         return product.to(values.dtype)
+
+    def requantised(self, arena: Arena, weight_format: WeightFormat) -> KernelLinear:
+        """Return this layer, whose weight is in bfloat16, with the weight in another encoding."""
+        other = copy(self)
+        other.weight_format, other._blocks = weight_format, requantise(self._blocks, arena, weight_format)
+        return other
 
     @property
     def num_bytes(self) -> int:

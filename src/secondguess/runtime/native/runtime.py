@@ -117,8 +117,9 @@ class NativeRuntime(LayeredRuntime):
         return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
 
     @property
-    def can_be_copied(self) -> bool:
-        return not self.decoder.weight_format.is_quantised
+    def why_not_copied(self) -> str:
+        weight_format = self.decoder.weight_format
+        return f"one with weights in {weight_format.name}" if weight_format.is_quantised else ""
 
     def _make_copy(self, weight_format: WeightFormat) -> NativeCopy:
         return NativeCopy(self, weight_format)
