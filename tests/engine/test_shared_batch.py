@@ -298,10 +298,10 @@ def test_a_long_prompt_is_prefilled_in_pieces_while_others_decode(llm: LLM, plai
     left = []
     for _ in range(3):
         # far longer than what the rows wait for besides
-        budget._round_seconds, budget._token_seconds = 1005.0, 100.0
+        budget._round_seconds, budget._token_seconds = 2005.0, 100.0
         llm.shared_batch.step()
         left.append(llm.target.runtime.num_to_prefill(late.rows[0]))
-    piece = int(10 * MAX_DELAY)  # a round takes as long as ten tokens
+    piece = int(20 * MAX_DELAY)  # a round takes as long as twenty tokens
     assert left == [119 - piece * count for count in (1, 2, 3)]
     assert early.rows[0].num_output >= 4
     assert outputs(llm, early) == [plain[0]]
