@@ -70,7 +70,7 @@ class RowByRowRuntime(TransformersRuntime):
     def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
         super().__init__(model, hidden_layers, prefill_chunk)
         self._prefills_together = self.takes_images = False
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         try:
             with torch.inference_mode():
                 self._check_cache()

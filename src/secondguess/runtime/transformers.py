@@ -59,7 +59,7 @@ class TransformersRuntime(CachedRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.model = self._running = model
-        parameters = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(type(model).forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
