@@ -242,6 +242,10 @@ class Checkpoint:
         return self.quantize in (None, INT8.name)
 
     @cached_property
+    def _ties_embeddings(self) -> bool:
+        return ties_embeddings(config_of_class(self.config))
+
+    @cached_property
     def _linear_counts(self) -> LinearCounts:
         return count_linears(outline_of(self.config))
 
@@ -302,7 +306,7 @@ class Checkpoint:
         by_kernels = self.runtimes[0] == "native"
         if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
-        is_packed, is_tied = by_kernels or self.is_packed, ties_embeddings(config_of_class(self.config))
+        is_packed, is_tied = by_kernels or self.is_packed, self._ties_embeddings
         if is_packed and is_tied:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
@@ -326,7 +330,7 @@ class Checkpoint:
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
             head = stored_as.of_head.bytes_per_weight
-            if ties_embeddings(config_of_class(self.config)):  # beside the embeddings
+            if self._ties_embeddings:  # beside the embeddings
                 return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
             return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
         if not stored_as.is_quantised or not (by_kernels or self.quantize is not None):
@@ -355,9 +359,7 @@ class Checkpoint:
                 counts.in_layers * weight_format.bytes_per_weight + counts.in_head * of_head.bytes_per_weight
             )
         text = self.config.get_text_config()
-        num_shared = (
-            0 if ties_embeddings(config_of_class(self.config)) else text.vocab_size * text.hidden_size
-        )
+        num_shared = 0 if self._ties_embeddings else text.vocab_size * text.hidden_size
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
 
     @property

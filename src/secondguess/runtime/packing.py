@@ -324,7 +324,8 @@ def why_not_copied(model: Any) -> str:
         with torch.inference_mode():
             expected, found = _probe(model), _probe(_copy_with(model, opaque))
     except Exception as error:  # of code that is not ours, so of any kind
-        return f"which does not run with other linear layers ({error})"
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"which does not run with other linear layers ({first_line})"
     if not any(each.num_calls for each in opaque.values()) or not torch.equal(found, expected):
         return "which runs its own layers when it is copied"
     return ""
