@@ -19,6 +19,7 @@ from secondguess.core import Draft, Row
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.native.library import units
+from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 
 VOCAB_SIZE = 300
@@ -278,6 +279,18 @@ def trees(*rows: tuple[Sequence[int], Sequence[int]]) -> Draft:
         ),
         torch.tensor([len(tokens) for tokens, _ in rows]),
     )
+
+
+def logits_after_a_move(target: CachedRuntime, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Logits of a copy's last draft step, after another row was released before it, and those without a release."""
+    copy = target.quantised_copy(INT4)
+    other, row = row_of(tokens[:5]), row_of(tokens[:9])
+    target.begin([other, row])
+    chain = Draft.chains([tokens[9:12]])
+    expected = copy.draft_logits([row], chain, 0)[:, -1:]
+    copy.draft_logits([row], Draft.chains([tokens[9:11]]), 0)
+    target.release(other)
+    return copy.draft_logits([row], chain, 3), expected
 
 
 def root_path(parents: Sequence[int], node: int) -> list[int]:

@@ -11,6 +11,7 @@ from families import (
     COPIED,
     FAMILIES,
     assert_near,
+    logits_after_a_move,
     needs_kernels,
     random_tokens,
     row_of,
@@ -65,15 +66,8 @@ def test_a_copy_drafts_behind_the_cache_of_its_target(checkpoint: Path) -> None:
 
 def test_entries_of_a_draft_move_with_their_row(checkpoint: Path) -> None:
     """Another thread may release its row between two steps of a draft."""
-    target = module(checkpoint)
-    copy = target.quantised_copy(INT4)
-    other, row = row_of(TOKENS[:5]), row_of(TOKENS[:9])
-    target.begin([other, row])
-    chain = Draft.chains([TOKENS[9:12]])
-    expected = copy.draft_logits([row], chain, 0)[:, -1:]
-    copy.draft_logits([row], Draft.chains([TOKENS[9:11]]), 0)
-    target.release(other)
-    assert_near(copy.draft_logits([row], chain, 3), expected, TOLERANCE)
+    found, expected = logits_after_a_move(module(checkpoint), TOKENS)
+    assert_near(found, expected, TOLERANCE)
 
 
 def test_only_linear_layers_of_the_copy_take_memory(checkpoint: Path) -> None:

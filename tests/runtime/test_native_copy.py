@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import FAMILIES, SIMILAR, needs_kernels, random_tokens, row_of, trees, write_checkpoint
+from families import (
+    FAMILIES,
+    SIMILAR,
+    logits_after_a_move,
+    needs_kernels,
+    random_tokens,
+    row_of,
+    trees,
+    write_checkpoint,
+)
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
@@ -88,15 +97,8 @@ def test_first_layers_that_were_run_before_a_copy_are_run_again(checkpoint: Path
 
 def test_entries_of_a_draft_move_with_their_row(checkpoint: Path) -> None:
     """Another thread may release its row between two steps of a draft."""
-    target = native(checkpoint)
-    copy = target.quantised_copy(INT4)
-    other, row = row_of(TOKENS[:5]), row_of(TOKENS[:9])
-    target.begin([other, row])
-    chain = Draft.chains([TOKENS[9:12]])
-    expected = copy.draft_logits([row], chain, 0)[:, -1:]
-    copy.draft_logits([row], Draft.chains([TOKENS[9:11]]), 0)
-    target.release(other)
-    assert torch.equal(copy.draft_logits([row], chain, 3), expected)
+    found, expected = logits_after_a_move(native(checkpoint), TOKENS)
+    assert torch.equal(found, expected)
 
 
 def test_a_copy_follows_the_cache_when_it_is_replaced(checkpoint: Path) -> None:

@@ -156,8 +156,8 @@ class CachedRuntime(Runtime):
         return copy
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        """Return a new copy of a model that can be copied."""
-        raise NotImplementedError
+        """Return a new copy; called only if nothing is against it."""
+        raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
     @exclusive
     def read(self, tokens: Tensor) -> Output:
