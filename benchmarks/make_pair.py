@@ -102,12 +102,13 @@ class Agreement:
     certainty: float
 
 
-def random_target(config: LlamaConfig, sharpness: float) -> Any:
+def random_target(config: LlamaConfig, sharpness: float, device: str = "cpu") -> Any:
     """Return a Llama with equally contributing layers and logits of deviation `sharpness`."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # `to_empty` left its buffers unset
+    model = model.to(torch.bfloat16).to_empty(device=device)
+    # `to_empty` left its buffers unset
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     for name, weight in model.named_parameters():
         if name == "model.norm.weight":
             weight.data.fill_(sharpness / TABLE_SIZE)
@@ -167,7 +168,7 @@ def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agr
         The factor, which stays applied to the target, and the agreement measured with it.
     """
     drafter = first_layers(target, num_kept)
-    tokens = torch.randint(target.config.vocab_size, (NUM_TEXTS, TEXT_LENGTH))
+    tokens = torch.randint(target.config.vocab_size, (NUM_TEXTS, TEXT_LENGTH), device=target.device)
     low, high, current = 1e-3, 1.0, 1.0
     tried: dict[float, Agreement] = {}
     for _ in range(SEARCH_STEPS):

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from checkpoints import write_tokenizer
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft, Row
+from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import why_not_fused
+from secondguess.runtime.families import why_not_described, why_not_fused
+from secondguess.runtime.fused import fuse_for_kernels
+from secondguess.runtime.graphs.runtime import to_graphs
 from secondguess.runtime.native.library import units
 from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
@@ -178,11 +182,14 @@ SIMILAR: dict[str, Callable[[], Any]] = {
 
 
 COVERED = [name for name, config in FAMILIES.items() if not why_not_fused(config(), torch.device("cpu"))]
+DENSE = [name for name in COVERED if not why_not_described(FAMILIES[name](), with_experts=False)]
 HAS_KERNELS = bool(units())
-KINDS = ["transformers", "fused", *(["native"] if HAS_KERNELS else [])]
+KINDS = ["transformers", "fused", "graphs", *(["native"] if HAS_KERNELS else [])]
+GRAPHS_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Device of the runtime with CUDA graphs, which runs without capturing on a CPU."""
 CASES = [
     *((name, "transformers") for name in FAMILIES),
-    *((name, kind) for kind in KINDS[1:] for name in COVERED),
+    *((name, kind) for kind in KINDS[1:] for name in (DENSE if kind == "graphs" else COVERED)),
 ]
 """Every family by the module that Transformers has for it, and those that our own decoders cover."""
 
@@ -253,9 +260,35 @@ def oracle_of(directory: Path, kind: str) -> Any:
     return Uncached(directory) if kind == "native" else plain_model(directory)
 
 
-def runtime_of(directory: Path, runtime: str = "auto", **options: Any) -> CachedRuntime:
-    dtype = "bfloat16" if runtime == "native" else "float32"
+def runtime_of(
+    directory: Path, runtime: str = "auto", dtype: str | None = None, **options: Any
+) -> CachedRuntime:
+    if runtime == "graphs":
+        return graphs_of(directory, getattr(torch, dtype or "float32"))
+    dtype = dtype or ("bfloat16" if runtime == "native" else "float32")
     return Checkpoint.resolve(directory, dtype=dtype, device="cpu", runtime=runtime, **options).load().runtime
+
+
+def graphs_of(directory: Path, dtype: torch.dtype = torch.float32) -> CachedRuntime:
+    """The runtime with CUDA graphs; its inputs and outputs are on the host."""
+    checked = fuse_for_kernels(read_module(str(directory), dtype).to(GRAPHS_DEVICE).eval())
+    assert checked is not None
+    runtime = to_graphs(checked)
+    assert runtime is not None
+    score, prefill = runtime.score, runtime.prefill
+
+    def score_on_host(rows: Sequence[Row], draft: Draft) -> ForwardOutput:
+        moved = Draft(*(each.to(GRAPHS_DEVICE) for each in (draft.tokens, draft.parents, draft.lengths)))
+        found = score(rows, moved)
+        return ForwardOutput(found.logits.cpu(), {layer: each.cpu() for layer, each in found.hidden.items()})
+
+    def prefill_on_host(*arguments: Any, **options: Any) -> list[HiddenStates]:
+        return [
+            {layer: each.cpu() for layer, each in found.items()} for found in prefill(*arguments, **options)
+        ]
+
+    runtime.score, runtime.prefill = score_on_host, prefill_on_host  # type: ignore[method-assign]
+    return runtime
 
 
 def row_of(tokens: Sequence[int]) -> Row:

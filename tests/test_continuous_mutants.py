@@ -13,7 +13,8 @@ from secondguess.continuous import forecast, verification
 from secondguess.continuous.autoregression import AutoregressionDrafter
 from secondguess.continuous.distributions import Gaussian, Mixture, StudentT
 from secondguess.runtime.forecaster import ForecastRuntime
-from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.runtime.hashes import Purpose
+from secondguess.sampling.noise import KeyedNoise
 from test_mutants import purposes_share_numbers
 
 

@@ -44,9 +44,8 @@ def settings(request: pytest.FixtureRequest, device: str) -> dict[str, float | i
 
 @pytest.fixture(scope="module")
 def pair(device: str) -> LLM:
-    return secondguess.load(
-        "builtin", "model:builtin-draft", dtype="float32", device=device, runtime="transformers"
-    )
+    runtime = "transformers" if device == "cpu" else "auto"
+    return secondguess.load("builtin", "model:builtin-draft", dtype="float32", device=device, runtime=runtime)
 
 
 @pytest.fixture(scope="module")

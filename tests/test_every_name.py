@@ -83,6 +83,7 @@ NAMES = {
     "runtimes": {
         "native": "runtime/test_native.py::test_a_tokens_bits_depend_only_on_its_prefix",
         "fused": "runtime/test_fused.py::test_bfloat16_logits_are_bit_identical_to_the_module",
+        "graphs": "runtime/test_graphs.py::test_a_chain_drawn_at_once_equals_one_drawn_token_by_token",
         "transformers": "test_lossless.py::test_greedy_output_equals_plain_decoding",
     },
     "quantizations": dict.fromkeys(

@@ -65,6 +65,7 @@ from secondguess.runtime import cached, tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -74,7 +75,7 @@ from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
-from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head

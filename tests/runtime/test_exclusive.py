@@ -18,7 +18,7 @@ from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runt
 from secondguess.core import Draft
 
 SOAK_SECONDS = os.environ.get("SECONDGUESS_SOAK_SECONDS")
-SECONDS = {"native": 2.0, "fused": 0.5, "transformers": 0.5} | (
+SECONDS = {"graphs": 2, "native": 2.0, "fused": 0.5, "transformers": 0.5} | (
     dict.fromkeys(KINDS, float(SOAK_SECONDS)) if SOAK_SECONDS else {}
 )
 """Duration of the test with 12 threads by runtime."""

@@ -117,7 +117,9 @@ def test_a_chain_is_kept_without_moving_anything(runtime, monkeypatch):
     runtime.keep([row], [[0, 1, 2]])
 
 
-def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
+def test_rows_of_similar_length_are_prefilled_together(runtime, kind, monkeypatch):
+    if kind == "graphs":
+        pytest.skip("prefills have a forward pass of their own")
     shapes = []
     run = runtime.run
 
@@ -132,7 +134,9 @@ def test_rows_of_similar_length_are_prefilled_together(runtime, monkeypatch):
     assert shapes == [(1, 16), (2, 8), (2, 4)]
 
 
-def test_scoring_computes_only_the_requested_logits(runtime, monkeypatch):
+def test_scoring_computes_only_the_requested_logits(runtime, kind, monkeypatch):
+    if kind == "graphs":
+        pytest.skip("captured passes have fixed shapes")
     row = row_of(random_tokens(40, seed=3))
     runtime.begin([row])
     row.tokens += random_tokens(6, seed=4)

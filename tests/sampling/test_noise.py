@@ -15,10 +15,11 @@ from secondguess.core import Row
 from secondguess.proof.certificate import g_test
 from secondguess.proof.enumeration import joint_race_probability
 from secondguess.proof.fakes import random_probs
+from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.sampling import draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.sampling import noise as noise_module
-from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.sampling.noise import KeyedNoise
 
 SAMPLED = SamplingParams(temperature=1.0)
 NUM_ROWS = 20_000
@@ -280,7 +281,7 @@ def test_no_global_generator_is_used():
 def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
     """A text may not depend on where its noise was made."""
     hashes = torch.randint(-(2**63), 2**63 - 1, (3, 2), generator=torch.Generator().manual_seed(0))
-    on_device = noise_module._uniform_per_token_on_device(hashes, 777)
+    on_device = noise_module.uniform_per_token_on_device(hashes, 777)
     on_host = torch.from_numpy(noise_module._uniform_per_token(hashes.numpy(), 777))
     assert torch.equal(on_host, on_device)
     assert on_host.min() > 0

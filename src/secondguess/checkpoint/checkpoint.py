@@ -45,6 +45,7 @@ from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
+from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.native.runtime import NativeRuntime, to_native
 from secondguess.runtime.packing import (
@@ -182,6 +183,7 @@ class Checkpoint:
         covers = {
             "native": by_kernels,
             "fused": self.quantize is None and not why_not_fused(self.config, self.device),
+            "graphs": self.quantize is None and not why_not_graphs(self.config, self.dtype, self.device),
             # after the kernels' refusal, loading checks it
             "transformers": (by_kernels and self.runtime == "auto") or self._module_runs,
         }
@@ -476,6 +478,13 @@ class Checkpoint:
                 fused = fuse(model.eval(), can_pack(self.dtype, self.device))
                 if fused is not None:
                     return FusedRuntime(fused)
+                model = reload_model()
+            elif name == "graphs":
+                checked = fuse_for_kernels(model.eval())
+                graphs = to_graphs(checked) if checked else None
+                if graphs is not None:
+                    return graphs
+                del checked
                 model = reload_model()
             else:
                 if self._quantises_linears:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.graphs.runtime import GraphRuntime
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
@@ -56,6 +57,8 @@ class LoadedModel:
         """Name of the runtime in use, one of `resolve.RUNTIMES` except `auto`."""
         if isinstance(self.runtime, NativeRuntime):
             return "native"
+        if isinstance(self.runtime, GraphRuntime):
+            return "graphs"
         return "fused" if isinstance(self.runtime, FusedRuntime) else "transformers"
 
     @property

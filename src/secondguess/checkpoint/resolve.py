@@ -15,7 +15,7 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
-RUNTIMES = ("auto", "native", "fused", "transformers")
+RUNTIMES = ("auto", "native", "fused", "graphs", "transformers")
 
 
 def check_dtype(name: str) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from secondguess.continuous.distributions import Distribution, Gaussian, StudentT
 from secondguess.continuous.verification import ValueDraft
 from secondguess.runtime.forecaster import ForecastModel, ForecastRuntime
-from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.runtime.hashes import Purpose
+from secondguess.sampling.noise import KeyedNoise
 
 
 @dataclass(frozen=True)

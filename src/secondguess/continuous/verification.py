@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from secondguess.continuous.distributions import Distribution, Gaussian
-from secondguess.sampling.noise import KeyedNoise, Purpose
+from secondguess.runtime.hashes import Purpose
+from secondguess.sampling.noise import KeyedNoise
 
 FIRST_TRIALS, MOST_TRIALS = 4, 1024
 """Numbers of trials of a residual that are evaluated together: at first, and at most."""

@@ -368,6 +368,16 @@ def why_not_fused(config: Any, device: torch.device) -> str | None:
     """Return why the fused decoder does not cover this configuration on this device, else None."""
     if device.type != "cpu":
         return f"our own decoders run on a CPU, not on {device}"
+    return why_not_described(config)
+
+
+def why_not_described(config: Any, with_experts: bool = True) -> str | None:
+    """Return why the descriptions of families do not cover this configuration, else None.
+
+    Args:
+        config: the Transformers configuration.
+        with_experts: whether mixtures of experts are covered.
+    """
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not among the families described ({', '.join(FAMILIES)})"
     family = FAMILIES[config.model_type]
@@ -381,6 +391,8 @@ def why_not_fused(config: Any, device: torch.device) -> str | None:
         rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in config.rope_parameters.values()
     ):
         return "the rotary positions of a layer type depend on the length"
+    if any(family.has_experts(config)) and not with_experts:
+        return "it has mixtures of experts"
     if any(family.has_experts(config)) and not 0 < config.num_experts_per_tok <= config.num_experts:
         return f"{config.num_experts_per_tok} of {config.num_experts} experts are to be selected"
     if unknown := _unknown_fields(config, family):

@@ -39,12 +39,15 @@ class FeedForward:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
-        inner = self.inner(states)
+        return self.output(self.activate(self.inner(states)))
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """Return the inputs of the second linear layer for the outputs of the first one."""
         activate = ACTIVATIONS[self.activation]
-        if self.is_gated:
-            gate, up = inner.chunk(2, -1)
-            return self.output(activate(gate) * up if self.clamp is None else self.clamp(gate, up))
-        return self.output(activate(inner))
+        if not self.is_gated:
+            return activate(inner)
+        gate, up = inner.chunk(2, -1)
+        return activate(gate) * up if self.clamp is None else self.clamp(gate, up)
 
     @property
     def num_read(self) -> int:

@@ -95,7 +95,7 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
     if not _has_plain_weights(model):
         return None
     tokens, late = _probe_tokens(model), _late_positions(model)
-    early = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
+    early = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
     twice, positions = tokens.repeat(2, 1), torch.cat((late, early))
     with torch.inference_mode():
         expected, experts = _logits_and_experts(model, twice, positions)
@@ -167,7 +167,8 @@ def _probe_tokens(model: Any) -> Tensor:
     """Return the tokens `[2, width]` of the probes of a model."""
     width = min(PROBE_WIDTH, _probe_limit(model))
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    return torch.arange(2 * width).remainder(vocab_size).reshape(2, width)
+    tokens = torch.arange(2 * width, device=model.device)
+    return tokens.remainder(vocab_size).reshape(2, width)
 
 
 def _probe_limit(model: Any) -> int:
@@ -177,7 +178,7 @@ def _probe_limit(model: Any) -> int:
 def _late_positions(model: Any) -> Tensor:
     """Return positions `[2, width]` at which scaled rotary embeddings differ from plain ones."""
     limit = _probe_limit(model)
-    return torch.arange(limit - min(PROBE_WIDTH, limit), limit).expand(2, -1)
+    return torch.arange(limit - min(PROBE_WIDTH, limit), limit, device=model.device).expand(2, -1)
 
 
 def _has_plain_weights(model: Any) -> bool:
@@ -280,7 +281,8 @@ class FusedRuntime(LayeredRuntime):
             prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
-        self._shown, self._hidden = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype)
+        values = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype, device=self.device)
+        self._shown, self._hidden = values
         group = decoder.num_heads_per_key
         self._added_stairs = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
 
@@ -328,7 +330,8 @@ class FusedRuntime(LayeredRuntime):
         """Return the mask of the layers of one kind, with heads folded, in the model's dtype."""
         width = step.query_positions.shape[1]
         sees_all = window is None or step.num_keys <= window
-        if sees_all and step.mask is not None and step.start is not None:
+        # The kernels of a GPU need masks that are aligned, as views of the table are not.
+        if sees_all and step.mask is not None and step.start is not None and self.device.type == "cpu":
             return LayerMask(self._added_stairs.mask(step.start, width, step.num_keys), causal=False)
         rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         allowed = step.visible(rule, window)

@@ -97,7 +97,7 @@ class AttentionHeads:
         folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
         folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
         mixed = masked_attention(folded, key, value, view.mask, self.scaling)
-        mixed = mixed.view(rows, self.num_keys, width, self.group * self.size)
+        mixed = mixed.reshape(rows, self.num_keys, width, self.group * self.size)
         return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
 

@@ -72,7 +72,8 @@ class Rotary:
         return table
 
     def _rows(self, count: int) -> Tensor:
-        angles = torch.outer(torch.arange(count, dtype=torch.float32), self.frequencies)
+        positions = torch.arange(count, dtype=torch.float32, device=self.frequencies.device)
+        angles = torch.outer(positions, self.frequencies)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         join = _interleaved if self.pairs else torch.cat
         return torch.cat((join((cos, cos), -1), join((-sin, sin), -1)), -1).to(self.dtype)

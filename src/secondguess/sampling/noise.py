@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import TypeVar
 
 import numpy
 import torch
@@ -28,18 +26,19 @@ from torch import Tensor
 
 from secondguess.core import Row, token_tensor
 from secondguess.runtime.base import RowNoise
+from secondguess.runtime.hashes import (
+    ALL_BITS,
+    GOLDEN,
+    IntArray,
+    Purpose,
+    hash_of,
+    mix_integer,
+    scalar_uniforms,
+    shift_right,
+    uniform_per_token_on_device,
+)
 from secondguess.runtime.native.sampling import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
-
-
-class Purpose(IntEnum):
-    """Use of a random number; numbers for different purposes are independent."""
-
-    DRAFT = 1
-    ACCEPT = 2
-    DRAW = 3
-    RACE = 4
-    ROUND = 5
 
 
 class Noise(ABC):
@@ -174,7 +173,7 @@ class KeyedNoise(Noise):
     def of_row(self) -> RowNoise | None:
         if len(self.keys) != 1:
             return None
-        return RowNoise(self.keys[0] & _ALL_BITS, self.positions[0], self.any_coupled)
+        return RowNoise(self.keys[0] & ALL_BITS, self.positions[0], self.any_coupled)
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape
@@ -211,30 +210,16 @@ class KeyedNoise(Noise):
         return draw_by_inversion(dists, uniforms[:, 0] if dists.ndim == 2 else uniforms)
 
     def uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
-        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round.
-
-        They are the top 52 bits of a hash plus one half, strictly between 0 and 1; with 53 bits,
-        adding one half would round up to 1.
-        """
+        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
         # For a few numbers, the overhead of an array exceeds the computation.
         if sum(map(len, places)) > _MAX_SCALAR_HASHES:
-            keys = _hash(numpy.array(self.keys), numpy.array(self.positions), Purpose.ROUND)
+            keys = hash_of(numpy.array(self.keys), numpy.array(self.positions), Purpose.ROUND)
             # Rows often share one sequence of places, and converting it takes longer than hashing.
             shared = all(row is places[0] for row in places)
-            hashes = _hash(keys[:, None], numpy.array(places[:1] if shared else places), purpose)
-            return (_shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
-        uniforms = [
-            [((_mix_integer(key ^ _place_hash(place, purpose)) >> 12) + 0.5) * 2.0**-52 for place in row]
-            for key, row in zip(self._round_keys, places, strict=True)
-        ]
-        return numpy.array(uniforms)
-
-    @cached_property
-    def _round_keys(self) -> list[int]:
-        return [
-            _mix_integer((key & _ALL_BITS) ^ _place_hash(position, Purpose.ROUND))
-            for key, position in zip(self.keys, self.positions, strict=True)
-        ]
+            hashes = hash_of(keys[:, None], numpy.array(places[:1] if shared else places), purpose)
+            return (shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
+        rows = zip(self.keys, self.positions, places, strict=True)
+        return numpy.array([scalar_uniforms(key, position, own, purpose) for key, position, own in rows])
 
     def _race(self, dists: Tensor, depths: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the first token to arrive: v, with probability `dists[v]`, normalised."""
@@ -261,7 +246,7 @@ class KeyedNoise(Noise):
     def _device_uniforms(self, device: torch.device, depths: Tensor, width: int) -> Tensor:
         keys, positions = token_tensor(self.keys, device), token_tensor(self.positions, device)
         hashes = _race_hashes(keys, positions, depths.to(device))
-        return _uniform_per_token_on_device(hashes, width)
+        return uniform_per_token_on_device(hashes, width)
 
 
 @lru_cache(maxsize=256)
@@ -270,71 +255,24 @@ def _bool_tensor(values: tuple[bool, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)
 
 
-IntArray = TypeVar("IntArray", Tensor, NDArray[numpy.int64])
-"""64-bit integers that wrap around: a tensor on a device, or an array on the host."""
-
 Places = Sequence[Sequence[int]]
 """Depths or node indices that need random numbers, per row; equally many for each row."""
 
 _MAX_SCALAR_HASHES = 64
 """Up to this many numbers are hashed one by one; any array operation costs as much as about 50."""
 
-_ALL_BITS = (1 << 64) - 1
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as a signed integer: the step of SplitMix64
-
-
-def _shift_right(values: IntArray, bits: int) -> IntArray:
-    """Shift right logically; the operator alone would extend the sign."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(values: IntArray) -> IntArray:
-    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
-
-    Each input bit flips half of the output bits.
-    """
-    values = values + _GOLDEN
-    values = (values ^ _shift_right(values, 30)) * -4658895280553007687
-    values = (values ^ _shift_right(values, 27)) * -7723592293110705685
-    return values ^ _shift_right(values, 31)
-
 
 @lru_cache(maxsize=4096)
 def _row_key(seed: int, sample_index: int) -> int:
     """Return the hash of a row's seed and sample index as a signed integer."""
-    key = _mix_integer(_mix_integer(seed) ^ sample_index)
+    key = mix_integer(mix_integer(seed) ^ sample_index)
     return key - (1 << 64) if key >= 1 << 63 else key
-
-
-def _mix_integer(value: int) -> int:
-    """Apply `_mix` to one number without tensor overhead, for batches of thousands of rows."""
-    value = (value + _GOLDEN) & _ALL_BITS
-    value = ((value ^ value >> 30) * -4658895280553007687) & _ALL_BITS
-    value = ((value ^ value >> 27) * -7723592293110705685) & _ALL_BITS
-    return value ^ value >> 31
-
-
-def _hash(keys: IntArray, places: IntArray, purpose: int | IntArray) -> IntArray:
-    return _mix(keys ^ _mix(places * len(Purpose) + purpose))
-
-
-@lru_cache(maxsize=4096)
-def _place_hash(place: int, purpose: int) -> int:
-    """Return the part of `_hash` that all rows share, as an unsigned integer."""
-    return _mix_integer(place * len(Purpose) + purpose)
 
 
 def _race_hashes(keys: IntArray, positions: IntArray, depths: IntArray) -> IntArray:
     """Return the hashes `[...]` of races at `depths` `[row, ...]` after `positions` `[row]`."""
     shape = (-1, *([1] * (depths.ndim - 1)))
-    return _hash(keys.reshape(shape), positions.reshape(shape) + depths, Purpose.RACE)
-
-
-def _uniform_per_token_on_device(hashes: Tensor, width: int) -> Tensor:
-    """Return `[..., token]` uniforms, without a copy from the device."""
-    tokens = torch.arange(width, device=hashes.device)
-    mixed = _mix(hashes[..., None] + tokens * _GOLDEN)
-    return (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52
+    return hash_of(keys.reshape(shape), positions.reshape(shape) + depths, Purpose.RACE)
 
 
 def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[numpy.float64]:
@@ -342,7 +280,7 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
     mixed = hashes[..., None].view(numpy.uint64) + _token_offsets(width)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> numpy.uint64(shift)
-        mixed *= numpy.uint64(factor & _ALL_BITS)
+        mixed *= numpy.uint64(factor & ALL_BITS)
     mixed ^= mixed >> numpy.uint64(31)
     mixed >>= numpy.uint64(12)
     uniforms = mixed.astype(numpy.float64)
@@ -353,5 +291,5 @@ def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[nump
 
 @lru_cache(maxsize=8)
 def _token_offsets(width: int) -> NDArray[numpy.uint64]:
-    """Return `(v + 1) * _GOLDEN` for each token v; this includes the first addition of `_mix`."""
-    return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(_GOLDEN & _ALL_BITS)
+    """Return `(v + 1) * GOLDEN` for each token v; this includes the first addition of `mix`."""
+    return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(GOLDEN & ALL_BITS)

@@ -1,0 +1,1 @@
+"""Forward passes of decoders on a GPU, captured as CUDA graphs."""

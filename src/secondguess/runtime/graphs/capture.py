@@ -1,0 +1,118 @@
+"""Functions that are captured as CUDA graphs, and the fixed inputs that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from secondguess.runtime.graphs.operations import PassInputs
+
+Result = TypeVar("Result")
+MAX_GRAPHS = 64
+"""Largest number of graphs that a runtime keeps; the one that was used least recently is dropped."""
+
+
+class Graph(Generic[Result]):
+    """Function without arguments, captured on a CUDA device; on a CPU it is called.
+
+    Capturing calls it once.
+
+    Args:
+        function: reads tensors whose values change between calls, and returns tensors. It must not read values back
+            from the device.
+        device: device of these tensors.
+        pool: memory pool that the graphs of a runtime share; None on a CPU.
+    """
+
+    def __init__(self, function: Callable[[], Result], device: torch.device, pool: Any) -> None:
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            function()  # as often as on a CUDA device, so that tests see what it changes
+            return
+        current = torch.cuda.current_stream(device)
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            function()  # compiles kernels, and lets libraries allocate their workspaces
+            # Other threads may use the device while this one captures.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._result = function()
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+        self._graph = graph
+
+    def __call__(self) -> Result:
+        """Run the function; results on a CUDA device are overwritten by the next call."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._result
+
+
+class GraphCache:
+    """Graphs of a runtime, dropped when the tensors that they read are replaced.
+
+    Args:
+        device: device of the runtime.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def get(self, key: Hashable, make: Callable[[Any], Result]) -> Result:
+        """Return what is stored for a key, or what `make` returns, given the memory pool."""
+        found: Result = self._graphs.pop(key) if key in self._graphs else make(self._pool)
+        self._graphs[key] = found  # the last one used
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return found
+
+    def clear(self) -> None:
+        """Drop all graphs, and free their memory."""
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+
+class StaticInputs:
+    """Inputs of forward passes of one shape at fixed addresses.
+
+    Args:
+        num_rows, width: shape of the pass.
+        num_integers, num_floats: size of `integers` and `floats`.
+        device: device of the tensors.
+
+    Attributes:
+        inputs: of the pass.
+        integers, floats: further values, int64 and float64.
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, device: torch.device, num_integers: int = 0, num_floats: int = 0
+    ) -> None:
+        num_tokens = num_rows * width
+        sizes = [num_rows, num_rows, num_tokens, num_tokens, num_tokens, num_integers]
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        slots, starts, *of_tokens, self.integers = torch.split(self._buffer, sizes)
+        tokens, positions, ancestors = (each.view(num_rows, width) for each in of_tokens)
+        self.inputs = PassInputs(slots, starts, tokens, positions, ancestors)
+        self.floats = torch.zeros(num_floats, dtype=torch.float64, device=device)
+
+    def set(self, values: Sequence[int], floats: Sequence[float] = ()) -> None:
+        """Set all values: the fields of the inputs in order, then `integers`, and `floats`."""
+        # A copy of so few bytes from pageable memory is staged at once: the source may be freed.
+        self._buffer.copy_(torch.tensor(values, dtype=torch.int64))
+        if floats:
+            self.floats.copy_(torch.tensor(floats, dtype=torch.float64))
+
+
+def bucket(number: int, sizes: Sequence[int]) -> int:
+    """Return the smallest of ascending `sizes` that is at least `number`, or a multiple of the last."""
+    fitting = next((size for size in sizes if size >= number), None)
+    return -(-number // sizes[-1]) * sizes[-1] if fitting is None else fitting

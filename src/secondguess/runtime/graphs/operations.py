@@ -1,0 +1,333 @@
+"""Operations of a decoder's forward pass over few tokens: Triton kernels on a GPU, torch elsewhere.
+
+All shapes are fixed by the arguments, and nothing is read back from the device, so that a pass can be captured as a
+CUDA graph. The torch versions define the results; the kernels equal them up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondguess.runtime.attention import explicit_attention
+from secondguess.runtime.families import ACTIVATIONS, LayerNorm, Norm
+from secondguess.runtime.fused_decoder import AttentionHeads
+from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.rotary import Rotary, rotate
+
+MAX_QUERIES = 63
+"""Largest number of queries of a row, whose ancestors are bits of a signed 64-bit integer."""
+MAX_KERNEL_TOKENS = 64
+"""Largest number of tokens for which the linear kernel is used; products of more are not bound by reading weights."""
+CHUNK = 128
+"""Keys that one program of the attention kernel reads."""
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+"""Number in the kernels of each activation that they compute."""
+
+
+class PassInputs(NamedTuple):
+    """Inputs of a forward pass, int64 on the device.
+
+    Args:
+        slots: `[row]`, cache slot.
+        starts: `[row]`, cached tokens; negative for padding, which writes nothing and has no meaning.
+        tokens: `[row, query]`, token ids.
+        positions: `[row, query]`, text positions.
+        ancestors: `[row, query]`, bit i is set at the query's ancestors among the queries, and at itself; None if each
+            query follows the one before it, as in prefills.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    tokens: Tensor
+    positions: Tensor
+    ancestors: Tensor | None
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, `[slot, kv_head, position, size]` each, contiguous."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def linear(
+    states: Tensor,
+    product: PackableLinear,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return `residual + scale * activation(norm(states) @ weight.T + bias)`, `[token, output]`.
+
+    Args:
+        states: `[token, input]`.
+        product: weight and bias.
+        norm: applied to the states; None for none.
+        activation: name of the activation of the first half of the outputs, by which the second half is multiplied;
+            None to return all outputs.
+        residual: `[token, output]`; None for zeros.
+        scale: factor on what is added to the residual.
+    """
+    if norm is not None:
+        of_kernel = uses_kernels(states) and not isinstance(norm, LayerNorm)
+        states = _norm_kernel(states, norm) if of_kernel else norm(states)
+    if not len(states):
+        return states.new_empty(0, product.num_outputs)
+    fits = len(states) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
+    if fits and uses_kernels(states):
+        return _linear_kernel(states, product, activation, residual, scale)
+    output = product(states)
+    if activation is not None:
+        gate, value = output.chunk(2, -1)
+        output = ACTIVATIONS[activation](gate) * value
+    output = output if scale == 1.0 else output * scale
+    return output if residual is None else residual + output
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: AttentionHeads,
+    norms: tuple[Norm, Norm] | None,
+    rotary: Rotary,
+    cache: LayerCache,
+    inputs: PassInputs,
+) -> Tensor:
+    """Return rotated queries `[token, head, size]`, and write keys and values to the cache.
+
+    Args:
+        qkv: `[token, width]`, queries, keys and values of all heads.
+        heads: number and size of the heads.
+        norms: norms of each head of queries and of keys, before the rotation; None for none.
+        rotary: table of the layer, with rows for every position of the cache.
+        cache: the layer's cache.
+        inputs: of the pass.
+    """
+    if uses_kernels(qkv):
+        return _rotate_kernel(qkv, heads, norms, rotary, cache, inputs)
+    num_rows, width = inputs.tokens.shape
+    parts = qkv.view(num_rows, width, -1, heads.size)
+    queries, keys, values = torch.split(parts, [heads.num_queries, heads.num_keys, heads.num_keys], 2)
+    if norms is not None:
+        queries, keys = norms[0](queries), norms[1](keys)
+    cos, sin = rotary.table(0)[inputs.positions].unsqueeze(-2).chunk(2, -1)
+    queries, keys = (rotate(each, cos, sin, rotary.pairs) for each in (queries, keys))
+    for row, start in enumerate(inputs.starts.tolist()):
+        if start >= 0:
+            slot, cells = inputs.slots[row], slice(start, start + width)
+            cache.keys[slot, :, cells] = keys[row].transpose(0, 1)
+            cache.values[slot, :, cells] = values[row].transpose(0, 1)
+    return queries.flatten(0, 1)
+
+
+def attention(
+    queries: Tensor, heads: AttentionHeads, window: int | None, cache: LayerCache, inputs: PassInputs
+) -> Tensor:
+    """Return the attention output `[token, head * size]`.
+
+    Args:
+        queries: `[token, head, size]`.
+        heads: number, size and scaling of the heads.
+        window: sliding window in positions; None for full attention.
+        cache: the layer's cache.
+        inputs: of the pass.
+    """
+    if uses_kernels(queries):
+        return _attention_kernel(queries, heads, window, cache, inputs)
+    num_rows, width = inputs.tokens.shape
+    outputs = []
+    for row, start in enumerate(inputs.starts.tolist()):
+        asked = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(1, 2)
+        if start < 0:
+            outputs.append(torch.zeros_like(asked.transpose(1, 2)))
+            continue
+        slot, total = int(inputs.slots[row]), start + width
+        nodes = torch.arange(width, device=queries.device)
+        seen = nodes <= nodes[:, None]
+        if inputs.ancestors is not None:
+            seen = (inputs.ancestors[row][:, None] >> nodes) & 1 == 1
+        mask = torch.cat((seen.new_ones(width, start), seen), 1)
+        if window is not None:
+            of_keys = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
+            mask &= inputs.positions[row][:, None] - of_keys < window
+        keys, values = (each[slot : slot + 1, :, :total] for each in cache)
+        outputs.append(
+            explicit_attention(asked, keys, values, mask[None, None], heads.scaling, heads.cap, heads.sinks)
+        )
+    return torch.cat(outputs).reshape(num_rows * width, -1)
+
+
+def uses_kernels(values: Tensor) -> bool:
+    """Return whether the Triton kernels compute with these values."""
+    return values.is_cuda
+
+
+def _norm_kernel(states: Tensor, norm: Norm) -> Tensor:
+    output, size = torch.empty_like(states), states.shape[1]
+    _triton().norm_kernel[(len(states),)](
+        states,
+        norm.weight,
+        output,
+        norm.eps,
+        SIZE=size,
+        BLOCK=_power_of_two(size),
+        num_warps=8,
+    )
+    return output
+
+
+def _linear_kernel(
+    states: Tensor,
+    product: PackableLinear,
+    activation: str | None,
+    residual: Tensor | None,
+    scale: float,
+) -> Tensor:
+    num_tokens, num_inputs = states.shape
+    num_outputs = product.num_outputs // (1 if activation is None else 2)
+    output = states.new_empty(num_tokens, num_outputs)
+    block_outputs, block_inputs, stages = _tile(num_outputs, num_inputs, activation, states.dtype)
+    _triton().linear_kernel[(-(-num_outputs // block_outputs),)](
+        states,
+        product.weight,
+        product.bias,
+        residual,
+        output,
+        num_tokens,
+        num_outputs,
+        scale,
+        NUM_INPUTS=num_inputs,
+        HAS_BIAS=product.bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=0 if activation is None else GATES[activation],
+        BLOCK_TOKENS=max(16, _power_of_two(num_tokens)),
+        BLOCK_OUTPUTS=block_outputs,
+        BLOCK_INPUTS=block_inputs,
+        STAGES=stages,
+        num_warps=4,
+    )
+    return output
+
+
+def _tile(
+    num_outputs: int, num_inputs: int, activation: str | None, dtype: torch.dtype
+) -> tuple[int, int, int]:
+    """Return outputs and inputs per block and the pipeline stages of the linear kernel, measured on an H200."""
+    if dtype == torch.float32:
+        return 32, 64, 2
+    if num_outputs > 32768:  # a head
+        return 64, 128, 4
+    if activation is not None:
+        return 32, 128, 3
+    return (32, 256, 4) if num_inputs > 8192 else (32, 128, 5)
+
+
+def _rotate_kernel(
+    qkv: Tensor,
+    heads: AttentionHeads,
+    norms: tuple[Norm, Norm] | None,
+    rotary: Rotary,
+    cache: LayerCache,
+    inputs: PassInputs,
+) -> Tensor:
+    table = rotary.table(0)
+    queries = qkv.new_empty(len(qkv), heads.num_queries, heads.size)
+    _triton().rotate_kernel[(len(qkv), heads.num_queries + 2 * heads.num_keys)](
+        qkv,
+        queries,
+        *cache,
+        *((None, None) if norms is None else (norms[0].weight, norms[1].weight)),
+        table,
+        inputs.slots,
+        inputs.starts,
+        inputs.positions,
+        inputs.tokens.shape[1],
+        *cache.keys.stride()[:2],
+        0.0 if norms is None else norms[0].eps,
+        NUM_QUERIES=heads.num_queries,
+        NUM_KEYS=heads.num_keys,
+        SIZE=heads.size,
+        ROTATED=table.shape[1] // 2,
+        BLOCK=_power_of_two(heads.size),
+        HAS_NORM=norms is not None,
+        ROTATES_PAIRS=rotary.pairs,
+        num_warps=1,
+    )
+    return queries
+
+
+def _attention_kernel(
+    queries: Tensor,
+    heads: AttentionHeads,
+    window: int | None,
+    cache: LayerCache,
+    inputs: PassInputs,
+) -> Tensor:
+    num_rows, width = inputs.tokens.shape
+    num_tokens, capacity = num_rows * width, cache.keys.shape[2]
+    is_causal = inputs.ancestors is None
+    # With many queries there is work for all processors without chunks, whose sums need memory.
+    chunk = _power_of_two(capacity) if is_causal else CHUNK
+    num_chunks = -(-capacity // chunk)
+    block_size = max(16, _power_of_two(heads.size))
+    options = {"SIZE": heads.size, "BLOCK_SIZE": block_size, "CHUNK": chunk}
+    shape = (num_tokens, heads.num_queries, num_chunks)
+    sums = torch.empty(*shape, heads.size, device=queries.device)
+    statistics = torch.empty(*shape, 2, device=queries.device)
+    # the same for every width of a draft: the sums of a query depend on it
+    block = 64 if is_causal else 32
+    _triton().attention_kernel[(num_rows * heads.num_keys, num_chunks, -(-width * heads.group // block))](
+        queries,
+        *cache,
+        inputs.slots,
+        inputs.starts,
+        inputs.positions,
+        inputs.ancestors,
+        sums,
+        statistics,
+        width,
+        *cache.keys.stride()[:2],
+        num_chunks,
+        heads.scaling,
+        heads.cap or 0.0,
+        window or 0,
+        IS_CAUSAL=is_causal,
+        HAS_CAP=heads.cap is not None,
+        HAS_WINDOW=window is not None,
+        NUM_KEYS=heads.num_keys,
+        GROUP=heads.group,
+        BLOCK_QUERIES=block,
+        BLOCK_KEYS=32 if queries.dtype == torch.float32 else 64,
+        num_warps=4,
+        num_stages=2,
+        **options,
+    )
+    output = queries.new_empty(num_tokens, heads.num_queries * heads.size)
+    _triton().merge_kernel[(num_tokens, heads.num_queries)](
+        sums,
+        statistics,
+        heads.sinks,
+        inputs.starts,
+        output,
+        width,
+        num_chunks,
+        HAS_SINKS=heads.sinks is not None,
+        NUM_HEADS=heads.num_queries,
+        num_warps=1,
+        **options,
+    )
+    return output
+
+
+def _triton() -> Any:
+    from secondguess.runtime.graphs import triton_kernels
+
+    return triton_kernels
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << math.ceil(math.log2(number))

@@ -1,0 +1,361 @@
+"""Runtime on a GPU whose forward passes over few tokens are captured as CUDA graphs.
+
+Prefills call the operations one by one. A round's passes have few tokens and fixed shapes: the numbers of rows and of
+queries are rounded up, and one graph per shape is captured when it is first needed. Chains of a draft model are drawn
+by graphs, too, several passes and draws in each.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from secondguess.core import Draft, Row
+from secondguess.errors import SecondGuessError
+from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates
+from secondguess.runtime.exclusive import exclusive
+from secondguess.runtime.families import why_not_described
+from secondguess.runtime.fused import PROBE_TOLERANCE, CheckedDecoder, FusedRuntime, probe_passes
+from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
+from secondguess.runtime.graphs.draws import Draws, draw_nodes
+from secondguess.runtime.graphs.forward import run_decoder
+from secondguess.runtime.graphs.operations import MAX_QUERIES, PassInputs
+from secondguess.runtime.hashes import Purpose, scalar_uniforms
+from secondguess.runtime.native.sampling import require_finite
+from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.support import without_gradients
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
+"""Numbers of rows and of queries per row to which a pass is padded."""
+MAX_TOKENS = 512
+"""Largest number of tokens of a captured pass; larger ones are not bound by the time of launching kernels."""
+MAX_CATCH_UP = 2
+"""Largest number of uncached tokens with which a chain is drawn at once: one more than after a rejected draft."""
+SEGMENT = 4
+"""Largest number of nodes that one graph draws, after which the host decides whether to go on."""
+PREFILL_CHUNK = 2048
+
+
+def why_not_graphs(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why passes of this configuration are not captured in this dtype on this device, else None."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, got {device}"
+    if dtype == torch.float64:
+        return "its kernels compute in float32"
+    if find_spec("triton") is None:
+        return "its kernels need Triton, which is not installed"
+    return why_not_described(config, with_experts=False)
+
+
+def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
+    """Return the runtime of a fused decoder, or None if its kernels would not reproduce the module's logits.
+
+    The fused decoder must not be used afterwards in the latter case.
+    """
+    runtime = GraphRuntime(checked.decoder)
+    found = runtime.read_captured(checked.tokens)
+    tolerance = PROBE_TOLERANCE[checked.decoder.embedding.dtype]
+    return runtime if probe_passes("graphs", found, checked.logits, tolerance) else None
+
+
+class ScoringPass(NamedTuple):
+    """Captured forward pass over the nodes of drafts.
+
+    Args:
+        static: its inputs.
+        graph: returns logits `[token, vocab]` and the requested hidden states.
+    """
+
+    static: StaticInputs
+    graph: Graph[Any]
+
+
+class DrawingPass(NamedTuple):
+    """Captured passes of a draft model that draw several nodes.
+
+    Args:
+        static: inputs of the first pass; `integers` has the key and position of the row's noise, `floats` the
+            temperature, the logarithm of min-p and one uniform per node.
+        graph: returns the drawn nodes.
+    """
+
+    static: StaticInputs
+    graph: Graph[Draws]
+
+
+class GraphRuntime(FusedRuntime):
+    """Runtime over a fused decoder without mixtures of experts.
+
+    On a CPU the same operations run without being captured, for tests.
+
+    Args:
+        decoder, hidden_layers, prefill_chunk: as in `FusedRuntime`.
+    """
+
+    def __init__(
+        self, decoder: FusedDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = PREFILL_CHUNK
+    ) -> None:
+        super().__init__(decoder, hidden_layers, prefill_chunk)
+        self._graphs = GraphCache(self.device)
+        self._captured_cache: ReferenceType[Tensor] | None = None
+
+    def skip_layers(self, skipped: Sequence[int]) -> GraphRuntime:
+        return GraphRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
+
+    @exclusive
+    def free(self) -> None:
+        self._graphs.clear()
+        super().free()
+
+    @exclusive
+    def read_captured(self, tokens: Tensor) -> Tensor:
+        """Return logits `[row, token, vocab]` of texts by a captured pass without keeping them, for probes.
+
+        Args:
+            tokens: `[row, token]`, of at most `MAX_QUERIES` tokens.
+        """
+        num_rows, width = tokens.shape
+        with torch.inference_mode():
+            self._reserve(num_rows - 1, width)
+            of_row = [*range(width)], [(2 << query) - 1 for query in range(width)]
+            fields = (
+                [*range(num_rows)],
+                [0] * num_rows,
+                tokens.flatten().tolist(),
+                *(num_rows * each for each in of_row),
+            )
+            values = [*chain.from_iterable(fields)]
+            scoring = self._graphs.get(
+                "probe", lambda pool: self._scoring_pass(num_rows, width, (), values, pool)
+            )
+            logits: Tensor = scoring.graph().logits.view(num_rows, width, -1).clone()
+        self.free()
+        return logits
+
+    def _run_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
+    ) -> tuple[Tensor, HiddenStates]:
+        num_rows, width = len(states), max(num_uncached) + draft.num_nodes
+        if self._partial is not None or width > MAX_QUERIES or num_rows * width > MAX_TOKENS:
+            return super()._run_queries(states, num_uncached, draft)
+        size, num_queries = bucket(num_rows, ROWS), bucket(width, WIDTHS)
+        self._reserve(
+            max(state.slot for state in states), max(state.length for state in states) + num_queries
+        )
+        trees = list(zip(states, num_uncached, draft.token_lists, draft.shapes, strict=True))
+        values = list(_scoring_inputs(trees, size, num_queries, self.context_length))
+        layers = self.hidden_layers
+        scoring = self._graphs.get(
+            (size, num_queries, layers),
+            lambda pool: self._scoring_pass(size, num_queries, layers, values, pool),
+        )
+        scoring.static.set(values)
+        output = scoring.graph()
+        # The next pass overwrites what is not copied; logits of half precision are converted to float32 below.
+        logits = _columns(output.logits, size, num_uncached, draft.num_nodes)
+        hidden = {
+            layer: _columns(each, size, num_uncached, draft.num_nodes).clone()
+            for layer, each in output.hidden.items()
+        }
+        return logits.clone() if logits.dtype == torch.float32 else logits, hidden
+
+    def _prefill_forward(
+        self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
+    ) -> HiddenStates:
+        num_rows, width = tokens.shape
+        starts = [state.length for state in states]
+        self._reserve(max(state.slot for state in states), max(starts) + width)
+        slots, firsts = torch.tensor([[state.slot for state in states], starts], device=self.device)
+        positions = firsts[:, None] + torch.arange(width, device=self.device)
+        inputs = PassInputs(slots, firsts, tokens, positions.clamp(max=self.context_length - 1), None)
+        layers = self.hidden_layers if with_hidden else ()
+        hidden = run_decoder(self.decoder, self.cache, inputs, layers, with_logits=False).hidden
+        return {layer: of_tokens.view(num_rows, width, -1) for layer, of_tokens in hidden.items()}
+
+    def _reserve(self, last_slot: int, num_positions: int) -> None:
+        """Make room in the cache, and drop the graphs if it was replaced."""
+        self.cache.reserve(last_slot + 1, num_positions)
+        heads = self.decoder.layers[0].heads
+        self.cache.allocate(self.num_layers, heads.num_keys, heads.size, self.decoder.embedding.dtype)
+        known = None if self._captured_cache is None else self._captured_cache()
+        if known is not self.cache.keys[0]:
+            self._graphs.clear()
+            self._captured_cache = ref(self.cache.keys[0])
+            for rotary in self.decoder.rotaries.values():
+                rotary.table(self.cache.capacity)
+
+    def _scoring_pass(
+        self, size: int, num_queries: int, layers: tuple[int, ...], values: Sequence[int], pool: Any
+    ) -> ScoringPass:
+        static = StaticInputs(size, num_queries, self.device)
+        static.set(values)  # capturing runs a pass, which must write to the right places
+        decoder, cache = self.decoder, self.cache
+        graph = Graph(lambda: run_decoder(decoder, cache, static.inputs, layers), self.device, pool)
+        return ScoringPass(static, graph)
+
+    @exclusive
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        if not self._draws(request):
+            return None
+        self._partial = None
+        state = self.slots[row]
+        [num_uncached] = self._catch_up([state])
+        if num_uncached > MAX_CATCH_UP:
+            return None
+        with without_gradients():
+            drawn = self._draw_chain(state, request)
+        row.tokens += drawn.tokens
+        state.length = len(row.tokens) - 1
+        return drawn
+
+    def _draws(self, request: ChainRequest) -> bool:
+        """Return whether graphs draw chains with these settings."""
+        return (
+            request.vocab_size <= self.vocab_size
+            and request.vocabulary is None
+            and not request.settings.truncates
+        )
+
+    def _draw_chain(self, state: CachedRow, request: ChainRequest) -> DrawnChain:
+        known = state.row.tokens
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        goes_on = True
+        while goes_on:
+            count = min(SEGMENT, request.num_nodes - len(tokens))
+            read = [*known[state.length :], *tokens] if not tokens else tokens[-1:]
+            start = len(known) + len(tokens) - len(read)
+            drawn = self._draw_segment(state.slot, start, read, count, len(tokens), request)
+            found, confidences = drawn.on_host()
+            if any(math.isnan(each) for each in confidences):
+                require_finite(drawn.logits)
+                raise SecondGuessError(
+                    "expected a finite logit from the draft model, got none; its weights are broken"
+                )
+            num_kept, goes_on = _num_to_keep(request, drawn.logits, confidences, len(tokens))
+            if drawn.probs is not None:
+                probs.append(drawn.probs[:num_kept].clone())
+            tokens += found[:num_kept]
+        return DrawnChain(tokens, torch.cat(probs) if probs else None)
+
+    def _draw_segment(
+        self, slot: int, start: int, read: list[int], count: int, depth: int, request: ChainRequest
+    ) -> Draws:
+        """Run a graph that reads tokens from position `start` on, and draws `count` nodes from `depth` on."""
+        width, settings, noise = len(read), request.settings, request.noise
+        self._reserve(slot, start + width + count)
+        is_greedy, vocab_size = settings.temperature == 0, request.vocab_size
+        positions = range(start, start + width)
+        ancestors = [(2 << index) - 1 for index in range(width)]
+        nodes = range(depth, depth + count)
+        uniforms = [] if is_greedy else scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT)
+        signed = noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key
+        values = [slot, start, *read, *positions, *ancestors, signed, noise.position + depth]
+        floats = [] if is_greedy else [settings.temperature, settings.log_min_p, *uniforms]
+        decoder, cache = self.decoder, self.cache
+
+        def make(pool: Any) -> DrawingPass:
+            static = StaticInputs(1, width, self.device, num_integers=2, num_floats=len(floats))
+            static.set(values, floats)  # capturing runs the passes, which must write to the right places
+
+            def draw() -> Draws:
+                return draw_nodes(
+                    lambda inputs: run_decoder(decoder, cache, inputs).logits,
+                    static,
+                    count,
+                    vocab_size,
+                    is_greedy=is_greedy,
+                    races=noise.races,
+                )
+
+            return DrawingPass(static, Graph(draw, self.device, pool))
+
+        drawing = self._graphs.get((width, count, is_greedy, noise.races, vocab_size), make)
+        drawing.static.set(values, floats)
+        return drawing.graph()
+
+
+def _columns(values: Tensor, size: int, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
+    """Return those of pending and the nodes, `[row, node + 1, ...]`, of values `[token, ...]` of `size` rows."""
+    of_rows = values.view(size, -1, values.shape[-1])
+    first = num_uncached[0] - 1
+    if all(count == num_uncached[0] for count in num_uncached):
+        return of_rows[: len(num_uncached), first : first + num_nodes + 1]
+    firsts = torch.tensor(num_uncached, device=values.device)[:, None] - 1
+    rows = torch.arange(len(num_uncached), device=values.device)[:, None]
+    return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=values.device)]
+
+
+def _scoring_inputs(
+    trees: Sequence[tuple[CachedRow, int, Sequence[int], Sequence[int]]],
+    num_rows: int,
+    width: int,
+    context_length: int,
+) -> Iterator[int]:
+    """Yield the values of `PassInputs` for rows and their drafts.
+
+    Args:
+        trees: per row, its state, its number of uncached tokens, and tokens and parents of its nodes.
+        num_rows, width: padded shape.
+        context_length: padding has smaller positions.
+    """
+    num_padded = num_rows - len(trees)
+    yield from (state.slot for state, *_ in trees)
+    yield from [0] * num_padded
+    yield from (state.length for state, *_ in trees)
+    yield from [-1] * num_padded
+    positions: list[int] = []
+    ancestors: list[int] = []
+    for state, count, tokens, parents in trees:
+        seen = [(2 << query) - 1 for query in range(count)]
+        depths = list(range(count))
+        for parent in parents:
+            query = count - 1 if parent < 0 else count + parent
+            seen.append(seen[query] | 1 << len(seen))
+            depths.append(depths[query] + 1)
+        read = [*state.row.tokens[state.length :], *tokens[: len(parents)]]
+        yield from read
+        yield from [0] * (width - len(read))
+        seen += [1 << query for query in range(len(read), width)]
+        depths += [0] * (width - len(read))
+        positions += [min(state.length + depth, context_length - 1) for depth in depths]
+        ancestors += seen
+    padding = [0] * (num_padded * width)
+    yield from padding
+    yield from (*positions, *padding)
+    yield from (*ancestors, *padding)
+
+
+def _num_to_keep(
+    request: ChainRequest, logits: Tensor, confidences: Sequence[float], depth: int
+) -> tuple[int, bool]:
+    """Return how many of the nodes from `depth` on are kept, and whether others may follow.
+
+    Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
+    depends on a token, and none on what follows it.
+    """
+    for index, confidence in enumerate(confidences):
+        is_last = depth + index + 1 == request.num_nodes
+        if is_last or not _goes_on(request, logits[index : index + 1], depth + index, confidence):
+            return index + 1, False
+    return len(confidences), True
+
+
+def _goes_on(request: ChainRequest, logits: Tensor, depth: int, confidence: float) -> bool:
+    """Return whether another node is drafted after the one at a depth."""
+    rule = request.stopping_rule
+    if rule is None:
+        return request.keep_drafting is None or request.keep_drafting(logits, depth, confidence)
+    rule.groups.append(bisect_right(rule.edges, confidence))
+    groups = rule.groups[-depth - 1 :]
+    return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

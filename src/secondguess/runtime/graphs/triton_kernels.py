@@ -1,0 +1,306 @@
+"""Triton kernels of a decoder's forward pass over few tokens.
+
+A token's values do not depend on the other tokens of the pass: every token is summed in an order that is
+fixed by the shapes of the weights, and attention in chunks of fixed length.
+"""
+
+# Triton compiles these functions from their source: they have no annotations of values.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gated(gate, value, ACTIVATION: tl.constexpr):
+    """Return the product of an activated gate (1: SiLU, 2: GELU by tanh) and a value, in float32."""
+    if ACTIVATION == 1:
+        return gate * tl.sigmoid(gate) * value
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(2 * inner) * value
+
+
+@triton.jit
+def norm_kernel(states, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a token's root-mean-square norm."""
+    places = tl.arange(0, BLOCK)
+    mask = places < SIZE
+    factors = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    token = tl.program_id(0)
+    found = tl.load(states + token * SIZE + places, mask=mask, other=0.0).to(tl.float32)
+    found = found * tl.rsqrt(tl.sum(found * found, 0) / SIZE + eps) * factors
+    tl.store(output + token * SIZE + places, found.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def linear_kernel(
+    states,
+    weight,
+    bias,
+    residual,
+    output,
+    num_tokens,
+    num_outputs,
+    scale,
+    NUM_INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write `residual + scale * activation(states @ weight.T + bias)`.
+
+    With an activation the second half of the weight's outputs is multiplied by the activated first half.
+    """
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    inputs = tl.arange(0, BLOCK_INPUTS)
+    token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
+    rows = weight + outputs.to(tl.int64)[:, None] * NUM_INPUTS
+    second_rows = weight + (outputs.to(tl.int64) + num_outputs)[:, None] * NUM_INPUTS
+    sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
+    values = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
+    for first in tl.range(0, NUM_INPUTS, BLOCK_INPUTS, num_stages=STAGES):
+        columns = first + inputs
+        # Without a mask of the columns, blocks are copied asynchronously in vectors of 16 bytes.
+        if NUM_INPUTS % BLOCK_INPUTS == 0:
+            part_mask, tile_mask = token_mask[:, None], output_mask[:, None]
+        else:
+            column_mask = columns < NUM_INPUTS
+            part_mask, tile_mask = token_mask[:, None] & column_mask, output_mask[:, None] & column_mask
+        part = tl.load(states + tokens[:, None] * NUM_INPUTS + columns, mask=part_mask, other=0.0)
+        tile = tl.load(rows + columns, mask=tile_mask, other=0.0)
+        sums = tl.dot(part, tl.trans(tile), sums, input_precision="ieee")
+        if ACTIVATION:
+            second = tl.load(second_rows + columns, mask=tile_mask, other=0.0)
+            values = tl.dot(part, tl.trans(second), values, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION:
+            added = tl.load(bias + num_outputs + outputs, mask=output_mask, other=0.0)
+            values += added.to(tl.float32)[None, :]
+    if ACTIVATION:
+        sums = gated(sums, values, ACTIVATION)
+    places = tokens[:, None] * num_outputs + outputs[None, :]
+    mask = token_mask[:, None] & output_mask[None, :]
+    if HAS_RESIDUAL:
+        sums = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + sums * scale
+    tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv,
+    queries,
+    keys,
+    values,
+    query_norm,
+    key_norm,
+    table,
+    slots,
+    starts,
+    positions,
+    width,
+    slot_stride,
+    head_stride,
+    eps,
+    NUM_QUERIES: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ROTATES_PAIRS: tl.constexpr,
+):
+    """Normalise and rotate a token's queries and keys; write keys and values to the cache.
+
+    Rows whose start is negative write nothing to the cache.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = token // width
+    places = tl.arange(0, BLOCK)
+    mask = places < SIZE
+    source = qkv + (token * (NUM_QUERIES + 2 * NUM_KEYS) + head) * SIZE
+    found = tl.load(source + places, mask=mask, other=0.0).to(tl.float32)
+    if head < NUM_QUERIES + NUM_KEYS:
+        others = places ^ 1 if ROTATES_PAIRS else (places + ROTATED // 2) % ROTATED
+        is_rotated = places < ROTATED
+        other = tl.load(source + others, mask=is_rotated, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            factor = tl.rsqrt(tl.sum(found * found, 0) / SIZE + eps)
+            norm = query_norm
+            if head >= NUM_QUERIES:
+                norm = key_norm
+            found = found * factor * tl.load(norm + places, mask=mask, other=0.0).to(tl.float32)
+            other = other * factor * tl.load(norm + others, mask=is_rotated, other=0.0).to(tl.float32)
+        angles = table + tl.load(positions + token) * (2 * ROTATED) + places
+        cos = tl.load(angles, mask=is_rotated, other=1.0).to(tl.float32)
+        sin = tl.load(angles + ROTATED, mask=is_rotated, other=0.0).to(tl.float32)
+        found = found * cos + other * sin
+    if head < NUM_QUERIES:
+        place = (token * NUM_QUERIES + head) * SIZE + places
+        tl.store(queries + place, found.to(queries.dtype.element_ty), mask=mask)
+    else:
+        start = tl.load(starts + row)
+        cell = start + token % width
+        into = tl.load(slots + row) * slot_stride + cell * SIZE + places
+        if head < NUM_QUERIES + NUM_KEYS:
+            into += (head - NUM_QUERIES) * head_stride
+            tl.store(keys + into, found.to(keys.dtype.element_ty), mask=mask & (start >= 0))
+        else:
+            into += (head - NUM_QUERIES - NUM_KEYS) * head_stride
+            tl.store(values + into, found.to(values.dtype.element_ty), mask=mask & (start >= 0))
+
+
+@triton.jit
+def attention_kernel(
+    queries,
+    keys,
+    values,
+    slots,
+    starts,
+    positions,
+    ancestors,
+    sums,
+    statistics,
+    width,
+    slot_stride,
+    head_stride,
+    num_chunks,
+    scaling,
+    cap,
+    window,
+    IS_CAUSAL: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the unnormalised attention output of one chunk of keys, with its maximum and its sum.
+
+    A query attends to the cached keys and to its ancestors or, if the pass is causal, to all queries before it.
+    Statistics are `[token, head, chunk, 2]`, outputs `[token, head, chunk, size]`, in float32.
+    """
+    row, kv_head = tl.program_id(0) // NUM_KEYS, tl.program_id(0) % NUM_KEYS
+    chunk = tl.program_id(1)
+    start = tl.load(starts + row)
+    total = start + width
+    low = chunk * CHUNK
+    places = tl.arange(0, BLOCK_SIZE)
+    is_place = places < SIZE
+    base = tl.load(slots + row) * slot_stride + kv_head * head_stride
+    if (start >= 0) & (low < total):
+        folded = tl.program_id(2) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+        query = folded // GROUP
+        is_query = query < width
+        head = kv_head * GROUP + folded % GROUP
+        token = row * width + query
+        heads = token * (NUM_KEYS * GROUP) + head
+        asked = tl.load(
+            queries + heads[:, None] * SIZE + places[None, :],
+            mask=is_query[:, None] & is_place[None, :],
+            other=0.0,
+        )
+        position = tl.load(positions + token, mask=is_query, other=0)
+        if not IS_CAUSAL:
+            visible_nodes = tl.load(ancestors + token, mask=is_query, other=0)
+        largest = tl.full((BLOCK_QUERIES,), -float("inf"), tl.float32)
+        weights = tl.zeros((BLOCK_QUERIES,), tl.float32)
+        mixed = tl.zeros((BLOCK_QUERIES, BLOCK_SIZE), tl.float32)
+        first = low
+        if HAS_WINDOW:
+            # positions never fall along a row's queries' paths below its start
+            oldest = tl.maximum(start + 1 - window, 0)
+            first = tl.maximum(low, oldest // BLOCK_KEYS * BLOCK_KEYS)
+        end = tl.minimum(low + CHUNK, total)
+        if IS_CAUSAL:
+            last = (tl.program_id(2) * BLOCK_QUERIES + BLOCK_QUERIES - 1) // GROUP
+            end = tl.minimum(end, start + last + 1)
+        for block_start in range(first, end, BLOCK_KEYS):
+            cells = block_start + tl.arange(0, BLOCK_KEYS)
+            is_cell = cells < total
+            block = base + cells[:, None] * SIZE + places[None, :]
+            block_mask = is_cell[:, None] & is_place[None, :]
+            key = tl.load(keys + block, mask=block_mask, other=0.0)
+            scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+            if HAS_CAP:
+                scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+            node = cells - start
+            if IS_CAUSAL:
+                visible = node[None, :] <= query[:, None]
+            else:
+                bits = visible_nodes[:, None] >> tl.maximum(node, 0)[None, :]
+                visible = ((node < 0)[None, :] | ((bits & 1) == 1)) & is_cell[None, :]
+            if HAS_WINDOW:
+                of_node = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
+                key_position = tl.where(node < 0, cells, of_node)
+                visible = visible & (position[:, None] - key_position[None, :] < window)
+            scores = tl.where(visible, scores, -float("inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.where(larger == -float("inf"), 0.0, larger)
+            probs = tl.exp(scores - shift[:, None])
+            decay = tl.exp(largest - shift)
+            weights = weights * decay + tl.sum(probs, 1)
+            value = tl.load(values + block, mask=block_mask, other=0.0)
+            mixed = mixed * decay[:, None]
+            mixed = tl.dot(probs.to(value.dtype), value, mixed, input_precision="ieee")
+            largest = larger
+        into = heads * num_chunks + chunk
+        tl.store(statistics + into * 2, largest, mask=is_query)
+        tl.store(statistics + into * 2 + 1, weights, mask=is_query)
+        tl.store(
+            sums + into[:, None] * SIZE + places[None, :], mixed, mask=is_query[:, None] & is_place[None, :]
+        )
+
+
+@triton.jit
+def merge_kernel(
+    sums,
+    statistics,
+    sinks,
+    starts,
+    output,
+    width,
+    num_chunks,
+    HAS_SINKS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write a token's attention output of one head, joined from the chunks; zeros for padding."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts + token // width)
+    places = tl.arange(0, BLOCK_SIZE)
+    mask = places < SIZE
+    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
+    largest = -float("inf")
+    weight = 0.0
+    if HAS_SINKS:
+        largest = tl.load(sinks + head).to(tl.float32)
+        weight = 1.0
+    at = (token * NUM_HEADS + head) * num_chunks
+    num_read = tl.where(start < 0, 0, tl.cdiv(start + width, CHUNK))
+    for chunk in range(0, num_read):
+        maximum = tl.load(statistics + (at + chunk) * 2)
+        total = tl.load(statistics + (at + chunk) * 2 + 1)
+        found = tl.load(sums + (at + chunk) * SIZE + places, mask=mask, other=0.0)
+        larger = tl.maximum(largest, maximum)
+        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        kept, added = tl.exp(largest - shift), tl.exp(maximum - shift)
+        mixed = mixed * kept + found * added
+        weight = weight * kept + total * added
+        largest = larger
+    mixed = tl.where(weight > 0, mixed / weight, 0.0)
+    into = output + (token * NUM_HEADS + head) * SIZE + places
+    tl.store(into, mixed.to(output.dtype.element_ty), mask=mask)

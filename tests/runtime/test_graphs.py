@@ -1,0 +1,241 @@
+"""The runtime with CUDA graphs; on a machine without a GPU, the same passes without capturing."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+
+from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
+from secondguess.core import Draft, Row, StoppingRule
+from secondguess.drafters.mirroring import TokenDrafter
+from secondguess.errors import SecondGuessError
+from secondguess.runtime.base import ChainRequest
+from secondguess.runtime.fused import fuse_for_kernels
+from secondguess.runtime.graphs import runtime as graphs
+from secondguess.runtime.graphs.capture import MAX_GRAPHS, GraphCache, bucket
+from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
+from secondguess.runtime.native.sampling import KernelSettings
+from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.probs import compute_draft_probs
+from secondguess.sampling.truncation import kernel_settings
+
+PROMPT = random_tokens(9, seed=1)
+NUM_NODES = 7
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(FAMILIES["llama"](), tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def runtime(checkpoint):
+    return graphs_of(checkpoint)
+
+
+@pytest.fixture
+def row(runtime):
+    row = row_of(PROMPT)
+    runtime.begin([row])
+    yield row
+    runtime.release(row)
+    runtime.reset_prefix_cache()
+
+
+def noise_of(params, coupled):
+    row = Row(list(PROMPT), params, seed=7, coupled=coupled)
+    return KeyedNoise.from_rows([row], GRAPHS_DEVICE)
+
+
+def request(params, coupled=False, num_nodes=NUM_NODES, **options):
+    options = {"keep_drafting": None} | options
+    noise = noise_of(params, coupled).of_row()
+    return ChainRequest(num_nodes, 300, kernel_settings(params), noise, **options)
+
+
+def drawn_one_by_one(runtime, params, coupled, num_nodes=NUM_NODES):
+    """Tokens and probabilities of a chain, by the operations of drafters that draw token by token."""
+    row, noise = Row(list(PROMPT), params), noise_of(params, coupled)
+    runtime.begin([row])
+    tokens, dists = [], []
+    for depth in range(num_nodes):
+        logits = runtime.score([row], Draft.empty(1)).logits[:, 0].to(GRAPHS_DEVICE)
+        dist, _ = compute_draft_probs(logits, [row], torch.empty(1, 0, dtype=torch.int64))
+        tokens.append(int(noise.draft(dist, depth)))
+        dists.append(dist[0])
+        row.tokens.append(tokens[-1])
+    runtime.release(row)
+    runtime.reset_prefix_cache()
+    return tokens, torch.stack(dists)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=0.8, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(runtime, row, params, coupled):
+    expected, dists = drawn_one_by_one(runtime, params, coupled)
+    for _ in range(2):  # captured, then replayed
+        found = runtime.draft_chain(row, request(params, coupled))
+        assert found.tokens == expected
+        assert row.tokens == PROMPT + expected
+        if params.temperature:
+            torch.testing.assert_close(found.probs, dists)
+        else:
+            assert found.probs is None
+        del row.tokens[len(PROMPT) :]
+        runtime.rewind([row], [len(PROMPT) - 1])
+
+
+def test_a_chain_continues_after_two_uncached_tokens(runtime, row):
+    params = SamplingParams(temperature=0)
+    expected, _ = drawn_one_by_one(runtime, params, coupled=False)
+    row.tokens += expected[:1]
+    assert runtime.draft_chain(row, request(params, num_nodes=3)).tokens == expected[1:4]
+    row.tokens += expected[4:7]
+    assert runtime.num_to_prefill(row) == 3
+    assert runtime.draft_chain(row, request(params)) is None  # too many: scored first
+
+
+def test_a_drawn_chain_is_cached(runtime, row):
+    params = SamplingParams(temperature=0)
+    tokens = runtime.draft_chain(row, request(params, num_nodes=5)).tokens
+    assert runtime.num_to_prefill(row) == 0
+    after = runtime.score([row], Draft.empty(1)).logits
+    other = row_of(PROMPT + tokens)
+    runtime.begin([other])
+    torch.testing.assert_close(after, runtime.score([other], Draft.empty(1)).logits)
+    runtime.release(other)
+
+
+@pytest.mark.parametrize("stop_after", [0, 2, 3, 5])
+def test_chains_end_where_the_callback_says(runtime, row, stop_after):
+    """Nodes are drawn in segments, but decided on one by one."""
+    asked = []
+
+    def keep_drafting(logits, depth, confidence):
+        asked.append(depth)
+        assert logits.shape == (1, 300)
+        assert confidence == pytest.approx(float(logits.softmax(-1).amax()), rel=1e-5)
+        return depth < stop_after
+
+    params = SamplingParams(temperature=0)
+    expected, _ = drawn_one_by_one(runtime, params, coupled=False)
+    found = runtime.draft_chain(row, request(params, keep_drafting=keep_drafting))
+    assert found.tokens == expected[: stop_after + 1]
+    assert asked == list(range(stop_after + 1))
+
+
+def test_chains_end_where_the_rule_says(runtime, row):
+    """own[b_0] ... own[b_d] following[b_d] > least[d] decides after node d; groups are those of the decisions."""
+
+    def rule(*least):
+        return StoppingRule(array("d", [2.0]), array("d", [0.5]), array("d", [0.5]), array("d", least), [])
+
+    params = SamplingParams(temperature=1)
+    # the products are 1/4, 1/8, 1/16, ...
+    short, whole = rule(0.2, 0.1, 0.1, 0, 0, 0), rule(0, 0, 0, 0, 0, 0)
+    found = runtime.draft_chain(row, request(params, stopping_rule=short))
+    assert len(found.tokens) == len(found.probs) == 3
+    assert short.groups == [0, 0, 0]
+    del row.tokens[len(PROMPT) :]
+    runtime.rewind([row], [len(PROMPT) - 1])
+    assert len(runtime.draft_chain(row, request(params, stopping_rule=whole)).tokens) == NUM_NODES
+    assert whole.groups == [0] * (NUM_NODES - 1)
+
+
+def test_settings_that_graphs_do_not_draw_with_are_left_to_the_loop(runtime, row):
+    for params in (SamplingParams(temperature=1, top_k=5), SamplingParams(temperature=1, top_p=0.9)):
+        assert runtime.draft_chain(row, request(params)) is None
+    wider = ChainRequest(2, 301, KernelSettings(0, 0, 2, 0), request(SamplingParams()).noise, None)
+    assert runtime.draft_chain(row, wider) is None
+
+
+def test_broken_weights_are_reported(checkpoint):
+    runtime = graphs_of(checkpoint)
+    runtime.decoder.norm.weight.fill_(torch.nan)
+    row = row_of(PROMPT)
+    runtime.begin([row])
+    with pytest.raises(SecondGuessError, match="its weights are broken"):
+        runtime.draft_chain(row, request(SamplingParams(temperature=0)))
+    assert row.tokens == PROMPT
+
+
+def test_a_drafter_draws_whole_chains_with_it(runtime):
+    drafter = TokenDrafter(runtime, "model:tiny", 300)
+    assert drafter.runtime.draft_chain.__func__ is graphs.GraphRuntime.draft_chain
+
+
+def test_kernels_that_differ_from_the_module_are_not_used(checkpoint, monkeypatch, caplog):
+    from secondguess.checkpoint.read import read_module
+
+    monkeypatch.setattr(graphs, "run_decoder", wrong_decoder(graphs.run_decoder))
+    checked = fuse_for_kernels(read_module(str(checkpoint), torch.float32).to(GRAPHS_DEVICE).eval())
+    assert to_graphs(checked) is None
+    assert "the graphs runtime is not used" in caplog.text
+
+
+def wrong_decoder(run):
+    def run_wrongly(*arguments, **options):
+        output = run(*arguments, **options)
+        return type(output)(output.logits * 1.01, output.hidden)
+
+    return run_wrongly
+
+
+def test_what_graphs_do_not_cover():
+    config = FAMILIES["mixtral"]()
+    assert "CUDA device" in why_not_graphs(config, torch.float32, torch.device("cpu"))
+    assert "float32" in why_not_graphs(config, torch.float64, torch.device("cuda"))
+    reasons = {
+        why_not_graphs(config, torch.float32, torch.device("cuda")),
+        "its kernels need Triton, which is not installed",
+    }
+    assert reasons <= {"it has mixtures of experts", "its kernels need Triton, which is not installed"}
+
+
+def test_passes_are_padded_to_few_shapes(runtime, row):
+    assert [bucket(number, (1, 2, 4, 8)) for number in (1, 3, 8, 9, 17)] == [1, 4, 8, 16, 24]
+    runtime.score([row], Draft.chains([random_tokens(8, seed=2)]))
+    before = len(runtime._graphs._graphs)
+    runtime.rewind([row], [len(PROMPT) - 1])
+    runtime.score([row], Draft.chains([random_tokens(9, seed=2)]))  # 10 queries as well
+    assert len(runtime._graphs._graphs) == before
+
+
+def test_graphs_are_captured_again_after_the_cache_was_replaced(checkpoint):
+    runtime = graphs_of(checkpoint)
+    row = row_of(PROMPT)
+    runtime.begin([row])
+    expected = runtime.score([row], Draft.empty(1)).logits
+    first = next(iter(runtime._graphs._graphs.values()))
+    runtime.rewind([row], [len(PROMPT) - 1])
+    runtime.reserve(3, 2000)
+    torch.testing.assert_close(runtime.score([row], Draft.empty(1)).logits, expected)
+    assert first not in runtime._graphs._graphs.values()
+
+
+def test_the_graph_used_least_recently_is_dropped():
+    graphs = GraphCache(torch.device("cpu"))
+    for number in range(MAX_GRAPHS):
+        graphs.get(number, lambda _, number=number: number)
+    graphs.get(0, lambda _: "made again")
+    graphs.get("new", lambda _: "new")
+    assert graphs.get(0, lambda _: "made again") == 0
+    assert graphs.get(1, lambda _: "made again") == "made again"
+
+
+def test_drafts_wider_than_a_graph_are_scored(runtime, row):
+    nodes = random_tokens(70, seed=5)
+    logits = runtime.score([row], Draft.chains([nodes])).logits
+    runtime.rewind([row], [len(PROMPT) - 1])
+    torch.testing.assert_close(logits[:, :4], runtime.score([row], Draft.chains([nodes[:3]])).logits)
