@@ -1,9 +1,13 @@
 """Counters, ratios, and times of phases, in which every second of a round counts once."""
 
+import threading
+import time
+
 import pytest
 import torch
 
 from secondguess.core import Draft, RoundTime, Row
+from secondguess.preparation import preparation_time, preparing
 from secondguess.sampling import SamplingParams
 from secondguess.stats import PHASES, Stats, StatsRecorder
 
@@ -158,3 +162,29 @@ def test_public_names_of_stats():
     ]
     stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
     assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"
+
+
+def test_preparation_is_no_part_of_what_a_round_costs():
+    recorder, (row,) = StatsRecorder(), rows_of(1)
+    with recorder.round([row]):
+        with recorder.phase("score"), preparing():
+            time.sleep(0.05)
+        cost = recorder.round_time()
+    assert cost.total < 0.02
+    seconds = recorder.of(row).seconds
+    assert seconds["score"] < 0.02
+    assert seconds["other"] >= 0.05
+
+
+def test_preparation_is_that_of_a_thread():
+    def prepare():
+        with preparing():
+            time.sleep(0.01)
+
+    before = preparation_time()
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    thread.join()
+    assert preparation_time() == before
+    prepare()
+    assert preparation_time() >= before + 0.01

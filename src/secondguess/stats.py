@@ -5,13 +5,13 @@ Only counters are stored; ratios are computed on access.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from secondguess.core import Commit, Draft, RoundTime, Row
+from secondguess.preparation import preparation_time, working_time
 
 PHASES = ("prefill", "draft", "score", "verify", "other")
 
@@ -133,12 +133,14 @@ class _PhaseTimer:
 class StatsRecorder:
     """Statistics of rows that decode together.
 
+    Time of preparation, such as capturing a CUDA graph, counts as `other` and is not part of `round_time`.
+
     Attributes:
         totals: sums over all rows of the rounds since it was set; None for no sums. Each round replaces
             it, so that other threads read the counters of whole rounds.
     """
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, clock: Clock = working_time) -> None:
         self._clock = clock
         self.totals: Stats | None = None
         # Rows are forgotten with the outputs that refer to them.
@@ -167,10 +169,11 @@ class StatsRecorder:
         """Add the time spent inside to these rows; time outside of phases counts as `other`."""
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = self._clock()
+        prepared = preparation_time()
         try:
             yield
         finally:
-            elapsed = self._clock() - self._round_start
+            elapsed = self._clock() - self._round_start + preparation_time() - prepared
             self._phase_seconds["other"] += elapsed - sum(self._phase_seconds.values())
             for row in rows:
                 seconds = self.of(row).seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
 import pytest
@@ -11,10 +12,11 @@ from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, 
 from secondguess.core import Draft, Row, StoppingRule
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError
+from secondguess.preparation import preparation_time
 from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import runtime as graphs
-from secondguess.runtime.graphs.capture import MAX_GRAPHS, GraphCache, bucket
+from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
 from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
 from secondguess.runtime.native.sampling import KernelSettings
 from secondguess.sampling import SamplingParams
@@ -222,6 +224,19 @@ def test_graphs_are_captured_again_after_the_cache_was_replaced(checkpoint):
     runtime.reserve(3, 2000)
     torch.testing.assert_close(runtime.score([row], Draft.empty(1)).logits, expected)
     assert first not in runtime._graphs._graphs.values()
+
+
+def test_capturing_counts_as_preparation():
+    def slow():
+        time.sleep(0.02)
+        return torch.zeros(1)
+
+    before = preparation_time()
+    graph = Graph(slow, torch.device("cpu"), None)
+    after = preparation_time()
+    assert after >= before + 0.02
+    graph()
+    assert preparation_time() == after
 
 
 def test_the_graph_used_least_recently_is_dropped():

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from secondguess.preparation import preparing
 from secondguess.runtime.graphs.operations import PassInputs
 
 Result = TypeVar("Result")
@@ -29,22 +30,26 @@ class Graph(Generic[Result]):
     def __init__(self, function: Callable[[], Result], device: torch.device, pool: Any) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":
-            function()  # as often as on a CUDA device, so that tests see what it changes
-            return
+        with preparing():
+            if device.type == "cuda":
+                self._capture(device, pool)
+            else:
+                function()  # as often as on a CUDA device, so that tests see what it changes
+
+    def _capture(self, device: torch.device, pool: Any) -> None:
         current = torch.cuda.current_stream(device)
         stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            function()  # compiles kernels, and lets libraries allocate their workspaces
+            self._function()  # compiles kernels, and lets libraries allocate their workspaces
             # Other threads may use the device while this one captures.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self._result = function()
+                self._result = self._function()
             finally:
                 graph.capture_end()
-        current.wait_stream(stream)
+        stream.synchronize()
         self._graph = graph
 
     def __call__(self) -> Result:
