@@ -189,7 +189,8 @@ GRAPHS_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Device of the runtime with CUDA graphs, which runs without capturing on a CPU."""
 CASES = [
     *((name, "transformers") for name in FAMILIES),
-    *((name, kind) for kind in KINDS[1:] for name in (DENSE if kind == "graphs" else COVERED)),
+    *((name, kind) for kind in KINDS[1:] if kind != "graphs" for name in COVERED),
+    *(pytest.param((name, "graphs"), marks=pytest.mark.gpu) for name in DENSE),
 ]
 """Every family by the module that Transformers has for it, and those that our own decoders cover."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,19 +14,27 @@ from secondguess.core import Draft, Row, StoppingRule
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError
 from secondguess.preparation import preparation_time
+from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
 from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
 from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
 from secondguess.runtime.native.sampling import KernelSettings
+from secondguess.runtime.tiny import tiny_pair
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings
 
+pytestmark = pytest.mark.gpu
 PROMPT = random_tokens(9, seed=1)
 NUM_NODES = 7
+
+
+def tiny_runtime(which):
+    checked = fuse_for_kernels(tiny_pair()[which].to(GRAPHS_DEVICE))
+    return to_graphs(checked)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +162,17 @@ def test_chains_end_where_the_rule_says(runtime, row):
     runtime.rewind([row], [len(PROMPT) - 1])
     assert len(runtime.draft_chain(row, request(params, stopping_rule=whole)).tokens) == NUM_NODES
     assert whole.groups == [0] * (NUM_NODES - 1)
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+def test_drawn_chains_keep_the_distribution(verifier):
+    """Single rows, whose chains of two nodes are drawn at once."""
+    system = tiny_system(verifier=verifier)
+    drafter = TokenDrafter(tiny_runtime(1), "model:tiny", 3)
+    system = replace(system, components=replace(system.components, target=tiny_runtime(0), drafter=drafter))
+    certificate = certify(system, CertifyOptions(num_samples=2000, limit=0.12, batch_size=1))
+    assert certificate.passed, str(certificate)
+    assert certificate.acceptance_length > 1.5
 
 
 def test_settings_that_graphs_do_not_draw_with_are_left_to_the_loop(runtime, row):
