@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import sys
+from importlib import import_module
 
 import huggingface_hub
 import pytest
@@ -24,6 +25,7 @@ from families import (
 )
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
+from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native.library import processor_supports, units
@@ -295,3 +297,8 @@ def test_kernels_are_built_on_supported_systems():
     assert expected <= {unit.name for unit in units()}, (
         "expected kernels beside library.py; run `pip install -v -e .` to see why not"
     )
+
+
+def test_inspect_describes_every_runtime():
+    described = import_module("secondguess.cli.inspect").RUNTIMES
+    assert set(described) == set(RUNTIMES) - {"auto"}

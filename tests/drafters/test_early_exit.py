@@ -186,9 +186,9 @@ def test_invalid_numbers_of_first_layers_are_refused() -> None:
 def test_modules_are_refused_by_name() -> None:
     target = TransformersRuntime(tiny_target(num_layers=4))
     row = Row([1, 2, 3], SamplingParams())
-    with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
+    with pytest.raises(UnsupportedModelError, match="runtime native, fused or graphs"):
         target.run_first_layers([row], Draft.empty(1), 2)
-    with pytest.raises(UnsupportedModelError, match="runtime native or fused"):
+    with pytest.raises(UnsupportedModelError, match="runtime native, fused or graphs"):
         target.skip_layers([1])
 
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft, Row, StoppingRule
 from secondguess.drafters.mirroring import TokenDrafter
-from secondguess.errors import SecondGuessError
+from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
+from secondguess.runtime import cache
 from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import runtime as graphs
@@ -206,6 +208,18 @@ def test_kernels_that_differ_from_the_module_are_not_used(checkpoint, monkeypatc
     assert "the graphs runtime is not used" in caplog.text
 
 
+def test_kernels_that_fail_are_not_used(checkpoint, monkeypatch, caplog):
+    from secondguess.checkpoint.read import read_module
+
+    def fail(*_, **__):
+        raise ValueError("out of resource: shared memory")
+
+    checked = fuse_for_kernels(read_module(str(checkpoint), torch.float32).to(GRAPHS_DEVICE).eval())
+    monkeypatch.setattr(graphs, "run_decoder", fail)
+    assert to_graphs(checked) is None
+    assert "got ValueError: out of resource: shared memory" in caplog.text
+
+
 def wrong_decoder(run):
     def run_wrongly(*arguments, **options):
         output = run(*arguments, **options)
@@ -214,15 +228,27 @@ def wrong_decoder(run):
     return run_wrongly
 
 
-def test_what_graphs_do_not_cover():
-    config = FAMILIES["mixtral"]()
-    assert "CUDA device" in why_not_graphs(config, torch.float32, torch.device("cpu"))
-    assert "float32" in why_not_graphs(config, torch.float64, torch.device("cuda"))
-    reasons = {
-        why_not_graphs(config, torch.float32, torch.device("cuda")),
-        "its kernels need Triton, which is not installed",
-    }
-    assert reasons <= {"it has mixtures of experts", "its kernels need Triton, which is not installed"}
+@pytest.mark.parametrize(
+    ("family", "dtype", "device", "has_triton", "reason"),
+    [
+        ("llama", "float32", "cuda", True, None),
+        ("llama", "float32", "cpu", True, "CUDA graphs need a CUDA device, got cpu"),
+        ("llama", "float64", "cuda", True, "the kernels of graphs compute in float32, not in float64"),
+        ("llama", "float32", "cuda", False, "the kernels of graphs need Triton, which is not installed"),
+        ("mixtral", "float32", "cuda", True, "it has mixtures of experts"),
+    ],
+)
+def test_what_graphs_do_not_cover(family, dtype, device, has_triton, reason, monkeypatch):
+    monkeypatch.setattr(graphs, "find_spec", lambda _: object() if has_triton else None)
+    found = why_not_graphs(FAMILIES[family](), getattr(torch, dtype), torch.device(device))
+    assert found == reason
+
+
+def test_the_reason_against_graphs_is_reported(checkpoint):
+    with pytest.raises(
+        UnsupportedModelError, match=r"CUDA graphs need a CUDA device, got cpu\); use runtime auto"
+    ):
+        Checkpoint.resolve(checkpoint, runtime="graphs", device="cpu").load()
 
 
 def test_passes_are_padded_to_few_shapes(runtime, row):
@@ -252,21 +278,81 @@ def test_capturing_counts_as_preparation():
         return torch.zeros(1)
 
     before = preparation_time()
-    graph = Graph(slow, torch.device("cpu"), None)
+    graph = Graph(slow, torch.device("cpu"))
     after = preparation_time()
     assert after >= before + 0.02
     graph()
     assert preparation_time() == after
 
 
+def test_tables_that_another_runtime_replaced_are_not_read(checkpoint):
+    """A drafter that skips layers shares the rotary tables, and may need longer ones first."""
+    runtime = graphs_of(checkpoint)
+    row = row_of(PROMPT)
+    runtime.begin([row])
+    expected = runtime.score([row], Draft.empty(1)).logits
+    tables = list(runtime._captured_tables)
+    runtime.skip_layers([0])._reserve(0, 3000)
+    runtime.rewind([row], [len(PROMPT) - 1])
+    assert torch.equal(runtime.score([row], Draft.empty(1)).logits, expected)
+    assert not any(held is table for held, table in zip(runtime._captured_tables, tables, strict=True))
+
+
+def test_first_layers_may_run_before_any_other_pass(checkpoint):
+    runtime = graphs_of(checkpoint)
+    row = row_of(PROMPT[:1])
+    runtime.begin([row])
+    empty = Draft.empty(1, GRAPHS_DEVICE)
+    runtime.run_first_layers([row], empty, 1)
+    runtime.release(row)  # an interrupted round
+    other = row_of(PROMPT)
+    runtime.begin([other])
+    expected = graphs_of(checkpoint)
+    expected.begin([other])
+    torch.testing.assert_close(
+        runtime.score([other], Draft.empty(1)).logits, expected.score([other], Draft.empty(1)).logits
+    )
+
+
+def test_the_remaining_layers_follow_the_first(runtime, row):
+    nodes = Draft.chains([random_tokens(3, seed=6)])
+    expected = runtime.score([row], nodes).logits
+    runtime.rewind([row], [len(PROMPT) - 1])
+    on_device = Draft(*(each.to(GRAPHS_DEVICE) for each in (nodes.tokens, nodes.parents, nodes.lengths)))
+    runtime.run_first_layers([row], on_device, 1)
+    torch.testing.assert_close(runtime.score([row], nodes).logits, expected)
+
+
+def test_a_chain_is_drawn_in_any_slot_while_the_cache_grows(checkpoint, monkeypatch):
+    params = SamplingParams(temperature=0)
+    runtime = graphs_of(checkpoint)
+    expected, _ = drawn_one_by_one(runtime, params, coupled=False, num_nodes=12)
+    monkeypatch.setattr(cache, "MIN_CAPACITY", 4)
+    runtime.free()
+    rows = [row_of(PROMPT[:2]), row_of(PROMPT)]
+    runtime.begin(rows)
+    before = runtime.cache.capacity
+    assert runtime.draft_chain(rows[1], request(params, num_nodes=12)).tokens == expected
+    assert runtime.cache.capacity > before
+    assert runtime.num_to_prefill(rows[0]) == 0
+
+
+def test_scratch_memory_is_bounded(runtime, row, monkeypatch):
+    expected = runtime.score([row], Draft.chains([PROMPT])).logits
+    runtime.rewind([row], [len(PROMPT) - 1])
+    monkeypatch.setattr(graphs, "MAX_ATTENTION_BYTES", 0)
+    monkeypatch.setattr(runtime, "_scoring_pass", None)
+    torch.testing.assert_close(runtime.score([row], Draft.chains([PROMPT])).logits, expected)
+
+
 def test_the_graph_used_least_recently_is_dropped():
     graphs = GraphCache(torch.device("cpu"))
     for number in range(MAX_GRAPHS):
-        graphs.get(number, lambda _, number=number: number)
-    graphs.get(0, lambda _: "made again")
-    graphs.get("new", lambda _: "new")
-    assert graphs.get(0, lambda _: "made again") == 0
-    assert graphs.get(1, lambda _: "made again") == "made again"
+        graphs.get(number, lambda number=number: number)
+    graphs.get(0, lambda: "made again")
+    graphs.get("new", lambda: "new")
+    assert graphs.get(0, lambda: "made again") == 0
+    assert graphs.get(1, lambda: "made again") == "made again"
 
 
 def test_drafts_wider_than_a_graph_are_scored(runtime, row):

@@ -230,8 +230,8 @@ def plan_memory(
 
 def _quantised_bytes(checkpoint: Checkpoint, quantize: str) -> int | None:
     """Return the bytes of a model's weights under a quantization; None if it is not available."""
-    # The fused runtime does not run quantised weights.
-    runtime = "auto" if checkpoint.runtime == "fused" else checkpoint.runtime
+    # These runtimes do not run quantised weights.
+    runtime = "auto" if checkpoint.runtime in ("fused", "graphs") else checkpoint.runtime
     try:
         return replace(checkpoint, quantize=quantize, runtime=runtime).memory().weights
     except UnsupportedModelError:

@@ -22,6 +22,7 @@ memory_option = options.panel("How much at once")
 RUNTIMES = {
     "native": "native, if its logits match the module's (checked at loading)",
     "fused": "fused, if its logits match the module's (checked at loading)",
+    "graphs": "graphs, if its logits match the module's (checked at loading)",
     "transformers": "the Transformers module",
 }
 

@@ -113,7 +113,9 @@ DrafterQuantize = Annotated[
 ]
 Runtime = Annotated[
     str,
-    model_option("Runtime of the target: auto, native, fused or transformers.", callback=check_runtime),
+    model_option(
+        "Runtime of the target: auto, native, fused, graphs or transformers.", callback=check_runtime
+    ),
 ]
 ShareHistory = Annotated[
     bool,

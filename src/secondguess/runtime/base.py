@@ -352,8 +352,8 @@ def join_hidden(pieces: Sequence[HiddenStates]) -> HiddenStates:
 def partial_forward_error() -> UnsupportedModelError:
     """Return the error for a target whose layers cannot be run separately."""
     return UnsupportedModelError(
-        "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native or fused "
-        "if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"
+        "expected a target whose layers run one by one, got one that runs as a whole; load it with runtime native, fused "
+        "or graphs if one covers the model (docs/runtimes.md), or use a drafter that does without, such as suffix"
     )
 
 

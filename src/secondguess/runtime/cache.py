@@ -83,11 +83,13 @@ class KeyValueCache:
         return self.placement.num_keys, 0
 
     def allocate(self, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
-        """Allocate all layers at once, for runtimes that write to the tensors without `update`."""
-        if not self.keys:
-            shape = (self.num_slots, num_heads, self.capacity, head_size)
+        """Allocate all layers that are not yet, for runtimes that write to the tensors without `update`."""
+        shape = (self.num_slots, num_heads, self.capacity, head_size)
+        missing = num_layers - len(self.keys)
+        if missing > 0:
             self.keys, self.values = (
-                [_zeros(shape, dtype, self.device) for _ in range(num_layers)] for _ in range(2)
+                [*blocks, *(_zeros(shape, dtype, self.device) for _ in range(missing))]
+                for blocks in (self.keys, self.values)
             )
 
     def place(

@@ -256,9 +256,10 @@ class CachedRuntime(Runtime):
             return self._score(states, draft)
         # Ended rows change the slot order. With rows in slot order the cache is read without a
         # copy.
-        order = torch.tensor(slots, device=self.device).argsort()
-        scores = self._score([states[index] for index in order.tolist()], draft.select(order))
-        back = order.argsort()
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=self.device)
+        members = draft.select(torch.tensor(order, device=self.device))
+        scores = self._score([states[index] for index in order], members)
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
         return ForwardOutput(scores.logits[back], hidden)
 

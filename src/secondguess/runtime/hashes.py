@@ -55,6 +55,7 @@ def mix_integer(value: int) -> int:
 
 
 def hash_of(keys: IntArray, places: IntArray, purpose: int | IntArray) -> IntArray:
+    """Return the hashes of keys at places (positions, depths or node indices) for a purpose."""
     return mix(keys ^ mix(places * len(Purpose) + purpose))
 
 

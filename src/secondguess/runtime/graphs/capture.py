@@ -13,6 +13,8 @@ from secondguess.runtime.graphs.operations import PassInputs
 Result = TypeVar("Result")
 MAX_GRAPHS = 64
 """Largest number of graphs that a runtime keeps; the one that was used least recently is dropped."""
+ALIGNMENT = 2
+"""Multiple of 8 bytes at which the fields of inputs begin, so that kernels are compiled for one alignment."""
 
 
 class Graph(Generic[Result]):
@@ -24,32 +26,35 @@ class Graph(Generic[Result]):
         function: reads tensors whose values change between calls, and returns tensors. It must not read values back
             from the device.
         device: device of these tensors.
-        pool: memory pool that the graphs of a runtime share; None on a CPU.
+        pool, stream: memory pool and stream of all captures of a runtime; None on a CPU.
     """
 
-    def __init__(self, function: Callable[[], Result], device: torch.device, pool: Any) -> None:
+    def __init__(
+        self, function: Callable[[], Result], device: torch.device, pool: Any = None, stream: Any = None
+    ) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # earlier work is no part of the preparation
         with preparing():
             if device.type == "cuda":
-                self._capture(device, pool)
+                self._capture(pool, stream)
             else:
                 function()  # as often as on a CUDA device, so that tests see what it changes
 
-    def _capture(self, device: torch.device, pool: Any) -> None:
-        current = torch.cuda.current_stream(device)
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(current)
+    def _capture(self, pool: Any, stream: Any) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            self._function()  # compiles kernels, and lets libraries allocate their workspaces
-            # Other threads may use the device while this one captures.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._result = self._function()
-            finally:
-                graph.capture_end()
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                self._function()  # compiles kernels, and lets libraries allocate their workspaces
+                # Other threads may use the device while this one captures.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self._result = self._function()
+                finally:
+                    graph.capture_end()
+        finally:
+            stream.synchronize()
         self._graph = graph
 
     def __call__(self) -> Result:
@@ -69,20 +74,32 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.clear()
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool = self._stream = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def get(self, key: Hashable, make: Callable[[Any], Result]) -> Result:
-        """Return what is stored for a key, or what `make` returns, given the memory pool."""
-        found: Result = self._graphs.pop(key) if key in self._graphs else make(self._pool)
+    def get(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Return what is stored for a key, or what `make` returns."""
+        found: Result = self._graphs.pop(key) if key in self._graphs else make()
         self._graphs[key] = found  # the last one used
         if len(self._graphs) > MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return found
 
+    def capture(self, function: Callable[[], Result]) -> Graph[Result]:
+        """Return a new graph."""
+        return Graph(function, self._device, self._pool, self._stream)
+
     def clear(self) -> None:
         """Drop all graphs, and free their memory."""
-        self._graphs: dict[Hashable, Any] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        if not self._graphs:
+            return
+        self._graphs.clear()
+        if self._device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
 
 class StaticInputs:
@@ -102,19 +119,32 @@ class StaticInputs:
         self, num_rows: int, width: int, device: torch.device, num_integers: int = 0, num_floats: int = 0
     ) -> None:
         num_tokens = num_rows * width
-        sizes = [num_rows, num_rows, num_tokens, num_tokens, num_tokens, num_integers]
-        self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        slots, starts, *of_tokens, self.integers = torch.split(self._buffer, sizes)
+        sizes = [num_rows, num_rows, num_tokens, num_tokens, num_tokens, num_integers, num_floats]
+        self._sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        parts = torch.split(self._buffer, self._sizes)
+        slots, starts, *of_tokens, self.integers, floats = (
+            part[:size] for part, size in zip(parts, sizes, strict=True)
+        )
+        self.floats = floats.view(torch.float64)
         tokens, positions, ancestors = (each.view(num_rows, width) for each in of_tokens)
         self.inputs = PassInputs(slots, starts, tokens, positions, ancestors)
-        self.floats = torch.zeros(num_floats, dtype=torch.float64, device=device)
 
-    def set(self, values: Sequence[int], floats: Sequence[float] = ()) -> None:
-        """Set all values: the fields of the inputs in order, then `integers`, and `floats`."""
-        # A copy of so few bytes from pageable memory is staged at once: the source may be freed.
-        self._buffer.copy_(torch.tensor(values, dtype=torch.int64))
-        if floats:
-            self.floats.copy_(torch.tensor(floats, dtype=torch.float64))
+    def set(
+        self, fields: Sequence[Sequence[int]], integers: Sequence[int] = (), floats: Sequence[float] = ()
+    ) -> None:
+        """Set all values.
+
+        Args:
+            fields: those of the inputs, each as a flat list.
+            integers, floats: the further values.
+        """
+        as_integers = torch.tensor(floats, dtype=torch.float64).view(torch.int64).tolist()
+        values: list[int] = []
+        for part, size in zip((*fields, integers, as_integers), self._sizes, strict=True):
+            values += [*part, *([0] * (size - len(part)))]
+        # The source may be freed: memory that is not pinned is copied before the call returns.
+        self._buffer.copy_(torch.tensor(values, dtype=torch.int64), non_blocking=True)
 
 
 def bucket(number: int, sizes: Sequence[int]) -> int:

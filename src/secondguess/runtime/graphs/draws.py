@@ -45,7 +45,8 @@ def draw_nodes(
 
     Args:
         run: returns logits `[token, vocab]` of a forward pass.
-        static: see `runtime.DrawingPass`.
+        static: inputs of the first pass; `integers` has the key and position of the row's noise, `floats` the
+            temperature, the logarithm of min-p and one uniform per node (at temperature 0 nothing).
         count: number of nodes.
         vocab_size: width of the distributions.
         is_greedy: whether the most likely tokens are drawn.

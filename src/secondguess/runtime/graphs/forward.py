@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ def run_decoder(
     Returns:
         Logits `[token, vocab]`, or none `[0, vocab]`, and hidden states `[token, width]`.
     """
+    with _on_device(inputs.tokens):
+        return _run(decoder, cache, inputs, hidden_layers, with_logits)
+
+
+def _on_device(values: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on the device of these values."""
+    return torch.cuda.device(values.device) if values.is_cuda else nullcontext()
+
+
+def _run(
+    decoder: FusedDecoder,
+    cache: KeyValueCache,
+    inputs: PassInputs,
+    hidden_layers: Sequence[int],
+    with_logits: bool,
+) -> Output:
     states = decoder.embed(inputs.tokens.flatten())
     levels = [states]
     for index, layer in enumerate(decoder.layers):
@@ -56,7 +73,7 @@ def run_decoder(
 
 
 def _run_layer(layer: Layer, states: Tensor, rotary: Rotary, cache: LayerCache, inputs: PassInputs) -> Tensor:
-    scale = layer.residual_scale or 1.0
+    scale = 1.0 if layer.residual_scale is None else layer.residual_scale
     qkv = linear(states, layer.qkv, layer.attention_norm)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     if norms is not None and not all(_is_per_head(norm, layer.heads.size) for norm in norms):
@@ -89,7 +106,7 @@ def _normalised(qkv: Tensor, norms: tuple[Norm, Norm], layer: Layer) -> Tensor:
 
 def _inner(part: FeedForward, states: Tensor, norm: Norm | None) -> Tensor:
     """Return the inputs of the second linear layer of a feed-forward part."""
-    if part.is_gated and part.clamp is None and part.activation in GATES:
+    if part.is_gated and part.activation in GATES:
         return linear(states, part.inner, norm, part.activation)
     return part.activate(linear(states, part.inner, norm))
 

@@ -7,6 +7,8 @@ CUDA graph. The torch versions define the results; the kernels equal them up to 
 from __future__ import annotations
 
 import math
+import sys
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ class PassInputs(NamedTuple):
 
     Args:
         slots: `[row]`, cache slot.
-        starts: `[row]`, cached tokens; negative for padding, which writes nothing and has no meaning.
+        starts: `[row]`, cached tokens; negative for padding, which writes nothing and whose outputs are undefined.
         tokens: `[row, query]`, token ids.
         positions: `[row, query]`, text positions.
         ancestors: `[row, query]`, bit i is set at the query's ancestors among the queries, and at itself; None if each
@@ -73,11 +75,11 @@ def linear(
         residual: `[token, output]`; None for zeros.
         scale: factor on what is added to the residual.
     """
-    if norm is not None:
-        of_kernel = uses_kernels(states) and not isinstance(norm, LayerNorm)
-        states = _norm_kernel(states, norm) if of_kernel else norm(states)
     if not len(states):
         return states.new_empty(0, product.num_outputs)
+    if norm is not None:
+        has_kernel = uses_kernels(states) and not isinstance(norm, LayerNorm)
+        states = _norm_kernel(states, norm) if has_kernel else norm(states)
     fits = len(states) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
     if fits and uses_kernels(states):
         return _linear_kernel(states, product, activation, residual, scale)
@@ -141,9 +143,9 @@ def attention(
     num_rows, width = inputs.tokens.shape
     outputs = []
     for row, start in enumerate(inputs.starts.tolist()):
-        asked = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(1, 2)
+        of_row = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(1, 2)
         if start < 0:
-            outputs.append(torch.zeros_like(asked.transpose(1, 2)))
+            outputs.append(torch.zeros_like(of_row.transpose(1, 2)))
             continue
         slot, total = int(inputs.slots[row]), start + width
         nodes = torch.arange(width, device=queries.device)
@@ -155,10 +157,18 @@ def attention(
             of_keys = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
             mask &= inputs.positions[row][:, None] - of_keys < window
         keys, values = (each[slot : slot + 1, :, :total] for each in cache)
-        outputs.append(
-            explicit_attention(asked, keys, values, mask[None, None], heads.scaling, heads.cap, heads.sinks)
-        )
+        outputs.append(explicit_attention(of_row, keys, values, mask[None, None], heads.scaling, heads.cap))
     return torch.cat(outputs).reshape(num_rows * width, -1)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use, which hold the blocks of all pipeline stages."""
+    if device.type != "cuda":
+        return sys.maxsize
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 def uses_kernels(values: Tensor) -> bool:
@@ -190,7 +200,10 @@ def _linear_kernel(
     num_tokens, num_inputs = states.shape
     num_outputs = product.num_outputs // (1 if activation is None else 2)
     output = states.new_empty(num_tokens, num_outputs)
+    block_tokens = max(16, _power_of_two(num_tokens))
     block_outputs, block_inputs, stages = _tile(num_outputs, num_inputs, activation, states.dtype)
+    num_rows = block_tokens + block_outputs * (1 if activation is None else 2)
+    room = shared_memory(states.device) // (num_rows * block_inputs * states.dtype.itemsize)
     _triton().linear_kernel[(-(-num_outputs // block_outputs),)](
         states,
         product.weight,
@@ -204,10 +217,10 @@ def _linear_kernel(
         HAS_BIAS=product.bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=0 if activation is None else GATES[activation],
-        BLOCK_TOKENS=max(16, _power_of_two(num_tokens)),
+        BLOCK_TOKENS=block_tokens,
         BLOCK_OUTPUTS=block_outputs,
         BLOCK_INPUTS=block_inputs,
-        STAGES=stages,
+        STAGES=max(1, min(stages, room)),
         num_warps=4,
     )
     return output
@@ -216,7 +229,10 @@ def _linear_kernel(
 def _tile(
     num_outputs: int, num_inputs: int, activation: str | None, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """Return outputs and inputs per block and the pipeline stages of the linear kernel, measured on an H200."""
+    """Return outputs and inputs per block and the pipeline stages of the linear kernel.
+
+    Chosen by the time of a pass of an 8B Llama on an H200.
+    """
     if dtype == torch.float32:
         return 32, 64, 2
     if num_outputs > 32768:  # a head
@@ -271,15 +287,14 @@ def _attention_kernel(
     num_tokens, capacity = num_rows * width, cache.keys.shape[2]
     is_causal = inputs.ancestors is None
     # With many queries there is work for all processors without chunks, whose sums need memory.
-    chunk = _power_of_two(capacity) if is_causal else CHUNK
+    chunk = capacity if is_causal else CHUNK
     num_chunks = -(-capacity // chunk)
-    block_size = max(16, _power_of_two(heads.size))
-    options = {"SIZE": heads.size, "BLOCK_SIZE": block_size, "CHUNK": chunk}
+    sizes = {"SIZE": heads.size, "BLOCK_SIZE": max(16, _power_of_two(heads.size))}
     shape = (num_tokens, heads.num_queries, num_chunks)
     sums = torch.empty(*shape, heads.size, device=queries.device)
     statistics = torch.empty(*shape, 2, device=queries.device)
-    # the same for every width of a draft: the sums of a query depend on it
-    block = 64 if is_causal else 32
+    # The same for every width of a draft, as the sums of a query depend on it.
+    block = 64 if is_causal and heads.size <= 128 else 32
     _triton().attention_kernel[(num_rows * heads.num_keys, num_chunks, -(-width * heads.group // block))](
         queries,
         *cache,
@@ -292,6 +307,7 @@ def _attention_kernel(
         width,
         *cache.keys.stride()[:2],
         num_chunks,
+        chunk,
         heads.scaling,
         heads.cap or 0.0,
         window or 0,
@@ -303,22 +319,21 @@ def _attention_kernel(
         BLOCK_QUERIES=block,
         BLOCK_KEYS=32 if queries.dtype == torch.float32 else 64,
         num_warps=4,
-        num_stages=2,
-        **options,
+        num_stages=2 if heads.size <= 128 else 1,
+        **sizes,
     )
     output = queries.new_empty(num_tokens, heads.num_queries * heads.size)
     _triton().merge_kernel[(num_tokens, heads.num_queries)](
         sums,
         statistics,
-        heads.sinks,
         inputs.starts,
         output,
         width,
         num_chunks,
-        HAS_SINKS=heads.sinks is not None,
+        chunk,
         NUM_HEADS=heads.num_queries,
         num_warps=1,
-        **options,
+        **sizes,
     )
     return output
 

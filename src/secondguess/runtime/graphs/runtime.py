@@ -7,11 +7,11 @@ by graphs, too, several passes and draws in each.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -28,22 +28,26 @@ from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.draws import Draws, draw_nodes
 from secondguess.runtime.graphs.forward import run_decoder
-from secondguess.runtime.graphs.operations import MAX_QUERIES, PassInputs
+from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, PassInputs
 from secondguess.runtime.hashes import Purpose, scalar_uniforms
 from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import without_gradients
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
 """Numbers of rows and of queries per row to which a pass is padded."""
 MAX_TOKENS = 512
 """Largest number of tokens of a captured pass; larger ones are not bound by the time of launching kernels."""
+MAX_ATTENTION_BYTES = 2**30
+"""Largest size of the unmerged attention outputs of a captured pass, which grow with the capacity of the cache."""
 MAX_CATCH_UP = 2
-"""Largest number of uncached tokens with which a chain is drawn at once: one more than after a rejected draft."""
+"""Largest number of uncached tokens with which a chain is drawn at once: a draft that was accepted whole leaves two."""
 SEGMENT = 4
 """Largest number of nodes that one graph draws, after which the host decides whether to go on."""
 PREFILL_CHUNK = 2048
+
+logger = logging.getLogger(__name__)
 
 
 def why_not_graphs(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -51,21 +55,33 @@ def why_not_graphs(config: Any, dtype: torch.dtype, device: torch.device) -> str
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device, got {device}"
     if dtype == torch.float64:
-        return "its kernels compute in float32"
+        return "the kernels of graphs compute in float32, not in float64"
     if find_spec("triton") is None:
-        return "its kernels need Triton, which is not installed"
+        return "the kernels of graphs need Triton, which is not installed"
     return why_not_described(config, with_experts=False)
 
 
 def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
-    """Return the runtime of a fused decoder, or None if its kernels would not reproduce the module's logits.
+    """Return the runtime of a fused decoder, or None if its kernels fail or would not reproduce the module's logits.
 
     The fused decoder must not be used afterwards in the latter case.
     """
     runtime = GraphRuntime(checked.decoder)
-    found = runtime.read_captured(checked.tokens)
+    try:
+        found = runtime.read_twice(checked.tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler's errors are of many kinds
+        logger.warning(
+            "the graphs runtime is not used: expected kernels that can be compiled for this device, got %s: %s; another "
+            "runtime computes the model, which may be slower",
+            type(error).__name__,
+            error,
+        )
+        return None
     tolerance = PROBE_TOLERANCE[checked.decoder.embedding.dtype]
-    return runtime if probe_passes("graphs", found, checked.logits, tolerance) else None
+    expected = checked.logits.expand_as(found)
+    return runtime if probe_passes("graphs", found, expected, tolerance) else None
 
 
 class ScoringPass(NamedTuple):
@@ -84,8 +100,7 @@ class DrawingPass(NamedTuple):
     """Captured passes of a draft model that draw several nodes.
 
     Args:
-        static: inputs of the first pass; `integers` has the key and position of the row's noise, `floats` the
-            temperature, the logarithm of min-p and one uniform per node.
+        static: its inputs, as `draw_nodes` takes them.
         graph: returns the drawn nodes.
     """
 
@@ -108,6 +123,7 @@ class GraphRuntime(FusedRuntime):
         super().__init__(decoder, hidden_layers, prefill_chunk)
         self._graphs = GraphCache(self.device)
         self._captured_cache: ReferenceType[Tensor] | None = None
+        self._captured_tables: list[Tensor] = []
 
     def skip_layers(self, skipped: Sequence[int]) -> GraphRuntime:
         return GraphRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
@@ -118,48 +134,53 @@ class GraphRuntime(FusedRuntime):
         super().free()
 
     @exclusive
-    def read_captured(self, tokens: Tensor) -> Tensor:
-        """Return logits `[row, token, vocab]` of texts by a captured pass without keeping them, for probes.
+    def read_twice(self, tokens: Tensor) -> Tensor:
+        """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
 
         Args:
             tokens: `[row, token]`, of at most `MAX_QUERIES` tokens.
+
+        Returns:
+            Logits `[2, row, token, vocab]`.
         """
         num_rows, width = tokens.shape
         with torch.inference_mode():
             self._reserve(num_rows - 1, width)
-            of_row = [*range(width)], [(2 << query) - 1 for query in range(width)]
-            fields = (
-                [*range(num_rows)],
+            slots = torch.arange(num_rows, device=self.device)
+            positions = torch.arange(width, device=self.device).repeat(num_rows, 1)
+            inputs = PassInputs(slots, torch.zeros_like(slots), tokens, positions, None)
+            prefilled = run_decoder(self.decoder, self.cache, inputs).logits
+            ancestors = [(2 << query) - 1 for query in range(width)]
+            fields = [
+                slots.tolist(),
                 [0] * num_rows,
                 tokens.flatten().tolist(),
-                *(num_rows * each for each in of_row),
-            )
-            values = [*chain.from_iterable(fields)]
-            scoring = self._graphs.get(
-                "probe", lambda pool: self._scoring_pass(num_rows, width, (), values, pool)
-            )
-            logits: Tensor = scoring.graph().logits.view(num_rows, width, -1).clone()
+                positions.flatten().tolist(),
+                num_rows * ancestors,
+            ]
+            scoring = self._graphs.get("probe", lambda: self._scoring_pass(num_rows, width, (), fields))
+            logits = torch.stack((prefilled, scoring.graph().logits)).view(2, num_rows, width, -1)
         self.free()
         return logits
 
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
-        num_rows, width = len(states), max(num_uncached) + draft.num_nodes
-        if self._partial is not None or width > MAX_QUERIES or num_rows * width > MAX_TOKENS:
+        width = max(num_uncached) + draft.num_nodes
+        size, num_queries = bucket(len(states), ROWS), bucket(width, WIDTHS)
+        num_positions = max(state.length for state in states) + num_queries
+        if self._partial is not None or width > MAX_QUERIES or size * num_queries > MAX_TOKENS:
             return super()._run_queries(states, num_uncached, draft)
-        size, num_queries = bucket(num_rows, ROWS), bucket(width, WIDTHS)
-        self._reserve(
-            max(state.slot for state in states), max(state.length for state in states) + num_queries
-        )
+        self._reserve(max(state.slot for state in states), num_positions)
+        if self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
+            return super()._run_queries(states, num_uncached, draft)
         trees = list(zip(states, num_uncached, draft.token_lists, draft.shapes, strict=True))
-        values = list(_scoring_inputs(trees, size, num_queries, self.context_length))
+        fields = _scoring_fields(trees, size, num_queries, self.context_length)
         layers = self.hidden_layers
         scoring = self._graphs.get(
-            (size, num_queries, layers),
-            lambda pool: self._scoring_pass(size, num_queries, layers, values, pool),
+            (size, num_queries, layers), lambda: self._scoring_pass(size, num_queries, layers, fields)
         )
-        scoring.static.set(values)
+        scoring.static.set(fields)
         output = scoring.graph()
         # The next pass overwrites what is not copied; logits of half precision are converted to float32 below.
         logits = _columns(output.logits, size, num_uncached, draft.num_nodes)
@@ -183,24 +204,30 @@ class GraphRuntime(FusedRuntime):
         return {layer: of_tokens.view(num_rows, width, -1) for layer, of_tokens in hidden.items()}
 
     def _reserve(self, last_slot: int, num_positions: int) -> None:
-        """Make room in the cache, and drop the graphs if it was replaced."""
+        """Make room in the cache, and drop the graphs if a tensor that they read was replaced."""
         self.cache.reserve(last_slot + 1, num_positions)
         heads = self.decoder.layers[0].heads
         self.cache.allocate(self.num_layers, heads.num_keys, heads.size, self.decoder.embedding.dtype)
-        known = None if self._captured_cache is None else self._captured_cache()
-        if known is not self.cache.keys[0]:
+        captured = None if self._captured_cache is None else self._captured_cache()
+        # A runtime that shares the decoder may have made longer tables.
+        tables = [rotary.table(self.cache.capacity) for rotary in self.decoder.rotaries.values()]
+        is_same = [id(table) for table in tables] == [id(table) for table in self._captured_tables]
+        if captured is not self.cache.keys[0] or not is_same:
             self._graphs.clear()
-            self._captured_cache = ref(self.cache.keys[0])
-            for rotary in self.decoder.rotaries.values():
-                rotary.table(self.cache.capacity)
+            self._captured_cache, self._captured_tables = ref(self.cache.keys[0]), tables
+
+    def _attention_bytes(self, num_tokens: int) -> int:
+        """Return the size of the unmerged attention outputs of a pass, in float32."""
+        heads = self.decoder.layers[0].heads
+        return 4 * num_tokens * heads.num_queries * heads.size * -(-self.cache.capacity // CHUNK)
 
     def _scoring_pass(
-        self, size: int, num_queries: int, layers: tuple[int, ...], values: Sequence[int], pool: Any
+        self, size: int, num_queries: int, layers: tuple[int, ...], fields: Sequence[Sequence[int]]
     ) -> ScoringPass:
         static = StaticInputs(size, num_queries, self.device)
-        static.set(values)  # capturing runs a pass, which must write to the right places
+        static.set(fields)  # capturing runs a pass, which must write to the right places
         decoder, cache = self.decoder, self.cache
-        graph = Graph(lambda: run_decoder(decoder, cache, static.inputs, layers), self.device, pool)
+        graph = self._graphs.capture(lambda: run_decoder(decoder, cache, static.inputs, layers))
         return ScoringPass(static, graph)
 
     @exclusive
@@ -240,7 +267,8 @@ class GraphRuntime(FusedRuntime):
             if any(math.isnan(each) for each in confidences):
                 require_finite(drawn.logits)
                 raise SecondGuessError(
-                    "expected a finite logit from the draft model, got none; its weights are broken"
+                    "expected a finite logit from the draft model, got none; its weights are broken, or overflow in this "
+                    "precision: try another dtype or another draft model"
                 )
             num_kept, goes_on = _num_to_keep(request, drawn.logits, confidences, len(tokens))
             if drawn.probs is not None:
@@ -255,18 +283,20 @@ class GraphRuntime(FusedRuntime):
         width, settings, noise = len(read), request.settings, request.noise
         self._reserve(slot, start + width + count)
         is_greedy, vocab_size = settings.temperature == 0, request.vocab_size
-        positions = range(start, start + width)
-        ancestors = [(2 << index) - 1 for index in range(width)]
         nodes = range(depth, depth + count)
         uniforms = [] if is_greedy else scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT)
         signed = noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key
-        values = [slot, start, *read, *positions, *ancestors, signed, noise.position + depth]
+        ancestors = [(2 << index) - 1 for index in range(width)]
+        fields = [[slot], [start], read, range(start, start + width), ancestors]
+        integers = [signed, noise.position + depth]
         floats = [] if is_greedy else [settings.temperature, settings.log_min_p, *uniforms]
-        decoder, cache = self.decoder, self.cache
+        decoder, cache, races = self.decoder, self.cache, noise.races and not is_greedy
 
-        def make(pool: Any) -> DrawingPass:
-            static = StaticInputs(1, width, self.device, num_integers=2, num_floats=len(floats))
-            static.set(values, floats)  # capturing runs the passes, which must write to the right places
+        def make() -> DrawingPass:
+            static = StaticInputs(1, width, self.device, len(integers), len(floats))
+            static.set(
+                fields, integers, floats
+            )  # capturing runs the passes, which must write to the right places
 
             def draw() -> Draws:
                 return draw_nodes(
@@ -275,13 +305,13 @@ class GraphRuntime(FusedRuntime):
                     count,
                     vocab_size,
                     is_greedy=is_greedy,
-                    races=noise.races,
+                    races=races,
                 )
 
-            return DrawingPass(static, Graph(draw, self.device, pool))
+            return DrawingPass(static, self._graphs.capture(draw))
 
-        drawing = self._graphs.get((width, count, is_greedy, noise.races, vocab_size), make)
-        drawing.static.set(values, floats)
+        drawing = self._graphs.get((width, count, is_greedy, races, vocab_size), make)
+        drawing.static.set(fields, integers, floats)
         return drawing.graph()
 
 
@@ -296,13 +326,13 @@ def _columns(values: Tensor, size: int, num_uncached: Sequence[int], num_nodes: 
     return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=values.device)]
 
 
-def _scoring_inputs(
+def _scoring_fields(
     trees: Sequence[tuple[CachedRow, int, Sequence[int], Sequence[int]]],
     num_rows: int,
     width: int,
     context_length: int,
-) -> Iterator[int]:
-    """Yield the values of `PassInputs` for rows and their drafts.
+) -> list[list[int]]:
+    """Return the fields of `PassInputs`, flat, for rows and their drafts.
 
     Args:
         trees: per row, its state, its number of uncached tokens, and tokens and parents of its nodes.
@@ -310,30 +340,26 @@ def _scoring_inputs(
         context_length: padding has smaller positions.
     """
     num_padded = num_rows - len(trees)
-    yield from (state.slot for state, *_ in trees)
-    yield from [0] * num_padded
-    yield from (state.length for state, *_ in trees)
-    yield from [-1] * num_padded
+    slots = [state.slot for state, *_ in trees] + [0] * num_padded
+    starts = [state.length for state, *_ in trees] + [-1] * num_padded
+    tokens: list[int] = []
     positions: list[int] = []
     ancestors: list[int] = []
-    for state, count, tokens, parents in trees:
+    for state, count, nodes, parents in trees:
         seen = [(2 << query) - 1 for query in range(count)]
         depths = list(range(count))
         for parent in parents:
             query = count - 1 if parent < 0 else count + parent
             seen.append(seen[query] | 1 << len(seen))
             depths.append(depths[query] + 1)
-        read = [*state.row.tokens[state.length :], *tokens[: len(parents)]]
-        yield from read
-        yield from [0] * (width - len(read))
-        seen += [1 << query for query in range(len(read), width)]
-        depths += [0] * (width - len(read))
+        padding = range(len(seen), width)
+        tokens += [*state.row.tokens[state.length :], *nodes[: len(parents)], *([0] * len(padding))]
+        ancestors += [*seen, *(1 << query for query in padding)]
+        depths += [0] * len(padding)
         positions += [min(state.length + depth, context_length - 1) for depth in depths]
-        ancestors += seen
-    padding = [0] * (num_padded * width)
-    yield from padding
-    yield from (*positions, *padding)
-    yield from (*ancestors, *padding)
+    for field in (tokens, positions, ancestors):
+        field += [0] * (num_padded * width)
+    return [slots, starts, tokens, positions, ancestors]
 
 
 def _num_to_keep(

@@ -1,7 +1,7 @@
 """Triton kernels of a decoder's forward pass over few tokens.
 
-A token's values do not depend on the other tokens of the pass: every token is summed in an order that is
-fixed by the shapes of the weights, and attention in chunks of fixed length.
+Products are summed in an order that the shapes of the weights fix, and attention in chunks of fixed length, so that a
+token's values do not depend on how many tokens follow it in the pass.
 """
 
 # Triton compiles these functions from their source: they have no annotations of values.
@@ -34,7 +34,7 @@ def norm_kernel(states, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.const
     tl.store(output + token * SIZE + places, found.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     states,
     weight,
@@ -88,12 +88,13 @@ def linear_kernel(
         sums = gated(sums, values, ACTIVATION)
     places = tokens[:, None] * num_outputs + outputs[None, :]
     mask = token_mask[:, None] & output_mask[None, :]
+    sums *= scale
     if HAS_RESIDUAL:
-        sums = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + sums * scale
+        sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def rotate_kernel(
     qkv,
     queries,
@@ -147,17 +148,18 @@ def rotate_kernel(
         tl.store(queries + place, found.to(queries.dtype.element_ty), mask=mask)
     else:
         start = tl.load(starts + row)
+        is_cached = start >= 0
         cell = start + token % width
         into = tl.load(slots + row) * slot_stride + cell * SIZE + places
         if head < NUM_QUERIES + NUM_KEYS:
             into += (head - NUM_QUERIES) * head_stride
-            tl.store(keys + into, found.to(keys.dtype.element_ty), mask=mask & (start >= 0))
+            tl.store(keys + into, found.to(keys.dtype.element_ty), mask=mask & is_cached)
         else:
             into += (head - NUM_QUERIES - NUM_KEYS) * head_stride
-            tl.store(values + into, found.to(values.dtype.element_ty), mask=mask & (start >= 0))
+            tl.store(values + into, found.to(values.dtype.element_ty), mask=mask & is_cached)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_chunks", "chunk_size", "window"])
 def attention_kernel(
     queries,
     keys,
@@ -172,6 +174,7 @@ def attention_kernel(
     slot_stride,
     head_stride,
     num_chunks,
+    chunk_size,
     scaling,
     cap,
     window,
@@ -184,7 +187,6 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Write the unnormalised attention output of one chunk of keys, with its maximum and its sum.
 
@@ -195,7 +197,7 @@ def attention_kernel(
     chunk = tl.program_id(1)
     start = tl.load(starts + row)
     total = start + width
-    low = chunk * CHUNK
+    low = chunk * chunk_size
     places = tl.arange(0, BLOCK_SIZE)
     is_place = places < SIZE
     base = tl.load(slots + row) * slot_stride + kv_head * head_stride
@@ -206,7 +208,7 @@ def attention_kernel(
         head = kv_head * GROUP + folded % GROUP
         token = row * width + query
         heads = token * (NUM_KEYS * GROUP) + head
-        asked = tl.load(
+        query_tile = tl.load(
             queries + heads[:, None] * SIZE + places[None, :],
             mask=is_query[:, None] & is_place[None, :],
             other=0.0,
@@ -222,7 +224,7 @@ def attention_kernel(
             # positions never fall along a row's queries' paths below its start
             oldest = tl.maximum(start + 1 - window, 0)
             first = tl.maximum(low, oldest // BLOCK_KEYS * BLOCK_KEYS)
-        end = tl.minimum(low + CHUNK, total)
+        end = tl.minimum(low + chunk_size, total)
         if IS_CAUSAL:
             last = (tl.program_id(2) * BLOCK_QUERIES + BLOCK_QUERIES - 1) // GROUP
             end = tl.minimum(end, start + last + 1)
@@ -232,14 +234,14 @@ def attention_kernel(
             block = base + cells[:, None] * SIZE + places[None, :]
             block_mask = is_cell[:, None] & is_place[None, :]
             key = tl.load(keys + block, mask=block_mask, other=0.0)
-            scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+            scores = tl.dot(query_tile, tl.trans(key), input_precision="ieee") * scaling
             if HAS_CAP:
                 scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
             node = cells - start
             if IS_CAUSAL:
                 visible = node[None, :] <= query[:, None]
             else:
-                bits = visible_nodes[:, None] >> tl.maximum(node, 0)[None, :]
+                bits = visible_nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]
                 visible = ((node < 0)[None, :] | ((bits & 1) == 1)) & is_cell[None, :]
             if HAS_WINDOW:
                 of_node = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
@@ -255,7 +257,7 @@ def attention_kernel(
             mixed = mixed * decay[:, None]
             mixed = tl.dot(probs.to(value.dtype), value, mixed, input_precision="ieee")
             largest = larger
-        into = heads * num_chunks + chunk
+        into = heads.to(tl.int64) * num_chunks + chunk
         tl.store(statistics + into * 2, largest, mask=is_query)
         tl.store(statistics + into * 2 + 1, weights, mask=is_query)
         tl.store(
@@ -263,20 +265,18 @@ def attention_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_chunks", "chunk_size"])
 def merge_kernel(
     sums,
     statistics,
-    sinks,
     starts,
     output,
     width,
     num_chunks,
-    HAS_SINKS: tl.constexpr,
+    chunk_size,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Write a token's attention output of one head, joined from the chunks; zeros for padding."""
     token, head = tl.program_id(0), tl.program_id(1)
@@ -286,11 +286,8 @@ def merge_kernel(
     mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
     largest = -float("inf")
     weight = 0.0
-    if HAS_SINKS:
-        largest = tl.load(sinks + head).to(tl.float32)
-        weight = 1.0
-    at = (token * NUM_HEADS + head) * num_chunks
-    num_read = tl.where(start < 0, 0, tl.cdiv(start + width, CHUNK))
+    at = (token * NUM_HEADS + head).to(tl.int64) * num_chunks
+    num_read = tl.where(start < 0, 0, tl.cdiv(start + width, chunk_size))
     for chunk in range(0, num_read):
         maximum = tl.load(statistics + (at + chunk) * 2)
         total = tl.load(statistics + (at + chunk) * 2 + 1)

@@ -1,0 +1,103 @@
+"""The Triton kernels against the torch definitions of the same operations, on a CUDA device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from secondguess.runtime.families import Norm
+from secondguess.runtime.fused_decoder import AttentionHeads
+from secondguess.runtime.graphs import operations
+from secondguess.runtime.graphs.operations import LayerCache, PassInputs
+from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.rotary import Rotary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 0.012}
+CAPACITY = 600
+
+
+def random(*shape, dtype):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def norm_of(size, dtype):
+    weight = torch.rand(size, device="cuda").to(dtype) + 0.5
+    return Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6))
+
+
+def assert_same(monkeypatch, compute, dtype):
+    """Compare what the kernels and torch return, tensor by tensor, by the norm of the difference."""
+    found = compute()
+    monkeypatch.setattr(operations, "uses_kernels", lambda _: False)
+    for own, expected in zip(found, compute(), strict=True):
+        error = (own.float() - expected.float()).norm() / expected.float().norm()
+        assert error < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (40960, 64)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 33, 64])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_linear(dtype, num_tokens, sizes, activation, monkeypatch):
+    torch.manual_seed(0)
+    num_outputs, num_inputs = sizes
+    weight = random(num_outputs, num_inputs, dtype=dtype) / num_inputs**0.5
+    with_bias = PackableLinear(weight, random(num_outputs, dtype=dtype), False)
+    plain = PackableLinear(weight, None, False)
+    states, norm = random(num_tokens, num_inputs, dtype=dtype), norm_of(num_inputs, dtype)
+    residual = random(num_tokens, num_outputs // (2 if activation else 1), dtype=dtype)
+
+    def compute():
+        return (
+            operations.linear(states, with_bias, norm, activation),
+            operations.linear(states, plain, None, activation, residual, 0.5),
+        )
+
+    assert_same(monkeypatch, compute, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "size", "num_rotated"),
+    [(8, 2, 32, 32), (6, 6, 24, 16), (4, 1, 128, 128), (7, 1, 80, 80), (4, 2, 256, 256)],
+)
+@pytest.mark.parametrize("has_extras", [False, True], ids=["plain", "pairs, norms, cap, window"])
+@pytest.mark.parametrize("width", [1, 5, 9, 63, "prefill"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_attention(dtype, width, has_extras, num_queries, num_keys, size, num_rotated, monkeypatch):
+    """Four rows, one of them padding, with trees whose nodes have two children; or a prefill."""
+    torch.manual_seed(0)
+    starts, slots = [300, 0, -1, 511], [2, 0, 1, 4]
+    is_prefill = width == "prefill"
+    width = 70 if is_prefill else width
+    parents = [-1] + [node - 1 - (0 if is_prefill else node % 2) for node in range(1, width)]
+    ancestors, depths = [1], [0]
+    for node in range(1, width):
+        ancestors.append(ancestors[parents[node]] | 1 << node)
+        depths.append(depths[parents[node]] + 1)
+    positions = [[max(start, 0) + depth for depth in depths] for start in starts]
+    fields = (slots, starts, [[0] * width] * 4, positions)
+    seen = None if is_prefill else torch.tensor([ancestors] * 4, device="cuda")
+    inputs = PassInputs(*(torch.tensor(each, device="cuda") for each in fields), seen)
+    heads = AttentionHeads(num_queries, num_keys, size, size**-0.5, 20.0 if has_extras else None)
+    norms = (norm_of(size, dtype), norm_of(size, dtype)) if has_extras else None
+    rotary = Rotary(torch.rand(num_rotated // 2, device="cuda"), 1.0, dtype, has_extras)
+    rotary.table(CAPACITY)
+    shape = (5, num_keys, CAPACITY, size)
+    keys, values = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    qkv = random(4 * width, (num_queries + 2 * num_keys) * size, dtype=dtype)
+
+    def compute():
+        cache = LayerCache(keys.clone(), values.clone())
+        queries = operations.rotate_and_store(qkv, heads, norms, rotary, cache, inputs)
+        window = 100 if has_extras else None
+        found = operations.attention(queries, heads, window, cache, inputs)
+        # the last rows of padding are undefined
+        return queries, *cache, found.view(4, width, -1)[[0, 1, 3]]
+
+    assert_same(monkeypatch, compute, dtype)
