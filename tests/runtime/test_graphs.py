@@ -337,6 +337,18 @@ def test_a_chain_is_drawn_in_any_slot_while_the_cache_grows(checkpoint, monkeypa
     assert runtime.num_to_prefill(rows[0]) == 0
 
 
+def test_a_pass_is_not_captured_if_memory_is_short(runtime, row, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    nodes = Draft.chains([random_tokens(5, seed=9)])
+    expected = runtime.score([row], nodes).logits
+    runtime.rewind([row], [len(PROMPT) - 1])
+    runtime._graphs.clear()
+    monkeypatch.setattr(runtime, "_scoring_pass", fail)
+    torch.testing.assert_close(runtime.score([row], nodes).logits, expected)
+
+
 def test_scratch_memory_is_bounded(runtime, row, monkeypatch):
     expected = runtime.score([row], Draft.chains([PROMPT])).logits
     runtime.rewind([row], [len(PROMPT) - 1])

@@ -177,9 +177,13 @@ class GraphRuntime(FusedRuntime):
         trees = list(zip(states, num_uncached, draft.token_lists, draft.shapes, strict=True))
         fields = _scoring_fields(trees, size, num_queries, self.context_length)
         layers = self.hidden_layers
-        scoring = self._graphs.get(
-            (size, num_queries, layers), lambda: self._scoring_pass(size, num_queries, layers, fields)
-        )
+        try:
+            scoring = self._graphs.get(
+                (size, num_queries, layers), lambda: self._scoring_pass(size, num_queries, layers, fields)
+            )
+        except torch.OutOfMemoryError:  # without graphs there may be room for this pass
+            self._graphs.clear()
+            return super()._run_queries(states, num_uncached, draft)
         scoring.static.set(fields)
         output = scoring.graph()
         # The next pass overwrites what is not copied; logits of half precision are converted to float32 below.
