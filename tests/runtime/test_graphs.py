@@ -194,11 +194,6 @@ def test_broken_weights_are_reported(checkpoint):
     assert row.tokens == PROMPT
 
 
-def test_a_drafter_draws_whole_chains_with_it(runtime):
-    drafter = TokenDrafter(runtime, "model:tiny", 300)
-    assert drafter.runtime.draft_chain.__func__ is graphs.GraphRuntime.draft_chain
-
-
 def test_kernels_that_differ_from_the_module_are_not_used(checkpoint, monkeypatch, caplog):
     from secondguess.checkpoint.read import read_module
 
