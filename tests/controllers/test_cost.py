@@ -548,6 +548,18 @@ def test_a_candidate_may_have_longer_drafts_than_others(
     assert max(map(max, simulation.drafted)) == longest
 
 
+@pytest.mark.parametrize("num_failed", [0, 1])
+def test_accepted_lookups_are_longer_in_the_next_round(num_failed: int) -> None:
+    """Without drafts of two nodes, whose cost needs no trial, nor rounds that repeat a decision."""
+    simulation = Simulation(
+        lambda number, depth: float(number >= 2 + num_failed), step=0.0, node=0.02, deterministic=True
+    )
+    simulation.play(CostController(), 8)
+    lengths = [length for (length,) in simulation.drafted[2:]]  # two plain rounds are timed first
+    assert all(before < length or length == 16 for before, length in pairwise(lengths[num_failed:]))
+    assert lengths[-1] == 16
+
+
 def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     times = RoundTimes()
     assert times.needs_plain(1, 10)

@@ -17,6 +17,7 @@ from secondguess.drafters.combined import merge_drafts
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.row_sources import (
     FORCED_PART,
+    LENGTH_FACTOR,
     PREDICTION_PART,
     ForcedTokens,
     Prediction,
@@ -40,7 +41,9 @@ def said(prediction, output, limit=4, texts=()):
 
 
 def candidate_of(kind, longest):
-    return Candidate(PREDICTION_PART, ("prediction", kind), longest, deterministic=True, length_factor=2)
+    return Candidate(
+        PREDICTION_PART, ("prediction", kind), longest, deterministic=True, length_factor=LENGTH_FACTOR
+    )
 
 
 def test_a_prediction_is_drafted_from_its_beginning():

@@ -28,7 +28,7 @@ MIN_MATCH = 2
 """Number of tokens that match after a divergence once it is known what was replaced."""
 MAX_REPLACED = 8
 """Maximum number of tokens on either side of a replacement that is expected again, and of a word."""
-LENGTH_FACTOR = 2
+LENGTH_FACTOR = 4
 """Factor by which drafts from a prediction may be longer than others: it is made for this very output."""
 
 
