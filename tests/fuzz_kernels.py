@@ -154,7 +154,8 @@ def decoder_case(rng: random.Random) -> None:
     from secondguess.runtime.native.decoder import NativeDecoder
     from secondguess.runtime.native.runtime import NativeRuntime
 
-    runtime = NativeRuntime(NativeDecoder(*random_decoder(rng)), prefill_chunk=rng.choice([1, 7, 16, 512]))
+    runtime = NativeRuntime(NativeDecoder(*random_decoder(rng)))
+    runtime.prefill_chunk = rng.choice([1, 7, 16, 512])
     torch.set_num_threads(rng.randint(1, 3))
     runtime.request_hidden_states(rng.choice([(), (0,), (1, -1)]))
     rows, chains, expected = [], [], []

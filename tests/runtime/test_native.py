@@ -78,9 +78,11 @@ def llama(tmp_path_factory):
     return write_varied("llama", tmp_path_factory.mktemp("native"))
 
 
-def native_runtime(path, weight_format=BFLOAT16, unit=None, **options):
+def native_runtime(path, weight_format=BFLOAT16, unit=None, hidden_layers=()):
     decoder = fuse(read_module(str(path), torch.bfloat16).eval(), packed=False)
-    return NativeRuntime(NativeDecoder(decoder, weight_format, unit), **options)
+    runtime = NativeRuntime(NativeDecoder(decoder, weight_format, unit))
+    runtime.request_hidden_states(hidden_layers)
+    return runtime
 
 
 def family_of(model):

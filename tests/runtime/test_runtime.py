@@ -207,9 +207,7 @@ def test_misuse_is_reported(runtime, checkpoint):
     with pytest.raises(BadInputError, match="2 nodes"):
         runtime.keep([row], [[0, 1, 2]])
     with pytest.raises(BadInputError, match="hidden layer"):
-        TransformersRuntime(plain_model(checkpoint), hidden_layers=[3])
-    with pytest.raises(BadInputError, match="prefill_chunk"):
-        TransformersRuntime(plain_model(checkpoint), prefill_chunk=0)
+        runtime.request_hidden_states([3])
 
 
 def test_an_unsupported_attention_input_is_refused():

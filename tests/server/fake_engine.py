@@ -45,8 +45,7 @@ def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
 
 
 class FakeTicket:
-    def __init__(self, num_prompt_tokens):
-        self.num_prompt_tokens = num_prompt_tokens
+    def __init__(self):
         self.cancelled = threading.Event()
 
     def cancel(self):
@@ -84,7 +83,7 @@ class FakeEngine:
         if len(request.prompt) >= target.runtime.context_length:
             raise BadInputError("expected a shorter prompt")
         request.params.check_vocab(target.runtime.vocab_size)
-        ticket = FakeTicket(len(request.prompt))
+        ticket = FakeTicket()
         self.requests.append(request)
         self.tickets.append(ticket)
         threading.Thread(target=self._run, args=(request, ticket, on_event), daemon=True).start()

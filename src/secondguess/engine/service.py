@@ -109,11 +109,7 @@ class EngineStatus:
 
 
 class Ticket:
-    """Handle of a submitted request.
-
-    Attributes:
-        num_prompt_tokens: tokens of the prompt.
-    """
+    """Handle of a submitted request."""
 
     def __init__(
         self,
@@ -123,7 +119,6 @@ class Ticket:
         wake: Callable[[], None],
     ) -> None:
         self.generation = generation
-        self.num_prompt_tokens = generation.group.rows[0].num_prompt
         self.is_cancelled = False
         self._request = request
         self._on_event = on_event

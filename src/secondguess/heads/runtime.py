@@ -44,8 +44,8 @@ class FeatureRuntime(CachedRuntime):
             context_length=context_length,
             num_layers=head.num_layers,
             device=device,
-            hidden_layers=(FEATURE_KEY,),
         )
+        self.request_hidden_states((FEATURE_KEY,))
         self._features: dict[Row, Tensor] = {}
         self._outputs: dict[Row, Tensor] = {}
         self._forward_features = torch.empty(0)

@@ -81,16 +81,16 @@ class CachedRuntime(Runtime):
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
         cache_class: class of the cache.
+        hidden_layers: layers whose hidden states `score` returns, numbered as in
+            `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
+            last layer, normalised); set by `request_hidden_states`.
+        prefill_chunk: largest number of tokens in one prefill forward pass.
 
     Args:
         vocab_size: width of the logits.
         context_length: largest number of positions; None if the model sets no limit.
         num_layers: number of decoder layers.
         device: device of the model.
-        hidden_layers: layers whose hidden states `score` returns, numbered as in
-            `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
-            last layer, normalised).
-        prefill_chunk: largest number of tokens in one prefill forward pass.
     """
 
     takes_images = False
@@ -104,11 +104,7 @@ class CachedRuntime(Runtime):
         context_length: int | None,
         num_layers: int,
         device: torch.device,
-        hidden_layers: Sequence[int] = (),
-        prefill_chunk: int = 512,
     ) -> None:
-        if prefill_chunk < 1:
-            raise BadInputError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
         bound_spinning()
         self.lock = CallLock()
         self.vocab_size = vocab_size
@@ -116,7 +112,7 @@ class CachedRuntime(Runtime):
         self.num_layers = num_layers
         self.device = device
         self.hidden_layers: tuple[int, ...] = ()
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = 512
         self.cache = self.cache_class(device)
         self.slots = SlotTable(self.cache)
         # On a CPU rows are prefilled one at a time: a row's bits must not depend on other rows,
@@ -125,7 +121,6 @@ class CachedRuntime(Runtime):
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
         self._stairs = tree.ChainMasks(device)
         self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
-        self.request_hidden_states(hidden_layers)
 
     def request_hidden_states(self, layers: Sequence[int]) -> None:
         for layer in layers:

@@ -266,19 +266,14 @@ class FusedRuntime(LayeredRuntime):
 
     Args:
         decoder: from `fuse`.
-        hidden_layers, prefill_chunk: as in `CachedRuntime`.
     """
 
-    def __init__(
-        self, decoder: FusedDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512
-    ) -> None:
+    def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(
             vocab_size=decoder.head.num_outputs,
             context_length=context_length_of(decoder.config),
             num_layers=len(decoder.layers),
             device=decoder.embedding.device,
-            hidden_layers=hidden_layers,
-            prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
         values = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype, device=self.device)
@@ -313,7 +308,7 @@ class FusedRuntime(LayeredRuntime):
         return levels
 
     def skip_layers(self, skipped: Sequence[int]) -> FusedRuntime:
-        return FusedRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
+        return FusedRuntime(self.decoder.without(skipped))
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         return self._run_layers(self.decoder.embed(tokens), step.drop_first(num_known), range(num_layers))[-1]

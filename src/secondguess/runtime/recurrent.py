@@ -43,7 +43,7 @@ class RecurrentRuntime(RowByRowRuntime):
     several tokens (Mamba-1) run single tokens after the start of a text.
 
     Args:
-        model, hidden_layers, prefill_chunk: as in `TransformersRuntime`.
+        model: as in `TransformersRuntime`.
 
     Attributes:
         single_steps: True if only single tokens can follow a cache.
@@ -56,14 +56,14 @@ class RecurrentRuntime(RowByRowRuntime):
 
     cache: RecurrentCache
 
-    def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
+    def __init__(self, model: Any) -> None:
         self.single_steps = False
         self.records_states = True
         self._ends: WeakKeyDictionary[CachedRow, dict[int, FindStates]] = WeakKeyDictionary()
         """States after the nodes of the draft scored last, -1 for pending, as far as they are known."""
         self.cache_class = _cache_class_of(model)
         replace_functions(model)
-        super().__init__(model, hidden_layers, prefill_chunk)
+        super().__init__(model)
 
     @exclusive
     def read(self, tokens: Tensor) -> Output:

@@ -61,14 +61,14 @@ class RowByRowRuntime(TransformersRuntime):
     another, and so do the branches of a tree.
 
     Args:
-        model, hidden_layers, prefill_chunk: as in `TransformersRuntime`.
+        model: as in `TransformersRuntime`.
 
     Raises:
         UnsupportedModelError: if several tokens after a cache give other logits than single ones.
     """
 
-    def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
-        super().__init__(model, hidden_layers, prefill_chunk)
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self._prefills_together = self.takes_images = False
         self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         try:

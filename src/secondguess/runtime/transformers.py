@@ -41,13 +41,12 @@ class TransformersRuntime(CachedRuntime):
 
     Args:
         model: a causal language model with the attention interface; put into evaluation mode.
-        hidden_layers, prefill_chunk: as in `CachedRuntime`.
 
     Raises:
         UnsupportedModelError: if the model cannot be rolled back or masked.
     """
 
-    def __init__(self, model: Any, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512) -> None:
+    def __init__(self, model: Any) -> None:
         check_supported(model)
         config = model.config.get_text_config()
         super().__init__(
@@ -55,8 +54,6 @@ class TransformersRuntime(CachedRuntime):
             context_length=context_length_of(config),
             num_layers=config.num_hidden_layers,
             device=model.device,
-            hidden_layers=hidden_layers,
-            prefill_chunk=prefill_chunk,
         )
         self.model = self._running = model
         parameters = inspect.signature(type(model).forward).parameters

@@ -33,8 +33,6 @@ class Exactness(StrEnum):
     """The text follows the target distribution exactly."""
     DRAFTER_INVARIANT = "drafter-invariant"
     """Lossless; for a given seed the text is also independent of the drafter and draft lengths."""
-    LOSSY = "lossy"
-    """The distribution changes; used only when chosen by name."""
 
 
 class Verifier(ABC):

@@ -114,19 +114,18 @@ class GraphRuntime(FusedRuntime):
     On a CPU the same operations run without being captured, for tests.
 
     Args:
-        decoder, hidden_layers, prefill_chunk: as in `FusedRuntime`.
+        decoder: from `fuse`.
     """
 
-    def __init__(
-        self, decoder: FusedDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = PREFILL_CHUNK
-    ) -> None:
-        super().__init__(decoder, hidden_layers, prefill_chunk)
+    def __init__(self, decoder: FusedDecoder) -> None:
+        super().__init__(decoder)
+        self.prefill_chunk = PREFILL_CHUNK
         self._graphs = GraphCache(self.device)
         self._captured_cache: ReferenceType[Tensor] | None = None
         self._captured_tables: list[Tensor] = []
 
     def skip_layers(self, skipped: Sequence[int]) -> GraphRuntime:
-        return GraphRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
+        return GraphRuntime(self.decoder.without(skipped))
 
     @exclusive
     def free(self) -> None:

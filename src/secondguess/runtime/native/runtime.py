@@ -57,21 +57,16 @@ class NativeRuntime(LayeredRuntime):
 
     Args:
         decoder: from `to_native`.
-        hidden_layers, prefill_chunk: as in `CachedRuntime`.
     """
 
     min_logits = 0
 
-    def __init__(
-        self, decoder: NativeDecoder, hidden_layers: Sequence[int] = (), prefill_chunk: int = 512
-    ) -> None:
+    def __init__(self, decoder: NativeDecoder) -> None:
         super().__init__(
             vocab_size=decoder.described.head.num_outputs,
             context_length=context_length_of(decoder.config),
             num_layers=decoder.num_layers,
             device=decoder.embedding.device,
-            hidden_layers=hidden_layers,
-            prefill_chunk=prefill_chunk,
         )
         self.decoder = decoder
         self._key_block = 1
@@ -114,7 +109,7 @@ class NativeRuntime(LayeredRuntime):
             return self._forward.unembed(states)
 
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
-        return NativeRuntime(self.decoder.without(skipped), prefill_chunk=self.prefill_chunk)
+        return NativeRuntime(self.decoder.without(skipped))
 
     @property
     def why_not_copied(self) -> str:
