@@ -39,6 +39,6 @@ def theirs(model: Any, *args: Any, **settings: Any) -> Any:
     return model.generate(*args, **settings)
 
 
-def ours(model: Any, *args: Any, drafter: str = "ngram", **settings: Any) -> Any:
+def ours(model: Any, *args: Any, drafter: str | None = "ngram", **settings: Any) -> Any:
     """Return the output of `custom_generate` for the same call."""
     return model.generate(*args, custom_generate=secondguess.custom_generate, drafter=drafter, **settings)

@@ -79,7 +79,7 @@ class DraftSource(Protocol):
     """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
 
     part: int
-    """Negative number of its candidates (`Candidate.part`)."""
+    """Part number of its candidates (`Candidate.part`), which is negative."""
 
     def candidate(self, row: Row) -> Candidate:
         """Return the candidate after the row's tokens; of length 0 if there is none."""
@@ -116,8 +116,8 @@ class Row:
         params: the request's sampling settings.
         seed: key of the row's noise: the request's seed, or random bits if it has none.
         sample_index: index among the samples of one request; second part of the noise key.
-        coupled: draw draft tokens and output tokens from the same exponential race, so that the
-            text depends on the seed alone.
+        coupled: draw draft tokens and output tokens from the same exponential race (Gumbel-max
+            coupling), so that the text depends on the seed alone.
         end_tokens: tokens that end the row: the request's stop tokens and, unless it ignores them,
             the model's end tokens.
         context_length: number of positions that the target supports.
@@ -331,7 +331,7 @@ class Draft:
         return [tuple(row[:length]) for row, length in zip(self.parents.tolist(), lengths, strict=True)]
 
     @cached_property
-    def branches(self) -> list[bool]:
+    def is_branching(self) -> list[bool]:
         """Per row, True if its draft is not a single path."""
         chain = tuple(range(-1, self.num_nodes - 1))
         return [shape != chain[: len(shape)] for shape in self.shapes]
@@ -339,7 +339,7 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """True if the draft of every row is a single path."""
-        return not any(self.branches)
+        return not any(self.is_branching)
 
     @cached_property
     def num_levels(self) -> Tensor:

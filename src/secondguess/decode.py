@@ -2,7 +2,7 @@
 
 `rounds.py` has one round: draft, score, verify, commit. Here, rows join a batch, are prefilled, take
 part in rounds until they are finished, and leave it. `decode` runs the loop for a fixed set of rows;
-`engine/shared_batch.py` drives the same `Batch` for `generate`, `stream`, the command line and the server.
+`engine/shared_batch.py` uses the same `Batch` for `generate`, `stream`, the command line and the server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def decoding(self) -> list[Row]:
-        """Rows whose prompts are cached."""
+        """Rows that take part in rounds: all tokens of their prompts but the last are cached."""
         return self._decoding
 
     @property
@@ -57,6 +57,7 @@ class Batch:
         # Registered first, so that `close` releases them even if this is interrupted.
         self._prefilling.update((row, []) for row in rows)
         self.components.target.request_hidden_states(self.components.drafter.hidden_layers)
+        # Per row, the number of tokens that are cached already: its slot's former row began with them.
         reused = self.components.target.admit(rows, self.components.drafter.admit(rows))
         for row, num_reused in zip(rows, reused, strict=True):
             self.components.recorder.of(row).num_reused = num_reused
@@ -75,7 +76,9 @@ class Batch:
         """Run a round over some of the rows whose prompts are cached, and release finished rows."""
         if not rows:
             return []
-        commits = run_round(self.components, rows, self.max_prefill_tokens if len(rows) > 1 else None)
+        # The drafter's prefill of a single row delays no other row, so it is part of the round.
+        limit = self.max_prefill_tokens if len(rows) > 1 else None
+        commits = run_round(self.components, rows, limit)
         self.remove([row for row in rows if row.finished])
         return commits
 

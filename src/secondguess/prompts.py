@@ -326,6 +326,7 @@ def encode_with_images(target: PromptModel, prompt: Prompt) -> tuple[list[int], 
     if not ids:
         raise BadInputError("expected a prompt with at least one token, got an empty one")
     last = target.num_input_tokens - 1
-    if any(not 0 <= token <= last for token in ids):
-        raise BadInputError(f"expected token ids from 0 to {last}, got {min(ids)} to {max(ids)}")
+    for token in ids:
+        if not 0 <= token <= last:
+            raise BadInputError(f"expected token ids from 0 to {last}, got {token}")
     return ids, images

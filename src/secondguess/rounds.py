@@ -47,7 +47,8 @@ class Components:
     Args:
         target: model whose distribution the output follows.
         drafter: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
+        verifier: decides which draft tokens are accepted. A round without sampled tokens takes
+            its `verify_greedy`.
         controller: chooses the draft lengths.
         recorder: collects counters and timings per row.
         make_noise: returns the noise of a round; None for `KeyedNoise`, keyed by the rows' seeds.
@@ -127,7 +128,8 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
         lengths.append(max(0, min(length, row.room - 1, MAX_DRAFT_LENGTH if limit is None else limit)))
         parts.append(part)
     keep_drafting = partial(_keep_drafting, controller, rows, requested)
-    rule = controller.stopping_rule(rows) if requested == [None] else None
+    is_single = requested == [None]  # one row, without a draft length of its own
+    rule = controller.stopping_rule(rows) if is_single else None
     return Budgets(lengths, keep_drafting, controller.uses_probs and None in requested, parts, rule)
 
 
@@ -146,7 +148,7 @@ def _keep_drafting(
 
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-    """Draft for all rows, those with a source of their own from that."""
+    """Draft for all rows: from the row's own source where one was chosen (a negative part), else by the drafter."""
     if min(budgets.parts) >= 0:
         return _draft_by_drafter(components, rows, budgets, noise)
     chains = chains_of_sources(rows, budgets.lengths, budgets.parts)

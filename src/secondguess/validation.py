@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from secondguess.errors import BadInputError
+from secondguess.names import suggestion
 
 MOST_CHARACTERS = 60
 """Characters of a refused value that an error message shows."""
@@ -68,9 +68,12 @@ def describe_first(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = (
     if first["type"] == "missing":
         return f"expected a value for {name}, got none; add it"
     if first["type"] == "extra_forbidden":
-        meant = get_close_matches(name, known, n=1)
-        hint = f"did you mean {meant[0]!r}?" if meant else f"take it out (known: {', '.join(known)})"
-        return f"expected no {_shorten(name)}; {hint}"
+        listed = f" (known: {', '.join(known)})" if known else ""
+        hint = suggestion(str(first["loc"][-1]), known) or f"; take it out{listed}"
+        return f"expected no {_shorten(name)}{hint}"
+    if first["type"] == "union_tag_invalid":
+        tag, discriminator, tags = (first["ctx"][key] for key in ("tag", "discriminator", "expected_tags"))
+        return f"expected {name}.{discriminator.strip(chr(39))} to be one of {tags}, got {tag!r:.60}"
     # pydantic says "Input should be ...", "String should match ..." or, for our own, "Value error, should ...".
     wanted, found = re.subn(r"^(\w+|Value error,) should ", "", first["msg"])
     if not found:

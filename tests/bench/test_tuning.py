@@ -118,7 +118,10 @@ def test_the_report_is_one_of_bench_with_the_recommendation_in_its_notes(tuned, 
     page, data = as_markdown(tuned.report), tuned.report.to_json()
     assert page.startswith("# Benchmark tune")
     assert "Note: The configuration has " in page
-    assert "Note: dropped at batch size 1, with speed over plain: " in page
+    assert (
+        "Note: dropped at batch size 1 after fewer prompts than the final runs, with speed over plain: "
+        in page
+    )
     for text in (page, data):
         assert str(tmp_path.parent) not in text
     assert {result["batch_size"] for result in json.loads(data)["results"]} == {1, 2}
@@ -159,6 +162,21 @@ def test_a_dropped_best_constant_length_is_still_reported(tuned):
     drafters = adaptive.drafters | {name: tuple(name.split()) for name in lengths}
     dropped = replace(adaptive, dropped={1: lengths}, drafters=drafters)
     assert dropped.configuration().tuned.draft_length == 3
+
+
+def test_the_draft_length_is_that_of_the_chosen_constant_controller(tuned):
+    """Although another one, which was dropped after a few prompts, was faster on these."""
+    chosen = with_speedups(tuned, {"suffix fixed:5": 1.5, "suffix cost": 1.4})
+    drafters = chosen.drafters | {"suffix fixed:8": ("suffix", "fixed:8")}
+    found = replace(chosen, dropped={1: {"suffix fixed:8": 1.62}}, drafters=drafters).configuration()
+    assert (found.load.controller, found.tuned.draft_length) == ("fixed:5", 5)
+
+
+def test_constant_lengths_of_the_final_runs_take_precedence(tuned):
+    chosen = with_speedups(tuned, {"suffix fixed:5": 1.5, "suffix cost": 1.6})
+    drafters = chosen.drafters | {"suffix fixed:8": ("suffix", "fixed:8")}
+    found = replace(chosen, dropped={1: {"suffix fixed:8": 1.62}}, drafters=drafters).configuration()
+    assert (found.load.controller, found.tuned.draft_length) == ("cost", 5)
 
 
 def test_line_breaks_in_a_drafters_name_stay_inside_the_comment(tuned, monkeypatch):

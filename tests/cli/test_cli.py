@@ -90,7 +90,7 @@ def test_the_model_in_the_json_is_a_valid_option(secondguess_command, components
 
 def test_plain_decoding_has_no_acceptance(secondguess_command, components):
     plain = ["generate", "x = ", "--max-tokens", 4, *components, "--drafter", "none"]
-    assert ", nothing drafted, 1.00 tokens per target pass" in secondguess_command(*plain).out
+    assert ", nothing drafted, 1.00 tokens per target pass" in secondguess_command(*plain).err
     assert secondguess_command(*plain, "--json").records[0]["stats"]["acceptance_rate"] is None
 
 
@@ -235,15 +235,16 @@ def test_the_text_output_shows_each_sample_with_its_prompt(secondguess_command, 
         *components,
     ]
     first, second = (record["text"] for record in secondguess_command(*arguments, "--json").records)
-    shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
-    assert shown == (f"def f(x):{first}\n\nsample 1: figures\n\ndef f(x):{second}\n\nsample 2: figures\n")
+    done = secondguess_command(*arguments)
+    assert done.out == f"def f(x):{first}\n\ndef f(x):{second}\n"
+    assert re.findall(r"\n(sample \d): [\d.]+ tokens/s", done.err) == ["sample 1", "sample 2"]
 
 
 def test_the_text_output_reports_a_full_context(secondguess_command, components):
     arguments = ["generate", "-", "--max-tokens", 20, "--min-tokens", 20, *components]
     (record,) = secondguess_command(*arguments, "--json", stdin=b"z9" * 125).records
     assert record["finish_reason"] == "context"
-    assert "\n\ncontext full: " in secondguess_command(*arguments, stdin=b"z9" * 125).out
+    assert "\ncontext full: " in secondguess_command(*arguments, stdin=b"z9" * 125).err
 
 
 OPTIONS = [
@@ -336,14 +337,14 @@ def test_every_model_option_reaches_load(secondguess_command, monkeypatch, tiny_
     assert seen == expected | {"share_history": True}
 
 
-def test_the_text_output_is_the_text_and_one_closing_line(secondguess_command, components):
+def test_the_text_output_is_the_text_and_statistics_go_to_standard_error(secondguess_command, components):
     arguments = ["generate", "def f(x):", "--max-tokens", 8, *components]
     (record,) = secondguess_command(*arguments, "--json").records
     done = secondguess_command(*arguments)
-    assert done.out.startswith("def f(x):" + record["text"] + "\n\n")
-    assert CLOSING_LINE.search(done.out)
+    assert done.out == "def f(x):" + record["text"] + "\n"
+    assert CLOSING_LINE.search(done.err)
     assert "\x1b" not in done.out + done.err
-    assert done.err.count("\n") == 1
+    assert done.err.count("\n") == 3
     for picked in ("float32", "cpu", "suffix", "auto"):
         assert picked in done.err
 
@@ -371,9 +372,8 @@ def test_the_text_output_shows_the_prompts_of_a_file_in_order(
         *components,
     ]
     records = secondguess_command(*arguments, "--json").records
-    shown = re.sub(r"[\d.]+ tokens/s, .*\n", "figures\n", secondguess_command(*arguments).out)
-    assert shown == "\n".join(
-        f"{prompt}{record['text']}\n\nfigures\n" for prompt, record in zip(prompts, records, strict=True)
+    assert secondguess_command(*arguments).out == "\n".join(
+        f"{prompt}{record['text']}\n" for prompt, record in zip(prompts, records, strict=True)
     )
 
 
@@ -509,10 +509,10 @@ def test_ctrl_c_in_a_real_process(endless_checkpoint, tmp_path):
     process.join(60)
     assert process.exitcode == 130, errors.read_text()
     assert text.startswith("def f(x):")
-    assert re.search(r"\ninterrupted: [\d.]+ tokens/s, .*\n$", text)
-    about, interrupted = errors.read_text().splitlines()  # and nothing from loading
+    about, empty, figures, interrupted = errors.read_text().splitlines()  # and nothing from loading
     assert about.startswith(f"{endless_checkpoint} (")
-    assert interrupted == "secondguess: interrupted"
+    assert re.match(r"interrupted: [\d.]+ tokens/s, ", figures)
+    assert (empty, interrupted) == ("", "secondguess: interrupted")
 
 
 def test_a_closed_pipe_is_not_an_error(endless_checkpoint, monkeypatch, capfd):
@@ -550,12 +550,25 @@ def test_verify_prints_a_certificate(secondguess_command, monkeypatch):
     assert (passing.code, passing.err) == (0, "")
     for words in ("block", "fixed:1", "2,000", "total variation", "G-test", "PASSED"):
         assert words in passing.out
-    failing = secondguess_command("verify", "--limit", 0.001, "--json", *options)
+    failing = secondguess_command("verify", "--limit", 0.0588, "--json", *options)
     assert failing.code == 1
     (record,) = failing.records
     assert record["passed"] is False
-    assert record["bound"] > record["limit"] == 0.001
+    assert record["bound"] > record["limit"] == 0.0588
     assert (record["num_samples"], record["num_tokens"], record["temperature"]) == (2000, 2, 1.0)
+
+
+def test_verify_without_drafts_is_inconclusive(secondguess_command, tiny_checkpoint):
+    options = ["--model", tiny_checkpoint, "--drafter", "ngram", "--prompt", "x", "--limit", 0.9]
+    done = secondguess_command("verify", "--samples", 1000, "--max-tokens", 1, *options)
+    assert done.code == 1
+    assert "INCONCLUSIVE: ngram" in done.out
+
+
+def test_verify_refuses_samples_with_which_nothing_can_pass(secondguess_command):
+    done = secondguess_command("verify", "--samples", 2000)
+    assert done.code == 2
+    assert "expected more than 69,079 samples for a limit of 0.01" in done.err
 
 
 def test_verify_tests_the_named_model(secondguess_command, tiny_checkpoint):

@@ -49,7 +49,7 @@ LINES = [
     f"--max-waiting 2 --max-samples 2 --max-output-tokens 9 --request-seconds 9 {LOADING}",
     f"serve --port 0 {INT8} --share-history",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
-    "--max-tokens 1 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
+    "--max-tokens 2 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "
     "--drafter-quantize int8 --rows 2 --context 64 --json",
     f"bench --model {{target}} {SYSTEMS} --against transformers --task texts --draft-length 2 --controller fixed:1 "

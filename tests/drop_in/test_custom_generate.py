@@ -13,6 +13,7 @@ import secondguess
 import secondguess.drop_in
 from drop_in_cases import PROMPT, ours, tiny_model
 from families import needs_kernels
+from secondguess.checkpoint import checkpoint
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import MismatchWarning, UnsupportedModelError
@@ -22,6 +23,9 @@ from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.packing import why_not_copied
 from tree_drafter import DistTreeDrafter
+
+NUM_LINEARS = 7 * 2 + 1
+"""Linear layers of the tiny model, its head included."""
 
 
 @pytest.fixture
@@ -44,22 +48,55 @@ def test_greedy_output_equals_generate(model, drafter):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_drafts_with_a_quantised_copy(dtype, monkeypatch):
+def test_the_model_drafts_with_a_quantised_copy(dtype, made_layers):
     """Which is made once, and freed with the model."""
-    made = []
-    init = KernelLinear.__init__
-    monkeypatch.setattr(KernelLinear, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
     settings = {"max_new_tokens": 20, "do_sample": False}
     model = tiny_model().to(dtype)
     plain = model.generate(PROMPT, **settings)
     for _ in range(2):
         drafted = ours(model, PROMPT, drafter="self:int4", **settings)
         assert torch.equal(drafted, plain)
-        assert len(made) == 7 * 2 + 1
+        assert len(made_layers) == NUM_LINEARS
     left = weakref.ref(model)
     del model
     gc.collect()
     assert left() is None
+
+
+@pytest.fixture
+def made_layers(monkeypatch):
+    """Return the list to which each layer of a quantised copy adds an entry when it is made."""
+    made = []
+    init = KernelLinear.__init__
+    monkeypatch.setattr(KernelLinear, "__init__", lambda self, *args: (made.append(1), init(self, *args))[1])
+    return made
+
+
+@needs_kernels
+def test_the_default_drafter_is_a_copy_where_memory_holds_it(made_layers, monkeypatch):
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    model = tiny_model()
+    plain = model.generate(PROMPT, **settings)
+    for _ in range(2):
+        assert torch.equal(ours(model, PROMPT, drafter=None, **settings), plain)
+        assert len(made_layers) == NUM_LINEARS
+    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    assert torch.equal(ours(tiny_model(), PROMPT, drafter=None, **settings), plain)
+    assert len(made_layers) == NUM_LINEARS
+
+
+@needs_kernels
+def test_a_model_in_training_is_not_copied_and_a_changed_one_again(made_layers):
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    model = tiny_model().train()
+    ours(model, PROMPT, drafter=None, **settings)
+    assert not made_layers
+    ours(model.eval(), PROMPT, drafter=None, **settings)
+    assert len(made_layers) == NUM_LINEARS
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert torch.equal(ours(model, PROMPT, drafter=None, **settings), model.generate(PROMPT, **settings))
+    assert len(made_layers) == 2 * NUM_LINEARS
 
 
 @needs_kernels

@@ -120,7 +120,7 @@ def test_a_certificate_of_plain_decoding_has_no_acceptance():
 def test_the_bound_is_the_distance_plus_mcdiarmids_slack():
     certificate = small_certificate()
     assert certificate.bound == pytest.approx(certificate.distance + math.sqrt(math.log(1e6) / 8000))
-    assert CertifyOptions(num_samples=2000, delta=1e-3).slack == pytest.approx(
+    assert CertifyOptions(num_samples=2000, delta=1e-3, limit=0.5).slack == pytest.approx(
         math.sqrt(math.log(1e3) / 4000)
     )
 

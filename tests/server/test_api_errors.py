@@ -6,7 +6,8 @@ from fake_engine import CONTEXT, FakeEngine
 
 from conftest import openai_client, serving
 from secondguess.engine import DeadlineError
-from secondguess.errors import SecondGuessError
+from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.server.errors import api_error
 from secondguess.server.settings import ServerSettings
 
 BODY = {"model": "builtin", "prompt": "x"}
@@ -40,9 +41,43 @@ def test_a_body_that_is_not_json_or_not_an_object_is_a_bad_request(http):
         assert f"Content-Type: application/json, got {kind.get('content-type', 'none')}" in error["message"]
 
 
+def test_a_setting_is_named_as_the_field_that_it_comes_from():
+    error = api_error(BadInputError("expected draft_with to be none, got 'x'"), {"speculation": None})
+    assert (error.param, error.message) == (
+        "speculation.drafter",
+        "expected speculation.drafter to be none, got 'x'",
+    )
+
+
 def test_a_missing_field_is_named(http):
     error = error_of(http.post("/v1/completions", json={"model": "builtin"}), 400)
     assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"speculation": {"max_draf": 3}}, "speculation.max_draf", "did you mean 'max_draft'?"),
+        ({"speculation": 5}, "speculation", "expected speculation to be 'auto' or 'off', got 5"),
+        ({"stream_options": {"include_usag": True}}, "stream_options.include_usag", "'include_usage'?"),
+        ({"messages": [{**USER, "foo": 1}]}, "messages.0.foo", "(known: role, content, name)"),
+        (
+            {"messages": [{**USER, "role": "robot"}]},
+            "messages.0",
+            "expected messages.0.role to be one of 'system'",
+        ),
+        ({"messages": [{**USER, "content": 5}]}, "messages.0.content", "expected messages.0.content to be"),
+    ],
+    ids=str,
+)
+def test_a_nested_field_is_named_with_the_fields_beside_it(http, fields, param, message):
+    reply = http.post("/v1/chat/completions", json={"model": "builtin", "messages": [USER], **fields})
+    error = error_of(reply, 400)
+    assert error["param"] == param
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])

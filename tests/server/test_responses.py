@@ -147,4 +147,4 @@ def test_many_items_are_validated_by_their_type(client):
     assert len(request.input) == MAX_ENTRIES
     with pytest.raises(openai.BadRequestError) as caught:
         respond(client, input=[{**item, "name": 5}])
-    assert caught.value.param == "input"
+    assert caught.value.param == "input.0.name"

@@ -117,16 +117,29 @@ class Tuning:
     def _best_constant_length(self, chosen: str, batch_size: int, mean: float) -> int:
         """Return the fastest constant draft length measured for the chosen drafter; 0 for plain decoding.
 
-        Where none was measured, the mean draft length of the chosen controller.
+        Final runs take precedence over those of systems that were dropped after fewer prompts. Where no
+        constant length was measured, it is the mean draft length of the chosen controller.
         """
         if chosen == PLAIN:
             return 0
-        lengths = {}
-        for name, speedup in (self.dropped.get(batch_size, {}) | self.speedups[batch_size]).items():
-            drafter, controller = self.drafters[name]
-            if drafter == self.drafters[chosen][0] and (controller or "").startswith("fixed:"):
-                lengths[int((controller or "").removeprefix("fixed:"))] = speedup
-        return max(lengths, key=lengths.__getitem__, default=max(round(mean), 1))
+        chosen_length = self._constant_length(chosen)
+        if chosen_length is not None:
+            return chosen_length
+        for speedups in (self.speedups[batch_size], self.dropped.get(batch_size, {})):
+            lengths = {
+                length: speedup
+                for name, speedup in speedups.items()
+                if self.drafters[name][0] == self.drafters[chosen][0]
+                and (length := self._constant_length(name)) is not None
+            }
+            if lengths:
+                return max(lengths, key=lengths.__getitem__)
+        return max(round(mean), 1)
+
+    def _constant_length(self, name: str) -> int | None:
+        """Return the draft length of a system with the controller `fixed:K`; None for another one."""
+        kind, _, length = (self.drafters[name][1] or "").partition(":")
+        return int(length) if kind == "fixed" else None
 
     def to_toml(self) -> str:
         """Return the configuration, headed by the recommendation as a comment."""
@@ -269,7 +282,9 @@ class Tuner:
         notes = [*self._notes, *(line.strip("- .:") for line in recommend(tuning.speedups))]
         for size, dropped in self.dropped.items():
             if shown := ", ".join(f"{name} {speedup:.2f}x" for name, speedup in dropped.items()):
-                notes.append(f"dropped at batch size {size}, with speed over plain: {shown}")
+                notes.append(
+                    f"dropped at batch size {size} after fewer prompts than the final runs, with speed over plain: {shown}"
+                )
         return replace(tuning, report=replace(report, workbench=replace(report.workbench, notes=notes)))
 
     def _speed(self, name: str, size: int, num_batches: int) -> float:

@@ -374,19 +374,21 @@ class Checkpoint:
         is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored
         return is_module and can_quantise(self.device) and self._linear_counts.are_most
 
-    def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
+    def has_room_for_copy(self, weight_format: WeightFormat, is_loaded: bool = False) -> bool:
         """Return whether this model can be copied and memory holds the copy beside it.
 
         The copy must leave as much memory for longer KV caches as it takes itself.
 
         Args:
             weight_format: encoding of the copy's weights.
+            is_loaded: whether the model itself is in memory already.
         """
         if not self._can_be_copied:
             return False
         available = available_memory(self.device)
         copy = head_memory(self.name, self.copy_bytes(weight_format))
-        return available is None or peak_memory([self.memory(), copy]) + copy.total <= available
+        to_load = [copy] if is_loaded else [self.memory(), copy]
+        return available is None or peak_memory(to_load) + copy.total <= available
 
     @property
     def _num_parameters(self) -> int:

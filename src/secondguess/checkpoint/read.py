@@ -48,6 +48,8 @@ with quiet():
 
 MOST_OF_REASON = 300
 """Characters of a library's error that are shown."""
+LFS_POINTER = b"version https://git-lfs"
+"""Start of the small file that Git LFS leaves in place of a large one."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -66,12 +68,27 @@ def _reading(part: str, path: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        advice = "copy or download the checkpoint again"
         if "ignore_mismatched_sizes" in reason:
             reason = "weights of other shapes than the configuration says"
+        elif isinstance(error, PermissionError):
+            advice = "allow this user to read it"
+        elif "does not recognize this architecture" in reason:
+            reason, advice = reason.partition(". ")[0], "update Transformers, or use another model"
+        elif pointer := next(filter(_is_lfs_pointer, Path(path).glob("*.safetensors")), None):
+            reason, advice = (
+                f"{pointer.name} is a pointer of Git LFS, not the weights",
+                "run `git lfs pull` there",
+            )
         raise CheckpointError(
             f"expected {part} that can be read in {path}, got: {shorten(reason, MOST_OF_REASON, placeholder=' ...')}; "
-            "copy or download the checkpoint again"
+            f"{advice}"
         ) from error
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _place(path: str) -> dict[str, Any]:
@@ -331,7 +348,14 @@ def pick_device(device: str) -> torch.device:
     aliases = {"auto": known[min(num_cuda, 1)]} | ({"cuda": "cuda:0"} if num_cuda else {})
     name = aliases.get(device, device)
     if name not in known:
-        raise BadInputError(f"expected device auto, {', '.join(known)}, got {device!r}")
+        reason = (
+            ""
+            if num_cuda
+            else "; torch finds no CUDA device: see nvidia-smi, or install a CUDA build of torch"
+        )
+        raise BadInputError(
+            f"expected device auto, {', '.join(known)}, got {device!r}{reason if 'cuda' in device else ''}"
+        )
     return torch.device(name)
 
 

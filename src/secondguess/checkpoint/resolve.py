@@ -63,7 +63,7 @@ def find_checkpoint(name: str) -> str:
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise CheckpointError(
-                f"expected a model directory in Transformers format, got {name} without a config.json"
+                f"expected a model directory in Transformers format, got {name!r} without a config.json"
             )
         return name
     # Repository names do not start like a path and have at most two parts, organisation and name.

@@ -170,8 +170,8 @@ def answer(
     for start in range(0, len(requests), batch_size):
         batch = slice(start, start + batch_size)
         pairs = zip(requests[batch], params[batch], strict=True)
-        writer.begin([request for request, settings in pairs for _ in range(settings.n)])
         generation = Generation(llm, prompts[batch], params[batch])
+        writer.begin([request for request, settings in pairs for _ in range(settings.n)])
         write_rounds(generation, writer)
     return 0
 

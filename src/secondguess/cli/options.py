@@ -71,7 +71,7 @@ model_option, sampling_option, output_option = panel(MODEL_OPTIONS), panel(SAMPL
 Config = Annotated[
     Path | None,
     model_option(
-        "A secondguess.toml, as tune writes it; options given here win over it.",
+        "A secondguess.toml, as tune writes it; options given here take precedence.",
         metavar="FILE",
         show_default="none",
     ),
@@ -138,7 +138,7 @@ Stop = Annotated[list[str] | None, sampling_option("End before this string; repe
 RequestSeed = Annotated[
     int | None,
     sampling_option(
-        "Reproducible text; with verifier auto or coupled the same with any drafter (see the README on precision).",
+        "Reproducible text; with verifier auto or coupled the same with any drafter (docs/runtimes.md, Identical text).",
         show_default="fresh each time",
     ),
 ]

@@ -68,7 +68,7 @@ class JsonWriter:
 
 
 class TerminalWriter:
-    """Writer of prompt, text and one line of statistics per sample.
+    """Writer of prompt and text, and of one line of statistics per sample to standard error.
 
     On a terminal, each token is coloured by origin (drafter or target). The first text of a batch
     is streamed; the others are buffered and shown when the batch ends.
@@ -109,7 +109,8 @@ class TerminalWriter:
                 self._write_piece(piece)
             sample = f"sample {output.index + 1}: " if several else ""
             ending = FINISH_PREFIXES.get(output.finish_reason, "")
-            self._write(f"\n\n{sample}{ending}{output.stats}\n", NOTE_STYLE)
+            self._write("\n", NOTE_STYLE)
+            print_note(f"\n{sample}{ending}{output.stats}")
 
     def _write_prompt(self, prompt: str) -> None:
         if self._any_shown:

@@ -12,6 +12,7 @@ from typing import Any
 
 from secondguess.errors import BadInputError
 from secondguess.images import read_image
+from secondguess.names import suggestion
 
 FIELDS = ("prompt", "messages", "metadata")
 """Fields of a line other than sampling settings."""
@@ -106,6 +107,7 @@ def _read_file(path: Path) -> list[Request]:
 
 
 def _read_line(line: str, source: str) -> Request:
+    from secondguess.configuration import LoadSettings
     from secondguess.sampling import SamplingParams
 
     try:
@@ -120,9 +122,11 @@ def _read_line(line: str, source: str) -> Request:
     names = list(SamplingParams.__dataclass_fields__)
     for name in record:
         if name not in (*FIELDS, *names):
+            hint = suggestion(name, (*FIELDS, *names)) or "; data of your own goes under metadata"
+            if name in LoadSettings.model_fields:
+                hint = f"; give the option --{name.replace('_', '-')} to the command"
             raise BadInputError(
-                f"expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(names)}), got {name!r}; "
-                f"data of your own goes under metadata, an option of the command is --{name.replace('_', '-')}"
+                f"expected the fields {', '.join(FIELDS)} and sampling settings ({', '.join(names)}), got {name!r}{hint}"
             )
     settings = {name: record[name] for name in names if name in record}
     if isinstance(settings.get("logit_bias"), dict):

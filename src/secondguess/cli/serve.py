@@ -9,7 +9,7 @@ from typer import Context
 
 from secondguess.cli import options
 from secondguess.cli.options import panel
-from secondguess.cli.output import print_note
+from secondguess.cli.output import describe_components, print_note
 from secondguess.cli.prompts import read_text
 from secondguess.errors import BadInputError
 
@@ -120,6 +120,7 @@ def serve(
 
         def make_engine() -> Engine:
             llm = load(**loading)
+            print_note(describe_components(llm))
             loading["drafter"] = llm.drafter.name  # a default depends on free memory; wake-ups keep the first
             return Engine(llm, max_waiting)
 

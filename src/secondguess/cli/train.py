@@ -188,6 +188,11 @@ def _train(kind: str, given: dict[str, Any]) -> int:
     for name, value in displayed_figures(provenance.figures).items():
         print(f"{name.replace('_', ' ')}: {value}", flush=True)
     print(f"wrote {job.out}", flush=True)
+    speedup = provenance.figures.get("speedup")
+    if isinstance(speedup, float) and speedup < 1:
+        print(
+            f"{speedup}x is slower than plain decoding: train for longer, or on more texts", file=sys.stderr
+        )
     return 0
 
 

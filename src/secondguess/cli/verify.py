@@ -70,7 +70,7 @@ def verify(
 
     Samples texts with the decoding loop, compares them with exact probabilities from
     the model's own forward pass, and prints an upper bound on the total variation
-    distance. The exit code is 1 if the certificate fails.
+    distance. The exit code is 1 if the certificate fails or nothing was drafted.
     """
     with progress_bar("loading") as progress:
         from secondguess.proof.certificate import CertifyOptions, certify

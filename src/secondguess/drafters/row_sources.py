@@ -1,8 +1,8 @@
 """Deterministic draft sources that belong to a row: forced tokens of its grammar, its prediction, look-ups.
 
-They stand beside the drafter, whatever it is: a row that has one offers its drafts as further
-candidates, with negative part numbers (`Candidate.part`), and rows without any cost nothing. As
-deterministic drafts, they do not change the output distribution.
+Their drafts are candidates in addition to those of the drafter, with negative part numbers
+(`Candidate.part`). Rows without such a source take no time. As deterministic drafts, they do not
+change the output distribution.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LENGTH_FACTOR = 4
 
 
 class ForcedTokens:
-    """Tokens that the row's grammar leaves no choice about.
+    """Tokens that are the only ones that the row's grammar allows.
 
     Their masked probability is 1, so the target accepts them: the candidate is `certain`.
     """
@@ -51,7 +51,7 @@ class ForcedTokens:
 
 
 class Prediction:
-    """The client's guess of the output, from where the output has got to in it.
+    """The client's guess of the output, from the place that corresponds to the end of the output.
 
     After a divergence, the place is that whose preceding tokens match most of the last tokens of
     the output; among equals, the next one after the last place. Where the last token does not

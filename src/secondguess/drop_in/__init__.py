@@ -39,8 +39,8 @@ from secondguess.drop_in.arguments import (
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
-from secondguess.pairing import pair_vocabularies
-from secondguess.runtime.packing import copy_quantised
+from secondguess.pairing import LOOKUP_DRAFTER, confirm_default, default_drafter, pair_vocabularies
+from secondguess.runtime.packing import copy_quantised, forget_copies
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -52,7 +52,7 @@ def custom_generate(
     stopping_criteria: Sequence[Any],
     generation_config: Any,
     *,
-    drafter: str = "suffix",
+    drafter: str | None = None,
     verifier: str = "auto",
     controller: str | None = None,
     seed: int | None = None,
@@ -79,10 +79,11 @@ def custom_generate(
             and the user's own. Those with an equivalent setting are applied with their values;
             others are refused.
         generation_config: the `GenerationConfig`; unsupported fields that are set are refused.
-        drafter, verifier, controller: names as for `secondguess.load`. A draft model, and the
-            controller's state for this model and drafter, are kept for later calls. A drafter head
-            trained for the model is loaded again by every call, since it is attached to a model
-            that is borrowed for one call only.
+        drafter, verifier, controller: names as for `secondguess.load`. The default drafter is
+            `suffix+self:int4` for a model on a CPU that is not in training mode, if memory holds its
+            copy, else `suffix`. A draft model, a copy, and the controller's state for this model and
+            drafter are kept for later calls. A drafter head trained for the model is loaded again by
+            every call, since it is attached to a model that is borrowed for one call only.
         seed: makes sampled text reproducible and, with the default verifier, independent of the
             drafter. The text of a prompt does not depend on the other prompts of the batch;
             samples of one prompt (`num_return_sequences`) differ.
@@ -113,7 +114,11 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
+    is_training = model.training
     with _locked(model, drafter), wrap_model(model) as target:
+        _drop_outdated_copies(model)
+        if drafter is None:
+            drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model, target)
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [
@@ -224,11 +229,11 @@ _draft_lock = RLock()
 
 
 @contextmanager
-def _locked(model: Any, drafter: str) -> Iterator[None]:
+def _locked(model: Any, drafter: str | None) -> Iterator[None]:
     """Hold the locks of the models that a call uses."""
     with ExitStack() as held:
         held.enter_context(_locks.setdefault(model, RLock()))
-        if draft_model_paths(drafter):
+        if drafter is not None and draft_model_paths(drafter):
             held.enter_context(_draft_lock)
         yield
 
@@ -258,8 +263,19 @@ def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Contro
     return of_model[key]
 
 
-_copies: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""Model -> its quantised copies, which drafters of earlier calls have made."""
+_defaults: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Model -> its default drafter, chosen by the first call."""
+
+
+def _default_drafter(model: Any, target: LoadedModel) -> str:
+    if model not in _defaults:
+        wanted = default_drafter(target.name, target.checkpoint, is_loaded=True)
+        _defaults[model] = confirm_default(wanted, target.runtime)
+    return _defaults[model]
+
+
+_copies: WeakKeyDictionary[Any, tuple[int, list[Any]]] = WeakKeyDictionary()
+"""Model -> number of changes of its weights, and the quantised copies that earlier calls have made."""
 
 
 def _keep_copies(model: Any, drafter: str) -> None:
@@ -267,7 +283,18 @@ def _keep_copies(model: Any, drafter: str) -> None:
     names = parse_drafter_name(drafter)
     formats = [drafter_class(name.kind).requirements(name).target_copy for name in names]
     if copies := [copy_quantised(model, each) for each in formats if each is not None]:
-        _copies[model] = copies
+        _copies[model] = _num_changes(model), copies
+
+
+def _drop_outdated_copies(model: Any) -> None:
+    """Drop the copies of a model whose weights have changed since, by a training step for instance."""
+    if model in _copies and _copies[model][0] != _num_changes(model):
+        del _copies[model]
+        forget_copies(model)
+
+
+def _num_changes(model: Any) -> int:
+    return sum(each._version for each in model.parameters() if not each.is_inference())
 
 
 @lru_cache(maxsize=1)

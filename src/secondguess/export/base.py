@@ -242,7 +242,7 @@ def _draft_length(
     length = FixedOptions().length
     return length, [
         f"draft length {length} is a default, nothing was measured: `secondguess tune` measures, "
-        "--draft-length says it"
+        "--draft-length sets it"
     ]
 
 

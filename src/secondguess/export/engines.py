@@ -74,7 +74,7 @@ VLLM = ExportTarget(
         "medusa": DrafterExport(
             {"method": "medusa", "model": head_folder},
             notes=(
-                "vLLM's Medusa wants an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
+                "vLLM's Medusa needs an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
                 "its drafts are chains of the likeliest tokens",
             ),
         ),
@@ -85,7 +85,7 @@ VLLM = ExportTarget(
     quantized=QUANTIZED_NOTE.format("vLLM"),
     longest_draft=32,
     notes=(
-        f"vLLM calls itself lossless up to numerics: {NUMERICS_NOTE}",
+        f"vLLM is documented as lossless up to numerics: {NUMERICS_NOTE}",
         "it drafts this many tokens at any load; num_speculative_tokens_per_batch_size in the same JSON can make that "
         "fewer for large batches",
     ),

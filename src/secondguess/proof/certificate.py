@@ -26,16 +26,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from secondguess.controllers import make_controller
 from secondguess.core import Commit, Draft, Row
 from secondguess.decode import Components, decode
 from secondguess.drafters import make_drafter
+from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
@@ -84,6 +85,16 @@ class CertifyOptions(Settings):
     delta: Share = 1e-6
     batch_size: Count = 1024
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+
+    @model_validator(mode="after")
+    def _check_num_samples(self) -> Self:
+        if self.slack >= self.limit:
+            least = math.ceil(math.log(1 / self.delta) / (2 * self.limit**2)) + 1
+            raise BadInputError(
+                f"expected more than {least:,} samples for a limit of {self.limit:g} at delta = {self.delta:g}, got "
+                f"{self.num_samples:,}, with which no certificate can pass; draw more samples, or raise the limit"
+            )
+        return self
 
     @property
     def slack(self) -> float:
@@ -154,13 +165,33 @@ class Certificate:
     seconds: float
 
     @property
+    def is_conclusive(self) -> bool:
+        """False if nothing was drafted although there is a drafter: only plain decoding was tested."""
+        return self.acceptance_rate is not None or self.drafter == NoDrafter.name
+
+    @property
     def passed(self) -> bool:
-        """True if the p-value is at least `MIN_P_VALUE` and the bound is within the limit."""
-        return self.p_value >= MIN_P_VALUE and self.bound <= self.limit
+        """True if the p-value is at least `MIN_P_VALUE`, the bound within the limit, and drafts were verified."""
+        return self.p_value >= MIN_P_VALUE and self.bound <= self.limit and self.is_conclusive
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields and `passed`, ready for JSON."""
-        return {"passed": self.passed, **asdict(self)}
+        """Return all fields, `passed` and `is_conclusive`, ready for JSON."""
+        return {"passed": self.passed, "is_conclusive": self.is_conclusive, **asdict(self)}
+
+    @property
+    def _result(self) -> str:
+        if not self.is_conclusive:
+            return (
+                f"INCONCLUSIVE: {self.drafter} drafted nothing; give a drafter that samples, such as model:PATH or "
+                "self:int4, or --drafter none to test plain decoding"
+            )
+        if self.passed:
+            return "PASSED"
+        if self.dtype not in ("bfloat16", "float16"):
+            return "FAILED"
+        return (
+            f"FAILED, the rounding of {self.dtype} included: compare with --dtype float32 or --drafter none"
+        )
 
     def __str__(self) -> str:
         cells = (
@@ -176,8 +207,6 @@ class Certificate:
         exercised = "" if any(self.rejected_per_position) else "; the rejection rule was not exercised"
         is_short = rate is not None and self.acceptance_length < FEW_TOKENS
         few = "; few were drafted, --controller fixed:2 drafts more" if is_short else ""
-        is_rounded = not self.passed and self.dtype in ("bfloat16", "float16")
-        rounding = f", the rounding of {self.dtype} included: compare with --dtype float32 or --drafter none"
         return "\n".join(
             [
                 f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
@@ -189,8 +218,8 @@ class Certificate:
                 f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
                 f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
-                f"result       {'PASSED' if self.passed else 'FAILED'} in {self.seconds:.1f} s"
-                + (rounding if is_rounded else ""),
+                f"duration     {self.seconds:.1f} s",
+                f"result       {self._result}",
             ]
         )
 

@@ -331,6 +331,11 @@ def why_not_copied(model: Any) -> str:
     return ""
 
 
+def forget_copies(model: Any) -> None:
+    """Have the next copies of a model made anew, after a change of its weights."""
+    _copies.pop(model, None)
+
+
 def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
     """Return a copy of a model with quantised linear layers, which shares all other weights.
 

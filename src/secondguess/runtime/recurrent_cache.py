@@ -1,6 +1,6 @@
 """KV cache of models whose layers also have recurrent states (Mamba, linear attention, convolutions).
 
-A recurrent state is a sum over all tokens before it, so it cannot forget rejected ones. The cache
+A recurrent state is a sum over all tokens before it, so rejected ones cannot be removed from it. The cache
 keeps snapshots of the states at some lengths of a row, and a row continues from one of these. No
 tensor of a snapshot is changed in place: copies of a row share them, and a pass that fails leaves
 them as they were.

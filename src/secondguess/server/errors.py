@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from secondguess.engine import DeadlineError, DrainingError, QueueFullError
 from secondguess.errors import BadInputError, OutOfMemoryError
@@ -28,8 +29,6 @@ SPECULATION = {
     "max_draft_length": "speculation.max_draft",
 }
 """Setting -> the field of a request that it comes from."""
-
-_UNION_MEMBERS = {"str", "int", "list", "bool", "float", "literal"}
 
 
 class ApiError(Exception):
@@ -109,7 +108,8 @@ def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> A
         named = re.match(r"expected (\w+)", str(error))
         name = named[1] if named and fields else ""
         param = SPECULATION.get(name, name if fields and name in fields else None)
-        return ApiError(400, str(error), param, "invalid_value")
+        message = str(error).replace(name, param, 1) if name and param else str(error)
+        return ApiError(400, message, param, "invalid_value")
     return ApiError(
         500, "the server failed to process the request; its log has the cause", code="internal_error"
     )
@@ -122,17 +122,58 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] 
         body: the model of the request's body, if it has one.
     """
     fields = {} if body is None else body.model_fields
-    first = dict(errors[0])
+    # A value of no member of a union has an error for each: the deepest is about the member that it resembles.
+    of_value = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    first = dict(max(of_value, key=lambda error: len(error["loc"])))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return ApiError(400, f"expected a body in JSON, got text that is not: {reason}", None, "invalid_json")
-    # FastAPI puts "body" first; unions add the names of their members, which are types.
-    first["loc"] = [
-        part for part in first["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[a-z_]+", part)
-    ]
-    first["loc"] = [part for part in first["loc"] if part not in _UNION_MEMBERS] or ["body"]
+    is_unknown = first["type"] == "extra_forbidden"
+    path, known = _resolve(body, first["loc"][1:], is_unknown)  # FastAPI puts "body" first
+    first["loc"] = path or ["body"]
     param = ".".join(map(str, first["loc"]))
-    message = describe_first([first], fields)
+    message = describe_first([first], known)
     if first["type"] == "none_required" and param in fields:
         message = f"expected no {param}: {fields[param].description}; leave it out"
     return ApiError(400, message, param, _CODES.get(first["type"], "invalid_value"))
+
+
+def _resolve(
+    body: type[BaseModel] | None, location: Sequence[int | str], is_unknown: bool
+) -> tuple[list[int | str], list[str]]:
+    """Return the names and indices of a location in a body, and the fields that are known there.
+
+    pydantic's location also has the names and tags of members of unions.
+
+    Args:
+        body: model of the request's body.
+        location: parts of the location.
+        is_unknown: whether the last part is a field that no model has.
+    """
+    models = [] if body is None else [body]
+    path: list[int | str] = []
+    for part in location[:-1] if is_unknown else location:
+        fields = [field for each in models if (field := _fields(each).get(part)) is not None]
+        if fields or isinstance(part, int):
+            path.append(part)
+        inner = [model for field in fields for model in _models_in(field.annotation)]
+        models = inner or [each for each in models if _is_named(each, part)] or models
+    known = [str(name) for name in _fields(models[0])] if is_unknown and len(models) == 1 else []
+    return [*path, *location[len(location) - is_unknown :]], known
+
+
+def _fields(model: type[BaseModel]) -> dict[int | str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _is_named(model: type[BaseModel], part: int | str) -> bool:
+    """Return whether a part of a location is the name or the tag of a member of a union."""
+    fields = model.model_fields.values()
+    return part == model.__name__ or any(part in get_args(field.annotation) for field in fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models among the members of a type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from secondguess.errors import BadInputError
+from secondguess.names import suggestion
 
 if TYPE_CHECKING:
     from secondguess.verifiers.base import Verifier
@@ -38,7 +39,9 @@ def check_verifier_name(name: str) -> None:
             "output; use 'auto' or 'coupled'"
         )
     if name not in VERIFIERS:
-        raise BadInputError(f"expected a verifier among {', '.join(VERIFIERS)}; got '{name}'")
+        raise BadInputError(
+            f"expected a verifier among {', '.join(VERIFIERS)}, got {name!r}{suggestion(name, VERIFIERS)}"
+        )
 
 
 def make_verifier(name: str) -> Verifier:

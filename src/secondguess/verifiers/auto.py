@@ -46,7 +46,7 @@ class AutoVerifier(Verifier):
         if not noise.any_coupled and draft.is_chain:
             return self._block.verify(draft, target_probs, noise)
         # Chosen per row, so that a row's text does not depend on the shape of other rows' drafts.
-        branches = torch.tensor(draft.branches)
+        branches = torch.tensor(draft.is_branching)
         groups = [
             (self._coupled, noise.coupled),
             (self._traversal, branches & ~noise.coupled),
