@@ -11,6 +11,7 @@ import sys
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import write_llama
 from secondguess import load
@@ -336,6 +337,32 @@ def test_a_broken_checkpoint_is_refused(ask, copied, file, content):
     """In one line; `checkpoint/test_checkpoint.py` has more ways to break each file."""
     (copied / file).write_bytes(content)
     assert_refused(ask("x", "--model", copied), str(copied))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b'{"model_type": "no_such_model"}', ["no_such_model", "update Transformers"]),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            ["git lfs pull"],
+        ),
+        ("generation_config.json", b"{", ["a generation configuration"]),
+    ],
+)
+def test_the_advice_fits_the_broken_file(ask, copied, file, content, words):
+    (copied / file).write_bytes(content)
+    assert_refused(ask("x", "--model", copied), str(copied), *words)
+
+
+@pytest.mark.parametrize("option", ["--model", "--drafter"])
+def test_weights_that_give_no_numbers_are_refused(ask, copied, option):
+    weights = load_file(copied / "model.safetensors")
+    weights["model.norm.weight"][:] = float("nan")
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    value = copied if option == "--model" else f"model:{copied}"
+    assert_refused(ask("x", option, value), str(copied), "got NaN")
 
 
 def test_weights_of_another_model_are_refused(ask, copied):

@@ -453,7 +453,12 @@ class Checkpoint:
         tokenizer = self.tokenizer
         model = self.read_module(layer_by_layer=self.runtimes[0] == "native")
         end_tokens = find_end_tokens(model, tokenizer)
-        runtime = self.make_runtime(model, self.read_module)
+        try:
+            runtime = self.make_runtime(model, self.read_module)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}, in {self.path}; copy or download the checkpoint again"
+            ) from error
         if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):
             del model, runtime
             return replace(self, dtype=torch.float32, dtype_needs_kernels=False).load()

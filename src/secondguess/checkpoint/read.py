@@ -48,8 +48,6 @@ with quiet():
 
 MOST_OF_REASON = 300
 """Characters of a library's error that are shown."""
-LFS_POINTER = b"version https://git-lfs"
-"""Start of the small file that Git LFS leaves in place of a large one."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -75,20 +73,10 @@ def _reading(part: str, path: str) -> Iterator[None]:
             advice = "allow this user to read it"
         elif "does not recognize this architecture" in reason:
             reason, advice = reason.partition(". ")[0], "update Transformers, or use another model"
-        elif pointer := next(filter(_is_lfs_pointer, Path(path).glob("*.safetensors")), None):
-            reason, advice = (
-                f"{pointer.name} is a pointer of Git LFS, not the weights",
-                "run `git lfs pull` there",
-            )
         raise CheckpointError(
             f"expected {part} that can be read in {path}, got: {shorten(reason, MOST_OF_REASON, placeholder=' ...')}; "
             f"{advice}"
         ) from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _place(path: str) -> dict[str, Any]:
@@ -223,6 +211,9 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
     Raises:
         CheckpointError: if weights are missing or cannot be read.
     """
+    with _reading("a generation configuration", path):
+        if (file := Path(path) / "generation_config.json").is_file():
+            json.loads(file.read_bytes())
     with _reading("weights", path):
         config = read_config(path)
         encoding = read_encoding(Path(path))

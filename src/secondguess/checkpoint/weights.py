@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,22 @@ def _count_in_file(file: Path, suffix: str) -> int:
             names = (name for name in tensors.keys() if name.endswith(suffix))  # noqa: SIM118 - not a dictionary
             return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     except (SafetensorError, OSError) as error:
+        reason, advice = str(error), "copy or download the checkpoint again"
+        if _is_lfs_pointer(file):
+            reason, advice = "a pointer of Git LFS", "run `git lfs pull` in its folder"
+        elif isinstance(error, PermissionError):
+            advice = "allow this user to read it"
         raise CheckpointError(
-            f"expected whole safetensors weights in {file}, got: {error}; copy or download the checkpoint again"
+            f"expected whole safetensors weights in {file}, got: {reason}; {advice}"
         ) from error
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is the small one that Git LFS leaves in place of a large one."""
+    start = b"version https://git-lfs"
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(start)) == start
+    return False
 
 
 def gguf_reader(file: Path) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from secondguess.errors import CheckpointError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import KEY_MULTIPLE, Output
@@ -109,7 +110,11 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
 
 
 def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return a module's logits `[row, token, vocab]`, and by layer the experts `[row, token, k]` that tokens select."""
+    """Return a module's logits `[row, token, vocab]`, and by layer the experts `[row, token, k]` that tokens select.
+
+    Raises:
+        CheckpointError: if there are NaN among the logits.
+    """
     found: dict[int, Tensor] = {}
 
     def record(layer: int, arguments: tuple[Any, ...]) -> None:
@@ -129,6 +134,8 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
     finally:
         for hook in hooks:
             hook.remove()
+    if bool(logits.isnan().any()):
+        raise CheckpointError("expected weights that give numbers as logits, got NaN")
     return logits, found
 
 
