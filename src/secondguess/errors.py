@@ -1,4 +1,4 @@
-"""Exception hierarchy.
+"""Exception hierarchy, and suggestions for misspelt names.
 
 SecondGuessError                 base of all errors that this package raises on purpose
 ├── BadInputError (ValueError)   a value, option or prompt that cannot be used as given
@@ -11,6 +11,11 @@ MismatchWarning (UserWarning)    a drafter that was trained for other target wei
 Every message gives what was expected, what was found and how to fix it. The command line prints it
 as one line and exits with code 2.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class SecondGuessError(Exception):
@@ -35,3 +40,13 @@ class OutOfMemoryError(SecondGuessError):
 
 class MismatchWarning(UserWarning):
     """A drafter that was trained for another target: correct text, but low acceptance."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the known name that a misspelt one resembles, as the end of a message; empty if there is none.
+
+    >>> suggestion("ngrams", ["ngram", "suffix"])
+    "; did you mean 'ngram'?"
+    """
+    nearest = get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar, get_type_hints
 
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, suggestion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -66,16 +65,6 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
             )
         options[key] = value
     return Name(kind, argument if colon else None, options)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the known name that a misspelt one resembles, as the end of a message; empty if there is none.
-
-    >>> suggestion("ngrams", ["ngram", "suffix"])
-    "; did you mean 'ngram'?"
-    """
-    nearest = get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def refuse_options(name: Name, what: str) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from secondguess.errors import BadInputError
-from secondguess.names import suggestion
+from secondguess.errors import BadInputError, suggestion
 
 MOST_CHARACTERS = 60
 """Characters of a refused value that an error message shows."""

@@ -138,7 +138,8 @@ def test_heads_of_a_grown_target_have_the_logits_of_the_small_ones(name: str, sh
     for model, each in ((small, head), (grown, grown_head)):
         decoder = fuse(model, packed=False)
         assert decoder is not None
-        runtime = FusedRuntime(decoder, hidden_layers=(*head.hidden_layers, LAST_HIDDEN))
+        runtime = FusedRuntime(decoder)
+        runtime.request_hidden_states((*head.hidden_layers, LAST_HIDDEN))
         batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), runtime.read(tokens).hidden)
         with torch.no_grad():
             found = each.learn(batch, TargetModel.of(runtime), project)

@@ -455,9 +455,9 @@ class Checkpoint:
         end_tokens = find_end_tokens(model, tokenizer)
         try:
             runtime = self.make_runtime(model, self.read_module)
-        except CheckpointError as error:
+        except FloatingPointError as error:
             raise CheckpointError(
-                f"{error}, in {self.path}; copy or download the checkpoint again"
+                f"expected weights that give numbers as logits in {self.path}, got NaN; copy or download the checkpoint again"
             ) from error
         if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):
             del model, runtime

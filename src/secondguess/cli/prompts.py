@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, suggestion
 from secondguess.images import read_image
-from secondguess.names import suggestion
 
 FIELDS = ("prompt", "messages", "metadata")
 """Fields of a line other than sampling settings."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import CheckpointError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.cached import KEY_MULTIPLE, Output
@@ -113,7 +112,7 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
     """Return a module's logits `[row, token, vocab]`, and by layer the experts `[row, token, k]` that tokens select.
 
     Raises:
-        CheckpointError: if there are NaN among the logits.
+        FloatingPointError: if there are NaN among the logits.
     """
     found: dict[int, Tensor] = {}
 
@@ -135,7 +134,7 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
         for hook in hooks:
             hook.remove()
     if bool(logits.isnan().any()):
-        raise CheckpointError("expected weights that give numbers as logits, got NaN")
+        raise FloatingPointError("NaN among the logits of a module")
     return logits, found
 
 

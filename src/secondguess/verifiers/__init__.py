@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from secondguess.errors import BadInputError
-from secondguess.names import suggestion
+from secondguess.errors import BadInputError, suggestion
 
 if TYPE_CHECKING:
     from secondguess.verifiers.base import Verifier
