@@ -56,18 +56,16 @@ LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
 
 
-def default_drafter(model: str, target: Checkpoint | None = None, is_loaded: bool = False) -> str:
+def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
     Args:
         model: name of the target.
-        target: its checkpoint; None leaves out a copy of the target.
-        is_loaded: whether the target is in memory already.
+        target: its checkpoint, not loaded; None leaves out a copy of the target.
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    has_room = target is not None and target.has_room_for_copy(INT4, is_loaded)
-    return COPY_DRAFTER if has_room else LOOKUP_DRAFTER
+    return COPY_DRAFTER if target is not None and target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:

@@ -70,9 +70,13 @@ def describe_first(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = (
         listed = f" (known: {', '.join(known)})" if known else ""
         hint = suggestion(str(first["loc"][-1]), known) or f"; take it out{listed}"
         return f"expected no {_shorten(name)}{hint}"
-    if first["type"] == "union_tag_invalid":
-        tag, discriminator, tags = (first["ctx"][key] for key in ("tag", "discriminator", "expected_tags"))
-        return f"expected {name}.{discriminator.strip(chr(39))} to be one of {tags}, got {tag!r:.60}"
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        context = first["ctx"]
+        field = context["discriminator"].strip("'")
+        name = name if field.endswith("()") else f"{name}.{field}"  # a function, not a field
+        if "tag" not in context:
+            return f"expected a value for {name}, got none; add it"
+        return f"expected {name} to be one of {context['expected_tags']}, got {_shorten(context['tag'])}"
     # pydantic says "Input should be ...", "String should match ..." or, for our own, "Value error, should ...".
     wanted, found = re.subn(r"^(\w+|Value error,) should ", "", first["msg"])
     if not found:

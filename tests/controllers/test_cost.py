@@ -560,6 +560,12 @@ def test_accepted_lookups_are_longer_in_the_next_round(num_failed: int) -> None:
     assert lengths[-1] == 16
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_useless_first_lookups_lose_little_where_nodes_are_expensive(num_rows: int) -> None:
+    simulation = Simulation(lambda number, depth: 0.0, step=0.0, node=1.0, deterministic=True)
+    assert simulation.play(CostController(), 300, num_rows).speed > 0.97
+
+
 def test_costs_of_rounds_are_learned_by_batch_size_and_length() -> None:
     times = RoundTimes()
     assert times.needs_plain(1, 10)

@@ -7,13 +7,12 @@ import weakref
 import huggingface_hub
 import pytest
 import torch
-from transformers import NoRepeatNGramLogitsProcessor
+from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor
 
 import secondguess
 import secondguess.drop_in
 from drop_in_cases import PROMPT, ours, tiny_model
 from families import needs_kernels
-from secondguess.checkpoint import checkpoint
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import MismatchWarning, UnsupportedModelError
@@ -80,13 +79,13 @@ def test_the_default_drafter_is_a_copy_where_memory_holds_it(made_layers, monkey
     for _ in range(2):
         assert torch.equal(ours(model, PROMPT, drafter=None, **settings), plain)
         assert len(made_layers) == NUM_LINEARS
-    monkeypatch.setattr(checkpoint, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(secondguess.drop_in, "available_memory", lambda device: 1000)
     assert torch.equal(ours(tiny_model(), PROMPT, drafter=None, **settings), plain)
     assert len(made_layers) == NUM_LINEARS
 
 
 @needs_kernels
-def test_a_model_in_training_is_not_copied_and_a_changed_one_again(made_layers):
+def test_a_model_in_training_is_not_copied(made_layers):
     settings = {"max_new_tokens": 12, "do_sample": False}
     model = tiny_model().train()
     ours(model, PROMPT, drafter=None, **settings)
@@ -96,7 +95,40 @@ def test_a_model_in_training_is_not_copied_and_a_changed_one_again(made_layers):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     assert torch.equal(ours(model, PROMPT, drafter=None, **settings), model.generate(PROMPT, **settings))
+    assert len(made_layers) == NUM_LINEARS
+    ours(model, PROMPT, drafter="self:int4", **settings)
+    assert len(made_layers) == 2 * NUM_LINEARS, "the copy had the weights from before"
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["dtype", "parameters"])
+def test_a_copy_is_made_again_of_other_weights(made_layers, change):
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    model = tiny_model()
+    ours(model, PROMPT, drafter=None, **settings)
+    if change == "dtype":
+        model.to(torch.bfloat16)
+    else:
+        model.load_state_dict(tiny_model(seed=3).state_dict(), assign=True)
+    for _ in range(2):
+        assert torch.equal(ours(model, PROMPT, drafter=None, **settings), model.generate(PROMPT, **settings))
     assert len(made_layers) == 2 * NUM_LINEARS
+
+
+@needs_kernels
+def test_the_default_of_a_class_of_ones_own_is_a_copy(made_layers):
+    class OwnConfig(LlamaConfig):
+        model_type = "own"
+
+    class Own(LlamaForCausalLM):
+        config_class = OwnConfig
+
+    source = tiny_model()
+    model = Own(OwnConfig(**{**source.config.to_dict(), "model_type": "own"})).eval()
+    model.load_state_dict(source.state_dict())
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours(model, PROMPT, drafter=None, **settings), source.generate(PROMPT, **settings))
+    assert len(made_layers) == NUM_LINEARS
 
 
 @needs_kernels

@@ -70,6 +70,9 @@ USER = {"role": "user", "content": "x"}
             "expected messages.0.role to be one of 'system'",
         ),
         ({"messages": [{**USER, "content": 5}]}, "messages.0.content", "expected messages.0.content to be"),
+        ({"messages": [{**USER, "content": [{"type": "t"}]}]}, "messages.0.content.0", "be one of 'text'"),
+        ({"messages": [{"content": "x"}]}, "messages.0", "expected a value for messages.0.role"),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "got none"),
     ],
     ids=str,
 )

@@ -357,10 +357,7 @@ class Checkpoint:
             described = f"{self.name} (runtime {self.runtimes[0]}, {self.quantize or self.dtype_name})"
             raise quantised_copy_error(weight_format, described)
         if self.runtimes[0] == "transformers":
-            counts, of_head = self._linear_counts, weight_format.of_head
-            return int(
-                counts.in_layers * weight_format.bytes_per_weight + counts.in_head * of_head.bytes_per_weight
-            )
+            return self._linear_counts.copy_bytes(weight_format)
         text = self.config.get_text_config()
         num_shared = 0 if self._ties_embeddings else text.vocab_size * text.hidden_size
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
@@ -374,21 +371,19 @@ class Checkpoint:
         is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored
         return is_module and can_quantise(self.device) and self._linear_counts.are_most
 
-    def has_room_for_copy(self, weight_format: WeightFormat, is_loaded: bool = False) -> bool:
+    def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
         """Return whether this model can be copied and memory holds the copy beside it.
 
         The copy must leave as much memory for longer KV caches as it takes itself.
 
         Args:
             weight_format: encoding of the copy's weights.
-            is_loaded: whether the model itself is in memory already.
         """
         if not self._can_be_copied:
             return False
         available = available_memory(self.device)
         copy = head_memory(self.name, self.copy_bytes(weight_format))
-        to_load = [copy] if is_loaded else [self.memory(), copy]
-        return available is None or peak_memory(to_load) + copy.total <= available
+        return available is None or peak_memory([self.memory(), copy]) + copy.total <= available
 
     @property
     def _num_parameters(self) -> int:

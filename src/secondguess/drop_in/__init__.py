@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from secondguess.api import check_verifier, choose_controller, encode, make_row
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.memory import available_memory
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -39,8 +40,9 @@ from secondguess.drop_in.arguments import (
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
-from secondguess.pairing import LOOKUP_DRAFTER, confirm_default, default_drafter, pair_vocabularies
-from secondguess.runtime.packing import copy_quantised, forget_copies
+from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
+from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
+from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -116,9 +118,9 @@ def custom_generate(
     chosen_verifier = make_verifier(verifier)
     is_training = model.training
     with _locked(model, drafter), wrap_model(model) as target:
-        _drop_outdated_copies(model)
+        _update_weights(model)
         if drafter is None:
-            drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model, target)
+            drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model)
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
         rows = [
@@ -263,19 +265,63 @@ def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Contro
     return of_model[key]
 
 
+class _Weights(NamedTuple):
+    """State of a model's weights.
+
+    Args:
+        parameters: id, device and dtype of each.
+        num_changes: number of changes in place, as far as torch counts them.
+    """
+
+    parameters: tuple[tuple[int, torch.device, torch.dtype], ...]
+    num_changes: int
+
+    @classmethod
+    def of(cls, model: Any) -> _Weights:
+        parameters = list(model.parameters())
+        return cls(
+            tuple([(id(each), each.device, each.dtype) for each in parameters]),
+            sum([0 if each.is_inference() else each._version for each in parameters]),
+        )
+
+
+_weights: WeakKeyDictionary[Any, _Weights] = WeakKeyDictionary()
+"""Model -> its weights in the last call."""
 _defaults: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Model -> its default drafter, chosen by the first call."""
+"""Model -> its default drafter."""
+_copies: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""Model -> its quantised copies, which drafters of earlier calls have made."""
 
 
-def _default_drafter(model: Any, target: LoadedModel) -> str:
-    if model not in _defaults:
-        wanted = default_drafter(target.name, target.checkpoint, is_loaded=True)
-        _defaults[model] = confirm_default(wanted, target.runtime)
+def _update_weights(model: Any) -> None:
+    """Drop what earlier calls derived from a model's weights, if these have changed.
+
+    A model whose weights change in place is in training, and making a copy for each of its states would take
+    longer than the copy saves.
+    """
+    before, weights = _weights.get(model), _Weights.of(model)
+    _weights[model] = weights
+    if before in (None, weights):
+        return
+    _copies.pop(model, None)
+    forget_copies(model)
+    _defaults.pop(model, None)
+    if before is not None and weights.parameters == before.parameters:
+        _defaults[model] = LOOKUP_DRAFTER
+
+
+def _default_drafter(model: Any) -> str:
+    """Return the name of a model's default drafter: with a copy if it can be made and memory holds it.
+
+    As in `Checkpoint.has_room_for_copy`, the copy must leave as much memory as it takes.
+    """
+    if model in _defaults:
+        return _defaults[model]
+    available = available_memory(model.device)
+    if available is not None and 2 * count_linears(model).copy_bytes(INT4) > available:
+        return LOOKUP_DRAFTER
+    _defaults[model] = LOOKUP_DRAFTER if why_not_copied(model) else COPY_DRAFTER
     return _defaults[model]
-
-
-_copies: WeakKeyDictionary[Any, tuple[int, list[Any]]] = WeakKeyDictionary()
-"""Model -> number of changes of its weights, and the quantised copies that earlier calls have made."""
 
 
 def _keep_copies(model: Any, drafter: str) -> None:
@@ -283,18 +329,7 @@ def _keep_copies(model: Any, drafter: str) -> None:
     names = parse_drafter_name(drafter)
     formats = [drafter_class(name.kind).requirements(name).target_copy for name in names]
     if copies := [copy_quantised(model, each) for each in formats if each is not None]:
-        _copies[model] = _num_changes(model), copies
-
-
-def _drop_outdated_copies(model: Any) -> None:
-    """Drop the copies of a model whose weights have changed since, by a training step for instance."""
-    if model in _copies and _copies[model][0] != _num_changes(model):
-        del _copies[model]
-        forget_copies(model)
-
-
-def _num_changes(model: Any) -> int:
-    return sum(each._version for each in model.parameters() if not each.is_inference())
+        _copies[model] = copies
 
 
 @lru_cache(maxsize=1)

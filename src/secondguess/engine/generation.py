@@ -46,7 +46,7 @@ class Output:
         finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens),
             `context` (the model's context is full) or `grammar` (the grammar left no token, so the text
             is incomplete); None if generation was interrupted.
-        exactness: guarantee for the text: `lossless`, `drafter-invariant` or `lossy`.
+        exactness: guarantee for the text: `lossless` or `drafter-invariant`.
         stats: counters and timings.
         logprobs: per token, if the request asks for them; else empty.
         index: index among the `n` samples of the prompt.

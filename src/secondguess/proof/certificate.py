@@ -89,9 +89,9 @@ class CertifyOptions(Settings):
     @model_validator(mode="after")
     def _check_num_samples(self) -> Self:
         if self.slack >= self.limit:
-            least = math.ceil(math.log(1 / self.delta) / (2 * self.limit**2)) + 1
+            least = math.floor(math.log(1 / self.delta) / (2 * self.limit**2)) + 1
             raise BadInputError(
-                f"expected more than {least:,} samples for a limit of {self.limit:g} at delta = {self.delta:g}, got "
+                f"expected at least {least:,} samples for a limit of {self.limit:g} at delta = {self.delta:g}, got "
                 f"{self.num_samples:,}, with which no certificate can pass; draw more samples, or raise the limit"
             )
         return self
@@ -171,8 +171,12 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if the p-value is at least `MIN_P_VALUE`, the bound within the limit, and drafts were verified."""
-        return self.p_value >= MIN_P_VALUE and self.bound <= self.limit and self.is_conclusive
+        """True if the distributions agree, within the limit, and drafts were verified."""
+        return self._agrees and self.is_conclusive
+
+    @property
+    def _agrees(self) -> bool:
+        return self.p_value >= MIN_P_VALUE and self.bound <= self.limit
 
     def as_dict(self) -> dict[str, object]:
         """Return all fields, `passed` and `is_conclusive`, ready for JSON."""
@@ -180,13 +184,13 @@ class Certificate:
 
     @property
     def _result(self) -> str:
-        if not self.is_conclusive:
-            return (
-                f"INCONCLUSIVE: {self.drafter} drafted nothing; give a drafter that samples, such as model:PATH or "
-                "self:int4, or --drafter none to test plain decoding"
-            )
         if self.passed:
             return "PASSED"
+        if self._agrees:
+            return (
+                f"INCONCLUSIVE: {self.drafter} drafted nothing; give a drafter that samples, such as model:PATH, a "
+                "controller that drafts, such as fixed:2, and more than one token, or --drafter none to test plain decoding"
+            )
         if self.dtype not in ("bfloat16", "float16"):
             return "FAILED"
         return (

@@ -228,6 +228,11 @@ class LinearCounts(NamedTuple):
         """True if linear layers have most weights, embeddings and head left out."""
         return self.in_layers > self.others
 
+    def copy_bytes(self, weight_format: WeightFormat) -> int:
+        """Return the bytes of these layers' weights in another encoding."""
+        in_head = self.in_head * weight_format.of_head.bytes_per_weight
+        return int(self.in_layers * weight_format.bytes_per_weight + in_head)
+
 
 def count_linears(model: Any) -> LinearCounts:
     """Return the numbers of weights of a model, which may be one without memory."""
@@ -319,8 +324,8 @@ def why_not_copied(model: Any) -> str:
         return "with quantised weights"
     if not (counts := count_linears(model)).are_most:
         return f"with {counts.in_layers:,} weights in linear layers and {counts.others:,} others"
-    opaque = {each: OpaqueLinear(each) for each in linears}
     try:
+        opaque = {each: OpaqueLinear(each) for each in linears}
         with torch.inference_mode():
             expected, found = _probe(model), _probe(_copy_with(model, opaque))
     except Exception as error:  # of code that is not ours, so of any kind

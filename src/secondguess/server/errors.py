@@ -122,20 +122,25 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] 
         body: the model of the request's body, if it has one.
     """
     fields = {} if body is None else body.model_fields
-    # A value of no member of a union has an error for each: the deepest is about the member that it resembles.
-    of_value = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
-    first = dict(max(of_value, key=lambda error: len(error["loc"])))
+    # A value of no member of a union has an error for each: one within a field is about the member that it resembles.
+    located = [(_resolve(body, each["loc"][1:], each["type"] == "extra_forbidden"), each) for each in errors]
+    (path, known), found = max(located, key=_num_fields)
+    first = dict(found)
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return ApiError(400, f"expected a body in JSON, got text that is not: {reason}", None, "invalid_json")
-    is_unknown = first["type"] == "extra_forbidden"
-    path, known = _resolve(body, first["loc"][1:], is_unknown)  # FastAPI puts "body" first
     first["loc"] = path or ["body"]
     param = ".".join(map(str, first["loc"]))
     message = describe_first([first], known)
     if first["type"] == "none_required" and param in fields:
         message = f"expected no {param}: {fields[param].description}; leave it out"
     return ApiError(400, message, param, _CODES.get(first["type"], "invalid_value"))
+
+
+def _num_fields(located: tuple[tuple[Sequence[int | str], Sequence[str]], Mapping[str, Any]]) -> int:
+    """Return the number of fields in which an error lies; a wrong tag is one of them."""
+    (path, _), error = located
+    return sum(isinstance(part, str) for part in path) + str(error["type"]).startswith("union_tag")
 
 
 def _resolve(
@@ -147,17 +152,19 @@ def _resolve(
 
     Args:
         body: model of the request's body.
-        location: parts of the location.
+        location: parts of the location, without FastAPI's "body".
         is_unknown: whether the last part is a field that no model has.
     """
     models = [] if body is None else [body]
     path: list[int | str] = []
     for part in location[:-1] if is_unknown else location:
+        if len(models) > 1 and (chosen := [each for each in models if _is_named(each, part)]):
+            models = chosen
+            continue
         fields = [field for each in models if (field := _fields(each).get(part)) is not None]
         if fields or isinstance(part, int):
             path.append(part)
-        inner = [model for field in fields for model in _models_in(field.annotation)]
-        models = inner or [each for each in models if _is_named(each, part)] or models
+        models = [model for field in fields for model in _models_in(field.annotation)] or models
     known = [str(name) for name in _fields(models[0])] if is_unknown and len(models) == 1 else []
     return [*path, *location[len(location) - is_unknown :]], known
 

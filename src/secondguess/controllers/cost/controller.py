@@ -57,7 +57,7 @@ NOTHING = (Candidate(longest=0, deterministic=True),)
 PROBE_LENGTH = 2
 """Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
 INITIAL_MAX_LENGTH = 2
-"""Maximum levels of a draft model's first drafts, whose cost is not known yet."""
+"""Maximum levels of drafts whose cost is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,16 @@ class CostController(Controller):
         return Decision(place, self._cost_model.rate, taken, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision) -> None:
-        """Limit the first drafts of a drafter, and record the length of the longest lookup."""
+        """Limit drafts whose cost is not known yet, and record the length of the longest lookup.
+
+        Lookups cost nothing but a longer target pass.
+        """
         for proposal in decision.proposals:
+            is_new = self.times.is_new(proposal.part) and not proposal.deterministic
+            if is_new or not self.times.has_timed_drafts:
+                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
             if proposal.deterministic:
                 decision.longest_lookup = max(decision.longest_lookup, proposal.length)
-            elif self.times.is_new(proposal.part):
-                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
 
     def _best_proposals(
         self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
@@ -339,10 +343,10 @@ class CostController(Controller):
         won = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
         seen = [proposal.seen for proposal in drafted]
         drafted_round = DraftedRound(decision, drafted, seen, lengths, accepted, time, won)
-        # The length of a lookup draft is decided in advance, so that one that was too long or too
-        # short is learned from at once.
+        # The length of a lookup draft is decided in advance, so that one that lost time, or a single
+        # one that could have been longer, is learned from at once.
         is_informative = decision.longest_lookup > 0 and (
-            won < 0 or any(_is_short(proposal, accepted[proposal.row]) for proposal in drafted)
+            won < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
         )
         has_room = self._drafted.add(drafted_round) and not is_informative
         if not has_room or not decision.is_settled or self.guard.would_stop(self._drafted.won):
@@ -478,9 +482,9 @@ def _is_settled(proposal: DraftProposal) -> bool:
     return proposal.net > proposal.exploration_bonus and not proposal.candidate.num_uncached
 
 
-def _is_short(proposal: DraftProposal, num_accepted: int) -> bool:
-    """Return whether a lookup draft, all of which was accepted, could have been longer."""
-    return num_accepted == proposal.length < len(proposal.survivals)
+def _could_be_longer(lookup: DraftProposal, num_accepted: int) -> bool:
+    """Return whether all of a lookup draft was accepted, and its source had more."""
+    return num_accepted == lookup.length < len(lookup.survivals)
 
 
 def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:

@@ -234,6 +234,11 @@ class RoundTimes:
         """Return whether too few drafts of a drafter have been timed to trust their cost."""
         return sum(line.count for line in self._steps.get(part, {}).values()) < NUM_NEW
 
+    @property
+    def has_timed_drafts(self) -> bool:
+        """True once a target pass over a draft was timed."""
+        return bool(self._curves)
+
     def most_rows(self, part: Hashable) -> int:
         """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
