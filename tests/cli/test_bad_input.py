@@ -342,7 +342,11 @@ def test_a_broken_checkpoint_is_refused(ask, copied, file, content):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("config.json", b'{"model_type": "no_such_model"}', ["no_such_model", "update Transformers"]),
+        (
+            "config.json",
+            b'{"model_type": "no_such_model"}',
+            ["no_such_model", "; update Transformers, or use another model"],
+        ),
         (
             "model.safetensors",
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
