@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -292,12 +292,29 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         )
 
 
+class UnreadableWeight(Tensor):
+    """Tensor without memory, of which only properties can be read.
+
+    torch computes with a plain tensor on the meta device and one on a CPU in some operations, whose result has any values.
+    """
+
+    READABLE: ClassVar[frozenset[str]] = frozenset({"__get__", "dim", "size", "numel", "is_floating_point"})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ not in cls.READABLE:
+            raise TypeError(f"the weight of a linear layer is read by {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
 class OpaqueLinear(nn.Module):
     """Linear layer whose weight cannot be read, like that of a quantised layer, and that counts its calls."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
-        self.weight = torch.empty_like(linear.weight, device="meta")
+        self.weight = torch.empty_like(linear.weight, device="meta").as_subclass(UnreadableWeight)
         self.bias = linear.bias
         self.num_calls = 0
         self._functions = [linear.forward]  # in a list, as the layer is not a part of this one
