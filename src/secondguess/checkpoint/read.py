@@ -339,14 +339,9 @@ def pick_device(device: str) -> torch.device:
     aliases = {"auto": known[min(num_cuda, 1)]} | ({"cuda": "cuda:0"} if num_cuda else {})
     name = aliases.get(device, device)
     if name not in known:
-        reason = (
-            ""
-            if num_cuda
-            else "; torch finds no CUDA device: see nvidia-smi, or install a CUDA build of torch"
-        )
-        raise BadInputError(
-            f"expected device auto, {', '.join(known)}, got {device!r}{reason if 'cuda' in device else ''}"
-        )
+        advice = "; torch finds no CUDA device: see nvidia-smi, or install a CUDA build of torch"
+        shown = advice if "cuda" in device and not num_cuda else ""
+        raise BadInputError(f"expected device auto, {', '.join(known)}, got {device!r}{shown}")
     return torch.device(name)
 
 

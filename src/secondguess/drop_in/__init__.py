@@ -116,7 +116,7 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     chosen_verifier = make_verifier(verifier)
-    is_training = model.training
+    is_training = model.training  # `wrap_model` puts the model into evaluation mode
     with _locked(model, drafter), wrap_model(model) as target:
         _update_weights(model)
         if drafter is None:
@@ -301,12 +301,12 @@ def _update_weights(model: Any) -> None:
     """
     before, weights = _weights.get(model), _Weights.of(model)
     _weights[model] = weights
-    if before in (None, weights):
+    if before is None or before == weights:
         return
     _copies.pop(model, None)
     forget_copies(model)
     _defaults.pop(model, None)
-    if before is not None and weights.parameters == before.parameters:
+    if weights.parameters == before.parameters:
         _defaults[model] = LOOKUP_DRAFTER
 
 

@@ -217,7 +217,7 @@ def _reads_weights(model: Any) -> bool:
     try:
         with torch.inference_mode():
             _probe(_copy_with(model, {each: OpaqueLinear(each) for each in _linears(model)}))
-    except TypeError:
+    except WeightReadError:
         return True
     except Exception:  # of code that is not ours: the comparison of logits decides
         return False
@@ -306,6 +306,10 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         )
 
 
+class WeightReadError(RuntimeError):
+    """A module computes with the weight of a linear layer in its own code."""
+
+
 class UnreadableWeight(Tensor):
     """Tensor without memory, of which only properties can be read.
 
@@ -319,7 +323,7 @@ class UnreadableWeight(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.__name__ not in cls.READABLE:
-            raise TypeError(f"the weight of a linear layer is read by {func.__name__}")
+            raise WeightReadError(f"the weight of a linear layer is read by {func.__name__}")
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
