@@ -132,11 +132,11 @@ class TestDraft:
     def test_levels_are_the_longest_paths(self):
         parents = torch.tensor([[-1, 0, -1, 1, 1, 3], [-1, -1, -1, -1, -1, -1], [-1, 0, 0, -1, -1, -1]])
         draft = Draft(torch.zeros_like(parents), parents, torch.tensor([6, 2, 3]))
-        assert draft.num_levels.tolist() == [4, 1, 2]
+        assert draft.num_levels == [4, 1, 2]
         assert draft.is_branching == [True, True, True]
         chains = Draft.chains([[5, 6, 7], [], [8]])
-        assert chains.num_levels.tolist() == chains.lengths.tolist() == [3, 0, 1]
-        assert Draft.empty(2).num_levels.tolist() == [0, 0]
+        assert chains.num_levels == chains.lengths.tolist() == [3, 0, 1]
+        assert Draft.empty(2).num_levels == [0, 0]
 
     def test_branching_is_decided_per_row(self):
         parents = torch.tensor([[-1, 0, 0], [-1, 0, 1], [-1, 0, -1], [-1, -1, -1]])

@@ -300,9 +300,13 @@ class Draft:
         [[-1, 0], [-1, -1]]
         """
         device = torch.device(device)
-        lengths = tuple([len(chain) for chain in chains])
-        tokens = padded_tensor(chains, 0, device)
-        return cls(tokens, *_chain_parents_and_lengths(lengths, device), probs)
+        structure = _structure_of_chains(tuple([len(chain) for chain in chains]), device)
+        token_lists = _padded(chains, 0)
+        tokens = token_tensor(token_lists, device).reshape(structure.parents.shape)
+        draft = cls(tokens, structure.parents, structure.lengths, probs)
+        # Values of the cached properties, which take longer to compute from tensors.
+        vars(draft).update(structure.properties, token_lists=token_lists)
+        return draft
 
     @property
     def num_rows(self) -> int:
@@ -342,11 +346,12 @@ class Draft:
         return not any(self.is_branching)
 
     @cached_property
-    def num_levels(self) -> Tensor:
-        """`[row]` int64, number of nodes on the longest path; in a chain, its length."""
+    def num_levels(self) -> list[int]:
+        """Per row, the number of nodes on the longest path; in a chain, its length."""
         if self.is_chain:
-            return self.lengths
-        return (self.ancestors().sum(-1) * self.mask).amax(1)
+            return [len(shape) for shape in self.shapes]
+        levels: list[int] = (self.ancestors().sum(-1) * self.mask).amax(1).tolist()
+        return levels
 
     def following(self, row: int, path: Sequence[int]) -> list[int]:
         """Return the tokens below a path of a row's draft, along the first child of each node."""
@@ -396,16 +401,34 @@ def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
     """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
+    padded = _padded(rows, filler)
+    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
     width = max(map(len, rows), default=0)
-    padded = [[*row, *([filler] * (width - len(row)))] for row in rows]
-    return token_tensor(padded, device).reshape(len(rows), width)
+    return [[*row, *([filler] * (width - len(row)))] for row in rows]
+
+
+class _Structure(NamedTuple):
+    """`parents`, `lengths` and cached properties of a draft."""
+
+    parents: Tensor
+    lengths: Tensor
+    properties: Mapping[str, object]
 
 
 @lru_cache(maxsize=256)
-def _chain_parents_and_lengths(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return parents and lengths of chains; cached, because the same few lengths recur."""
-    parents = [range(-1, length - 1) for length in lengths]
-    return padded_tensor(parents, -1, device), token_tensor(lengths, device)
+def _structure_of_chains(lengths: tuple[int, ...], device: torch.device) -> _Structure:
+    """Return the structure of chains; cached, because the same few lengths recur."""
+    shapes = [tuple(range(-1, length - 1)) for length in lengths]
+    properties = {
+        "shapes": shapes,
+        "is_branching": [False] * len(shapes),
+        "is_chain": True,
+        "num_levels": list(lengths),
+    }
+    return _Structure(padded_tensor(shapes, -1, device), token_tensor(lengths, device), properties)
 
 
 @dataclass(frozen=True)
@@ -519,8 +542,7 @@ class StoppingRule(NamedTuple):
     groups: list[int]
 
 
-@dataclass(frozen=True)
-class Budgets:
+class Budgets(NamedTuple):
     """Draft lengths of a round, chosen without access to the tokens that will be drawn.
 
     Args:

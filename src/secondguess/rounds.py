@@ -19,7 +19,7 @@ empty draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, inference_mode
@@ -157,7 +157,7 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
         [length if part >= 0 else 0 for length, part in pairs],
         [max(part, 0) for _, part in pairs],
     )
-    draft = _draft_by_drafter(components, rows, replace(budgets, lengths=lengths, parts=parts), noise)
+    draft = _draft_by_drafter(components, rows, budgets._replace(lengths=lengths, parts=parts), noise)
     own = Draft.chains(chains, device=draft.tokens.device)
     return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
 

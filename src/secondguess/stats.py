@@ -188,7 +188,7 @@ class StatsRecorder:
     ) -> None:
         """Count one round of every row; `predicted` is True for rows drafted from their prediction."""
         totals = None if self.totals is None else self.totals.copy()
-        sizes = zip(draft.lengths.tolist(), draft.num_levels.tolist(), strict=True)
+        sizes = zip(map(len, draft.shapes), draft.num_levels, strict=True)
         for index, (row, (num_drafted, depth), commit) in enumerate(zip(rows, sizes, commits, strict=True)):
             stats, is_predicted = self.of(row), bool(predicted) and predicted[index]
             stats.count(num_drafted, depth, commit, is_predicted)

@@ -87,7 +87,7 @@ def play_draft(controller: EntropyController | CostController, parents: list[int
     draft = Draft(
         torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]), torch.tensor([len(parents)])
     )
-    for depth in range(int(draft.num_levels) + 1):
+    for depth in range(draft.num_levels[0] + 1):
         controller.keep_drafting(rows, DraftProbs(torch.zeros(1, 4)), depth)
     verdict = Verdict.from_chain([accepted], [0])
     seconds = 0.1 if parents else 0.0

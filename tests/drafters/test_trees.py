@@ -91,7 +91,7 @@ def test_controllers_receive_distributions_before_sampling_settings(temperature:
     drafter.begin(rows)
     drafter.prepare(rows, [0])
     draft: Draft = drafter.propose(rows, Budgets([2], keep_drafting), KeyedNoise.from_rows(rows))
-    assert draft.num_levels.tolist() == [2]
+    assert draft.num_levels == [2]
     assert told == [pytest.approx(float(dist(tuple(rows[0].tokens)).max()))]
 
 

@@ -91,7 +91,7 @@ class EntropyController(Controller):
         return [survival >= self.options.threshold for survival in self._survival]
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        lengths = draft.num_levels.tolist()
+        lengths = draft.num_levels
         for index, accepted in enumerate(verdict.lengths):
             # Levels after the first rejected one have no outcome of their own. The last level may
             # have no entropy, as `keep_drafting` need not be called after it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -250,7 +250,7 @@ def prepare_drafter(
     for index, ready in zip(members, is_ready, strict=True):
         if not ready:
             lengths[index] = 0
-    return replace(budgets, lengths=lengths)
+    return budgets._replace(lengths=lengths)
 
 
 @lru_cache(maxsize=4096)

@@ -99,10 +99,11 @@ class CombinedDrafter(Drafter):
             part.prefill([row for row in part.unfinished if row in rows], max_tokens)
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        drafts = [self._draft_of(number, rows, budgets, noise) for number in range(len(self.parts))]
+        used = sorted({part for part, length in zip(budgets.parts, budgets.lengths, strict=True) if length})
+        drafts = [self._draft_of(number, rows, budgets, noise) for number in used]
         deterministic = self.deterministic or noise.all_greedy
         merged = merge_drafts(drafts, None if deterministic else self._vocab_size)
-        if deterministic or not merged.num_nodes:
+        if deterministic or merged.is_chain:
             return merged
         return replace(merged, without_replacement=self._siblings_without_replacement(drafts))
 
@@ -119,7 +120,7 @@ class CombinedDrafter(Drafter):
             part.reset_prefix_cache()
 
     def _siblings_without_replacement(self, drafts: Sequence[Draft]) -> bool:
-        """Return the value of `Draft.without_replacement` for the merged draft; chains fit either value.
+        """Return the value of `Draft.without_replacement` for merged trees; chains fit either value.
 
         Raises:
             BadInputError: some trees have siblings drawn with replacement, others without.
@@ -130,18 +131,15 @@ class CombinedDrafter(Drafter):
                 f"expected the parts of {self.name} to draw siblings alike, got some with and some without "
                 "replacement; combine them with drafters of chains"
             )
-        return answers.pop() if answers else True
+        return answers.pop()
 
     def _draft_of(self, number: int, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """Return the draft of one part for its rows; a part without rows is not run."""
+        """Return the draft of one part for its rows."""
         lengths = [
             length if part == number else 0
             for length, part in zip(budgets.lengths, budgets.parts, strict=True)
         ]
-        part = self.parts[number]
-        if not any(lengths):
-            return part.empty_draft(len(rows), noise, self._vocab_size)
-        return part.propose(rows, replace(budgets, lengths=lengths, parts=()), noise)
+        return self.parts[number].propose(rows, budgets._replace(lengths=lengths, parts=()), noise)
 
 
 def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:

@@ -128,7 +128,7 @@ class DsparkDrafter(HeadDrafter):
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         block = self._block_of(rows, active)
-        level = int(tree.num_levels.max()) if tree.num_nodes else 0
+        level = max(tree.num_levels)
         pending = torch.tensor(self._previous[0], device=self.device)[:, None]
         previous = torch.cat((pending, tree.tokens), 1)
         return self._logits(block.base[:, level, None].expand(-1, tree.num_nodes + 1, -1), previous)

@@ -68,7 +68,7 @@ class MedusaDrafter(HeadDrafter):
         return self._level_logits(rows, active, len(self.chains[active[0]]))
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        level = int(tree.num_levels.max()) if tree.num_nodes else 0
+        level = max(tree.num_levels)
         return self._level_logits(rows, active, level)[:, None].expand(-1, tree.num_nodes + 1, -1)
 
     def _level_logits(self, rows: Sequence[Row], active: list[int], level: int) -> Tensor:

@@ -85,8 +85,9 @@ class _Sample:
     row: Row
     detokenizer: StreamingDetokenizer
     pieces: list[Piece] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    is_open: bool = True  # False once the commit that finished the row has been received
+    is_open: bool = True  # False once the pieces are complete
 
 
 class Generation:
@@ -150,6 +151,7 @@ class Generation:
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
         self.group.is_eager = True
+        self.group.receive = self._receive_tokens
         for _ in self.rounds():
             pass
         return self.outputs()
@@ -171,21 +173,30 @@ class Generation:
         finally:
             shared.cancel(self.group)
 
+    def _receive_tokens(self, commits: Sequence[Commit]) -> list[NewPiece]:
+        """Receive commits whose text is decoded at the end: after a forward pass it takes 0.1 ms."""
+        for commit in commits:
+            sample = self._samples[commit.row]
+            sample.drafted += commit.drafted
+            sample.logprobs += map(self._with_texts, commit.logprobs)
+        return []
+
     def _receive(self, commits: Sequence[Commit]) -> list[NewPiece]:
+        self._receive_tokens(commits)
         pieces = []
         for commit in commits:
             sample = self._samples[commit.row]
-            piece, logprobs = sample.detokenizer.take(commit), list(map(self._with_texts, commit.logprobs))
+            piece = sample.detokenizer.take(commit)
             sample.pieces.append(piece)
-            sample.logprobs += logprobs
             sample.is_open = not commit.row.finished
+            logprobs = sample.logprobs[-len(commit.tokens) :] if commit.logprobs else []
             pieces.append(NewPiece(sample.index, piece, logprobs))
         return pieces
 
     def flush(self) -> list[tuple[int, Piece]]:
-        """Return, after an interruption, the text still held back, once.
+        """Return the text of all rows that no round has returned, once.
 
-        That of a row that was finished in the interrupted round ends before its stop string.
+        That of a row that has ended ends before its stop string.
         """
         held = []
         for row, sample in self._samples.items():
@@ -202,7 +213,7 @@ class Generation:
             Output(
                 text="".join(piece.text for piece in sample.pieces),
                 token_ids=sample.row.output,
-                drafted=[drafted for piece in sample.pieces for drafted in piece.drafted],
+                drafted=sample.drafted,
                 finish_reason=sample.row.finish_reason,
                 exactness=self._llm.verifier.guarantee(sample.row),
                 stats=self._llm.shared_batch.components.recorder.of(sample.row),

@@ -428,7 +428,7 @@ class _TotalRecorder(StatsRecorder):
         self, rows: Sequence[Row], draft: Draft, commits: Sequence[Commit], predicted: Sequence[bool] = ()
     ) -> None:
         super().record(rows, draft, commits, predicted)
-        for depth, commit in zip(draft.num_levels.tolist(), commits, strict=True):
+        for depth, commit in zip(draft.num_levels, commits, strict=True):
             if commit.num_accepted < depth:
                 self._rejected[commit.num_accepted] += 1
 

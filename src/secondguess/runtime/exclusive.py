@@ -37,13 +37,11 @@ class CallLock:
     def release(self) -> None:
         self._lock.release()
 
-    def __enter__(self) -> None:
+    def exclusive(self) -> threading.RLock:
+        """Return a context in which this thread holds the lock."""
         if _exiting and threading.current_thread() is not threading.main_thread():
             raise SystemExit  # ends the thread without a message
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -54,7 +52,7 @@ def exclusive(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        with self.lock:
+        with self.lock.exclusive():
             return method(self, *arguments, **options)
 
     return cast(Method, call)

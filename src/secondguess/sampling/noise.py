@@ -144,13 +144,17 @@ class KeyedNoise(Noise):
     @classmethod
     def from_rows(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> KeyedNoise:
         """Return the noise of the round in which these rows continue from their current length."""
-        return cls(
+        coupled = tuple([row.coupled for row in rows])
+        greedy = tuple([row.params.temperature == 0 for row in rows])
+        noise = cls(
             keys=[_row_key(row.seed, row.sample_index) for row in rows],
             positions=[len(row.tokens) for row in rows],
-            coupled=_bool_tensor(tuple([row.coupled for row in rows])),
-            greedy=_bool_tensor(tuple([row.params.temperature == 0 for row in rows])),
+            coupled=_bool_tensor(coupled),
+            greedy=_bool_tensor(greedy),
             device=device,
         )
+        noise.all_greedy, noise.all_coupled, noise.any_coupled = all(greedy), all(coupled), any(coupled)
+        return noise
 
     def draft(
         self,

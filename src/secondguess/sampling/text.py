@@ -246,13 +246,8 @@ class StreamingDetokenizer:
             self._unread.clear()
             self._decode(commit.tokens[: commit.num_accepted], True)
             self._decode(commit.tokens[commit.num_accepted :], False)
-        if search.match and commit.row.finish_reason == "stop":
-            size = search.match[0]
-        elif commit.row.finished:
-            rest = self._decoder.flush()
-            search.held += rest
-            self._segments.append((rest, commit.drafted[-1]))
-            size = len(search.held)
+        if commit.row.finish_reason is not None:
+            size = self._end(commit.row.finish_reason, commit.drafted[-1])
         else:
             search.skip_match()
             size = search.num_certain
@@ -264,12 +259,26 @@ class StreamingDetokenizer:
             self._search.held += text
             self._segments.append((text, drafted))
 
+    def _end(self, finish_reason: FinishReason, drafted: bool) -> int:
+        """Complete the text of a row that has ended; return the number of held characters in it."""
+        search = self._search
+        if search.match and finish_reason == "stop":
+            return search.match[0]
+        rest = self._decoder.flush()
+        search.held += rest
+        self._segments.append((rest, drafted))
+        return len(search.held)
+
     def flush(self, finish_reason: FinishReason | None = None) -> Piece:
-        """Return the text still held back for a row that was interrupted: no commit follows."""
+        """Return the text that `take` has not returned; no commit follows.
+
+        Args:
+            finish_reason: that of the row; None if it was interrupted.
+        """
         self._decode(self._unread, False)
         self._unread.clear()
-        stop = self._search.match if finish_reason == "stop" else None
-        return self._release(len(self._search.held) if stop is None else stop[0], [], [])
+        size = len(self._search.held) if finish_reason is None else self._end(finish_reason, False)
+        return self._release(size, [], [])
 
     def _release(self, size: int, tokens: list[int], drafted: list[bool]) -> Piece:
         """Return the first `size` characters; adjacent segments with equal flags are joined."""

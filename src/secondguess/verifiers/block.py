@@ -55,12 +55,13 @@ class BlockVerifier(UncoupledVerifier):
         row_noise = noise.of_row()
         if row_noise is None or draft.probs is None or not draft.num_nodes or not draft.is_chain:
             return None
-        if int(draft.lengths[0]) < draft.num_nodes:
+        if draft.num_levels[0] < draft.num_nodes:
             return None
-        found = verify_block(
-            logits[0], draft.probs[0], draft.tokens[0], kernel_settings(row.params), row_noise
-        )
-        return None if found is None else Verdict.from_chain(*([each] for each in found))
+        found = verify_block(logits, draft.probs, draft.tokens, kernel_settings(row.params), row_noise)
+        if found is None:
+            return None
+        accepted, next_token = found
+        return Verdict.from_chain([accepted], [next_token])
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights, masses, residual_at = _weigh(draft, target_probs)

@@ -319,7 +319,7 @@ class CostController(Controller):
             return
         num_rows = len(rows)
         # In levels, as in plans: the cost of all nodes of a level is measured together.
-        lengths = draft.num_levels.tolist() if draft.num_nodes else [0] * num_rows
+        lengths = draft.num_levels
         decision = self._decision
         drafted = [proposal for proposal in decision.proposals if lengths[proposal.row]]
         if num_rows - lengths.count(0) > len(drafted) + self._num_certain:

@@ -178,7 +178,7 @@ class StringDrafter(TranslatingDrafter):
         """Return the chain that `_draw` returns for the only row, drawn at once; None if it cannot be."""
         rule = budgets.stopping_rule
         if rule is not None and len(rule.least) < num_steps - 1:  # it counts tokens of the target
-            budgets = replace(budgets, stopping_rule=None)
+            budgets = budgets._replace(stopping_rule=None)
         settings = kernel_settings(row.params) if _is_raced(row) else GREEDY
         drawn = self._draw_at_once(
             row, num_steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary

@@ -215,9 +215,6 @@ class Verification(Structure):
         ("logits", c_void_p),
         ("draft_probs", c_void_p),
         ("tokens", c_void_p),
-        ("probs", c_void_p),
-        ("weights", c_void_p),
-        ("masses", c_void_p),
         ("next_token", c_int64),
     ]
 

@@ -105,7 +105,7 @@ class NativeRuntime(LayeredRuntime):
                 self._differentiable_head = head.weight.to(self._dtype_of_states)
             bias = None if head.bias is None else head.bias.to(states.dtype)
             return self.decoder.logit_scaling(functional.linear(states, self._differentiable_head, bias))
-        with self.lock:
+        with self.lock.exclusive():
             return self._forward.unembed(states)
 
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:

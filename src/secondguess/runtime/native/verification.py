@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy
 from torch import Tensor
 
 from secondguess.runtime.base import RowNoise
@@ -27,12 +26,12 @@ def described_noise(noise: RowNoise) -> library.RowNoise:
 def verify_block(
     logits: Tensor, draft_probs: Tensor, tokens: Tensor, settings: KernelSettings, noise: RowNoise
 ) -> tuple[int, int] | None:
-    """Verify a chain with the target's logits.
+    """Verify the chain of the only row with the target's logits.
 
     Args:
-        logits: `[query, vocab]`, after all settings but those of `settings`.
-        draft_probs: `[node, vocab]`.
-        tokens: `[node]`.
+        logits: `[1, query, vocab]`, after all settings but those of `settings`.
+        draft_probs: `[1, node, vocab]`.
+        tokens: `[1, node]`.
         settings: with a positive temperature.
         noise: of the row, which is not coupled.
 
@@ -40,25 +39,20 @@ def verify_block(
         The number of nodes accepted and the next token; None where the kernels cannot be used, or a
         distribution is not defined.
     """
-    kernels, (num_nodes, vocab_size) = kernels_for(logits, draft_probs), draft_probs.shape
+    kernels, (_, num_nodes, vocab_size) = kernels_for(logits, draft_probs), draft_probs.shape
     if kernels is None or not (draft_probs.is_contiguous() and tokens.is_contiguous()):
         return None
-    if logits.shape != (num_nodes + 1, vocab_size) or tokens.shape != (num_nodes,):
+    if logits.shape != (1, num_nodes + 1, vocab_size) or tokens.shape != (1, num_nodes):
         return None
-    probs, numbers = logits.new_empty(num_nodes + 1, vocab_size), numpy.empty(2 * num_nodes + 1)
-    address = numbers.ctypes.data
     verification = library.Verification(
         num_nodes,
         vocab_size,
-        logits.stride(0),
+        logits.stride(1),
         described_settings(settings),
         described_noise(noise),
         logits.data_ptr(),
         draft_probs.data_ptr(),
         tokens.data_ptr(),
-        probs.data_ptr(),
-        address,
-        address + numbers.itemsize * (num_nodes + 1),
     )
     accepted = kernels.secondguess_verify_block(verification)
     return None if accepted < 0 else (accepted, verification.next_token)
