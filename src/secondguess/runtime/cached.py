@@ -441,9 +441,8 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
     committed = [state.row.tokens[state.length :] for state in states]
     longest = max(num_uncached)
     if min(num_uncached) == longest:
-        tokens = token_tensor(committed, device)
-        if draft.num_nodes:
-            tokens = torch.cat([tokens, draft.tokens], dim=1)
+        rows = zip(committed, draft.token_lists, strict=True)
+        tokens = token_tensor([[*row, *nodes] for row, nodes in rows], device)
     else:
         room = longest + draft.num_nodes
         tokens = token_tensor([[*row, *([0] * (room - len(row)))] for row in committed], device)
