@@ -1,4 +1,4 @@
-"""Outputs of interrupted generations."""
+"""Outputs of generations: interrupted ones, and those whose text is decoded at their end."""
 
 from __future__ import annotations
 
@@ -38,3 +38,26 @@ def test_the_text_of_a_row_finished_in_an_interrupted_round_is_whole(
     for _ in range(2):
         (output,) = generation.outputs()
         assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3, "logprobs": 1},
+        {"temperature": 1.0, "seed": 4, "stop": ("e", "\ufffd")},
+        {"temperature": 1.0, "seed": 5, "stop": ("e", "a", "o"), "min_tokens": 20},
+    ],
+)
+def test_a_text_decoded_at_its_end_is_that_of_a_stream(settings: dict[str, Any]) -> None:
+    llm = load(dtype="float32", controller="fixed:3")
+    for prompt in ("def f(", "# 日本語 €", [*"é".encode()]):
+        params = SamplingParams(max_tokens=40, **settings)
+        generation = Generation(llm, [prompt], [params])
+        pieces = [piece for _, piece in generation]
+        (streamed,), output = generation.outputs(), llm.generate(prompt, params)
+        assert output.text == streamed.text == "".join([piece.text for piece in pieces])
+        assert output.token_ids == streamed.token_ids
+        assert output.drafted == [drafted for piece in pieces for drafted in piece.drafted] != []
+        assert len(output.logprobs) == (len(output.token_ids) if params.logprobs else 0)
+        assert output.logprobs == streamed.logprobs
