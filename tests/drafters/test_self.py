@@ -147,6 +147,9 @@ def test_a_module_that_cannot_be_copied_drafts_without_a_copy(tmp_path: Path) ->
     assert load(path).drafter.kinds == ("suffix",)
     with pytest.raises(UnsupportedModelError, match="int4"):
         load(path, "self:int4")
+    for quantize in ("int8", "int4"):
+        with pytest.raises(UnsupportedModelError, match="computes with their weights in its own code"):
+            load(path, "suffix", quantize=quantize)
 
 
 @needs_kernels

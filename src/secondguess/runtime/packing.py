@@ -36,7 +36,7 @@ MAX_DRAFT_QUERIES = 96
 """Upper bound on the nodes of a draft plus the tokens that a row may have to catch up."""
 
 WRONG_ERROR = 0.95
-"""Relative error of the logits of a module that reads the weight of a quantised layer in its own code.
+"""Relative error from which the logits of a quantised module are wrong, as of one that does not call the layers.
 
 Each layer is right by itself, but the rounding of 4 bits adds up: a random LFM2 had 0.16 in 8 bits. Wrong logits have
 an error of 1 and more.
@@ -279,11 +279,14 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         weight_format: encoding of the weights; that of the head is its `of_head`.
 
     Raises:
-        UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with others.
+        UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with other
+            layers.
     """
     counts = count_linears(model)
     if not counts.are_most:
         raise few_linears_error(type(model).__name__, counts)
+    if _reads_weights(model):
+        raise _unquantised_error(model, "which computes with their weights in its own code")
     arena, head = Arena(), model.get_output_embeddings()
     with torch.inference_mode():
         expected = _probe(model).float()
@@ -294,16 +297,20 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
     try:
         with torch.inference_mode():
             error = float((_probe(model).float() - expected).norm() / expected.norm())
-    except (RuntimeError, AttributeError) as caught:  # a model that reads a layer's weight in its own code
-        raise UnsupportedModelError(
-            f"expected a model whose linear layers can be quantised, got {type(model).__name__} ({caught}); "
-            "load it without quantize"
-        ) from caught
+    except (RuntimeError, AttributeError) as caught:
+        raise _unquantised_error(model, f"which does not run with others ({caught})") from caught
     if not error < WRONG_ERROR:
         raise UnsupportedModelError(
             f"expected logits with a relative error below {WRONG_ERROR} in {weight_format.bits} bits, got {error:.3g} with "
             f"{type(model).__name__}; load it without quantize"
         )
+
+
+def _unquantised_error(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"expected a model whose linear layers can be quantised, got {type(model).__name__}, {reason}; load it "
+        "without quantize"
+    )
 
 
 class WeightReadError(RuntimeError):
