@@ -565,6 +565,17 @@ def test_verify_without_drafts_is_inconclusive(secondguess_command, tiny_checkpo
     assert "INCONCLUSIVE: suffix" in done.out
 
 
+@pytest.mark.skipif(not units(), reason="the kernels are not built for this processor")
+@pytest.mark.parametrize("drafter", [(), ("--drafter", "self:int4")])
+def test_verify_drafts_with_a_copy_of_the_target(secondguess_command, tiny_checkpoint, drafter):
+    options = ["--samples", 1000, "--max-tokens", 3, "--prompt", "x", "--limit", 0.9, "--json"]
+    done = secondguess_command("verify", "--model", tiny_checkpoint, *drafter, *options)
+    (record,) = done.records
+    assert done.code == 0
+    assert "self:int4" in record["drafter"]
+    assert record["is_conclusive"]
+
+
 def test_verify_refuses_samples_with_which_nothing_can_pass(secondguess_command):
     done = secondguess_command("verify", "--samples", 2000)
     assert done.code == 2

@@ -14,7 +14,7 @@ from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.blocks import TorchBlockRuntime
+from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
@@ -31,7 +31,7 @@ from secondguess.heads.native import (
     medusa_logits,
 )
 from secondguess.heads.packed import PackedHead
-from secondguess.heads.runtime import TorchFeatureRuntime
+from secondguess.heads.runtime import FeatureRuntime
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -99,7 +99,7 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
     runtime = feature_runtime(random_head(name, target), target)
     assert isinstance(runtime, NativeFeatureRuntime)
     head = random_head(name, target)
-    plain = TorchFeatureRuntime(head, target.context_length, target.device)
+    plain = FeatureRuntime(head, target.context_length, target.device)
     tokens, width = torch.randint(VOCAB_SIZE, (3, 9)), head.shape.width
     features = torch.randn(3, 9, width).bfloat16()
     with torch.inference_mode():
@@ -151,8 +151,8 @@ def test_a_head_that_the_kernels_do_not_reproduce_runs_in_torch(monkeypatch: pyt
     monkeypatch.setattr(PackedHead, "_norm", doubled)
     head = random_head("mtp", target)
     copied = random_head("mtp", target)
-    monkeypatch.setattr(native, "TorchFeatureRuntime", lambda _, *rest: TorchFeatureRuntime(copied, *rest))
-    assert isinstance(feature_runtime(head, target), TorchFeatureRuntime)
+    monkeypatch.setattr(native, "FeatureRuntime", lambda _, *rest: FeatureRuntime(copied, *rest))
+    assert type(feature_runtime(head, target)) is FeatureRuntime
 
 
 def relative_error(exact: torch.Tensor, rounded: torch.Tensor) -> float:
@@ -243,7 +243,7 @@ def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> No
     width, dtype = head.shape.layer.width, head.target.dtype
     found = block_runtime(dspark(name, target), target)
     assert isinstance(found, NativeBlockRuntime)
-    runtimes = (TorchBlockRuntime(head, target.device), found)
+    runtimes = (BlockRuntime(head, target.device), found)
     rows = block_rows()
     previous = torch.tensor([[1, 2, 3], [4, 5, 6]])
     outputs = []
@@ -303,7 +303,7 @@ def test_other_heads_that_the_kernels_do_not_reproduce_run_in_torch(monkeypatch:
     adapter = randomised(EarlyExitHead(1, head.target.width, 72), target)
     assert not isinstance(exit_logits(adapter, target), partial)
     block = dspark("dspark", target)
-    assert isinstance(block_runtime(block, target), TorchBlockRuntime)
+    assert type(block_runtime(block, target)) is BlockRuntime
     assert all(weight.numel() for each in (head, adapter, block) for weight in each.parameters())
 
 

@@ -9,6 +9,7 @@ import torch
 
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError
+from secondguess.heads.base import TargetModel
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
@@ -24,8 +25,13 @@ CONFIG = {"max_position_embeddings": 256, "eos_token_id": 0, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-def target(tiny_checkpoint: Path):
+def runtime(tiny_checkpoint: Path):
     return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
+
+
+@pytest.fixture(scope="module")
+def target(runtime):
+    return TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
 
 
 def test_inner_products_survive_another_width() -> None:
@@ -41,13 +47,12 @@ def test_inner_products_survive_another_width() -> None:
         torch.testing.assert_close(products / products[0, 0], wanted / wanted[0, 0], rtol=1e-3, atol=1e-3)
 
 
-def test_training_learns_the_targets_distribution_at_counted_positions(target) -> None:
+def test_training_learns_the_targets_distribution_at_counted_positions(runtime, target) -> None:
     torch.manual_seed(0)
-    embedding_and_head = frozen_float32_embedding_and_head(target)
-    model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=64)
-    training_batch = LiveCapture(target, ()).training_batch(BATCH)
-    marks = model.learn(training_batch, embedding_and_head, objective("kl"))
-    target_probs = embedding_and_head.unembed(training_batch.hidden[-1]).softmax(-1)
+    model = DraftModel.fresh(CONFIG, target, num_layers=1, width=64)
+    training_batch = LiveCapture(runtime, ()).training_batch(BATCH)
+    marks = model.learn(training_batch, target, objective("kl"))
+    target_probs = target.unembed(training_batch.hidden[-1]).softmax(-1)
     draft_logits = model.model(training_batch.tokens).logits
     # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
     each, _ = objective("kl")(target_probs, draft_logits)
@@ -57,17 +62,14 @@ def test_training_learns_the_targets_distribution_at_counted_positions(target) -
 
 
 def test_later_tokens_do_not_affect_a_position(target) -> None:
-    embedding_and_head = frozen_float32_embedding_and_head(target)
-    model = DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=2, width=64)
+    model = DraftModel.fresh(CONFIG, target, num_layers=2, width=64)
     first, second = (model.model(torch.tensor([[5, 6, last]])).logits for last in (7, 8))
     torch.testing.assert_close(first[:, :2], second[:, :2])
 
 
 def test_the_same_seed_makes_the_same_model(target) -> None:
-    embedding_and_head = frozen_float32_embedding_and_head(target)
     first, second, other = (
-        DraftModel.fresh(CONFIG, 300, embedding_and_head, num_layers=1, width=0, seed=seed).state_dict()
-        for seed in (4, 4, 5)
+        DraftModel.fresh(CONFIG, target, num_layers=1, width=0, seed=seed).state_dict() for seed in (4, 4, 5)
     )
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     assert any(not torch.equal(weight, other[name]) for name, weight in first.items())
@@ -75,4 +77,4 @@ def test_the_same_seed_makes_the_same_model(target) -> None:
 
 def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:
     with pytest.raises(BadInputError, match="multiple of 64"):
-        DraftModel.fresh(CONFIG, 300, frozen_float32_embedding_and_head(target), num_layers=1, width=100)
+        DraftModel.fresh(CONFIG, target, num_layers=1, width=100)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,6 @@ from tokenizers import Tokenizer
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.tokenizer import as_transformers, end_token_id
 from secondguess.errors import CheckpointError
-from secondguess.train.export import write_folder_atomically
 
 FIELDS = {
     "num_hidden_layers": "num_layers",
@@ -42,6 +46,22 @@ def llama_config(shape: ModelShape, end_token: int) -> Any:
         pad_token_id=end_token,
         **{name: getattr(shape, field) for name, field in FIELDS.items()},
     )
+
+
+@contextmanager
+def write_folder_atomically(directory: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files are then moved to `directory`, each atomically.
+
+    No file is moved if writing fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        fresh = Path(temporary)
+        yield fresh
+        for path in sorted(fresh.iterdir()):
+            # A copy has the default permissions, a file written as temporary is private.
+            shutil.copyfile(path, f"{path}.whole")
+            os.replace(f"{path}.whole", directory / path.name)
 
 
 def export_model(

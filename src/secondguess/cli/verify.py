@@ -87,7 +87,8 @@ def verify(
             subject = _random_subject(drafter, verifier, controller)
         else:
             params = SamplingParams(temperature=temperature, max_tokens=num_tokens)
-            subject = _loaded_subject({"dtype": DTYPE_OF_MODEL} | settings, prompt, params)
+            defaults = {"dtype": DTYPE_OF_MODEL, "runtime": _runtime_for(settings.get("drafter"))}
+            subject = _loaded_subject(defaults | settings, prompt, params)
         room = subject.components.target.context_length - len(subject.prompt)
         if num_tokens > room:
             raise BadInputError(
@@ -110,6 +111,18 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
     if controller is not None:
         choose_controller(controller, subject.components.drafter)
     return subject
+
+
+def _runtime_for(drafter: str | None) -> str:
+    """Return the runtime for a drafter; None for the target's default, which may be a copy of the target.
+
+    In float32 a copy of the target drafts only if that runs as a Transformers module.
+    """
+    from secondguess.drafters import drafter_class, parse_drafter_name
+
+    names = [] if drafter is None else parse_drafter_name(drafter)
+    copies = [drafter_class(name.kind).requirements(name).target_copy for name in names]
+    return "transformers" if drafter is None or any(copies) else "auto"
 
 
 def _loaded_subject(settings: dict[str, Any], prompt: str, params: SamplingParams) -> CertifiedSystem:

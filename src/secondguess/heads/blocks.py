@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,8 +27,8 @@ class Block(NamedTuple):
     base: Tensor
 
 
-class BlockRuntime(ABC):
-    """Runtime of a block drafter head.
+class BlockRuntime:
+    """Runtime of a block drafter head, which computes in torch.
 
     Args:
         head: drafter head in evaluation mode, on the target's device and in its dtype.
@@ -37,7 +36,7 @@ class BlockRuntime(ABC):
     """
 
     def __init__(self, head: DsparkHead, device: torch.device) -> None:
-        self.shape, self.hidden_layers = head.shape, head.hidden_layers
+        self.head, self.shape, self.hidden_layers = head, head.shape, head.hidden_layers
         self.device = device
         self.context = FeatureCache(device)
 
@@ -45,35 +44,8 @@ class BlockRuntime(ABC):
         """Remove every row and free the cache."""
         self.context = FeatureCache(self.device)
 
-    @abstractmethod
     def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
         """Cache the target's states `[position, width]` by layer at each row's next tokens."""
-
-    @abstractmethod
-    def run(self, rows: Sequence[Row], longest: int) -> Block:
-        """Run the backbone for one block per row, whose other tokens are cached.
-
-        Args:
-            longest: number of draft positions to return.
-        """
-
-    @abstractmethod
-    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
-        """Return base logits plus the bias for the tokens before them (`DsparkHead`)."""
-
-    @abstractmethod
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits `[...]` of acceptance probabilities (`DsparkHead.confidence`)."""
-
-
-class TorchBlockRuntime(BlockRuntime):
-    """Block runtime that computes in torch."""
-
-    def __init__(self, head: DsparkHead, device: torch.device) -> None:
-        super().__init__(head, device)
-        self.head = head
-
-    def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
         layers = self.hidden_layers
         counts = [len(states[layers[0]]) for states in received]
         together = {layer: pad_sequence([states[layer] for states in received], True) for layer in layers}
@@ -83,6 +55,11 @@ class TorchBlockRuntime(BlockRuntime):
         self.context.append(rows, counts, keys_values)
 
     def run(self, rows: Sequence[Row], longest: int) -> Block:
+        """Run the backbone for one block per row, whose other tokens are cached.
+
+        Args:
+            longest: number of draft positions to return.
+        """
         attend = self.context.attend(rows, self.shape.block_size)
         anchors = torch.tensor([row.pending for row in rows], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device)
@@ -91,7 +68,9 @@ class TorchBlockRuntime(BlockRuntime):
         return Block(hidden, self.head.base_logits(hidden))
 
     def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
+        """Return base logits plus the bias for the tokens before them (`DsparkHead`)."""
         return self.head.add_markov_bias(base, previous)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits `[...]` of acceptance probabilities (`DsparkHead.confidence`)."""
         return self.head.confidence(hidden, previous)

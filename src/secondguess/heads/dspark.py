@@ -44,7 +44,7 @@ from secondguess.heads.learning import (
     TrainingBatch,
     mean,
 )
-from secondguess.heads.parts import AttentionFunction, Norm
+from secondguess.heads.parts import AttentionFunction
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,
@@ -179,9 +179,9 @@ class DsparkHead(Head):
         self.shape, self.hidden_layers, self.target = shape, shape.hidden_layers, target
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
         self.fc = nn.Linear(len(shape.hidden_layers) * width, width, bias=False)
-        self.hidden_norm = Norm(width, norm_eps)
+        self.hidden_norm = nn.RMSNorm(width, norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(shape.layer) for _ in range(shape.num_layers))
-        self.norm = Norm(width, norm_eps)
+        self.norm = nn.RMSNorm(width, norm_eps)
         if shape.has_output:
             self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
         if shape.markov_rank:

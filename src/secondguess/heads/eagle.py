@@ -44,7 +44,7 @@ from secondguess.heads.files import (
 )
 from secondguess.heads.layer import DecoderLayer, LayerConfig
 from secondguess.heads.mtp import MtpHead, TensorNames
-from secondguess.heads.parts import AttentionFunction, CosSin, Norm
+from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,
@@ -109,7 +109,7 @@ class FirstLayer(DecoderLayer):
     def __init__(self, shape: LayerConfig, norm_before_residual: bool) -> None:
         super().__init__(shape, input_width=2 * shape.width)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = Norm(shape.width, shape.norm_eps)
+        self.hidden_norm = nn.RMSNorm(shape.width, shape.norm_eps)
 
     def run(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction) -> Tensor:
         """Return the output for token embeddings and features `[row, position, width]`."""
@@ -153,13 +153,15 @@ class EagleHead(FeatureHead):
         )
         self.config = config
         if config.norm_before_fc:
-            self.input_norm = Norm(num_states * layer.width, layer.norm_eps)
+            self.input_norm = nn.RMSNorm(num_states * layer.width, layer.norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(layer.width, layer.norm_eps) for _ in config.hidden_layers)
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(layer.width, layer.norm_eps) for _ in config.hidden_layers
+            )
         self.fc = nn.Linear(num_states * layer.width, layer.width, bias=False)
         deeper = [DecoderLayer(layer) for _ in range(1, config.num_layers)]
         self.layers = nn.ModuleList([FirstLayer(layer, config.norm_before_residual), *deeper])
-        self.norm = Norm(layer.width, layer.norm_eps)
+        self.norm = nn.RMSNorm(layer.width, layer.norm_eps)
         self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(target.vocab_size, layer.width) if has_embeddings else None
 

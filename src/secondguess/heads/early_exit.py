@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import CheckpointError
 from secondguess.heads.base import Head, TargetModel
 from secondguess.heads.files import (
     config_errors,
@@ -25,7 +25,6 @@ from secondguess.heads.files import (
     write_head,
 )
 from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
-from secondguess.heads.parts import Norm
 from secondguess.runtime.base import EmbeddingAndHead
 
 KIND = "secondguess-early-exit"
@@ -41,25 +40,17 @@ class EarlyExitHead(Head):
         width: hidden size of the target.
         mlp_size: intermediate size of the feed-forward network.
         norm_eps: epsilon of its norms.
-
-    Raises:
-        BadInputError: a number below 1.
     """
 
     def __init__(self, exit_layer: int, width: int, mlp_size: int, norm_eps: float = 1e-6) -> None:
         super().__init__()
-        if min(exit_layer, width, mlp_size) < 1:
-            raise BadInputError(
-                f"expected an exit after layer 1 or later and sizes of at least 1, got layer {exit_layer}, width {width}, "
-                f"feed-forward {mlp_size}"
-            )
         self.exit_layer = exit_layer
         self.hidden_layers = (exit_layer,)
-        self.input_norm = Norm(width, norm_eps)
+        self.input_norm = nn.RMSNorm(width, norm_eps)
         self.gate_proj = nn.Linear(width, mlp_size, bias=False)
         self.up_proj = nn.Linear(width, mlp_size, bias=False)
         self.down_proj = nn.Linear(mlp_size, width, bias=False)
-        self.norm = Norm(width, norm_eps)
+        self.norm = nn.RMSNorm(width, norm_eps)
 
     @classmethod
     def fresh(

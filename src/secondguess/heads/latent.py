@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.heads.parts import AttentionFunction, CosSin, Norm, rotate
+from secondguess.heads.parts import AttentionFunction, CosSin, rotate
 
 LATENT_EPS = 1e-6
 
@@ -67,10 +67,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(width, num_heads * config.key_size, bias=False)
         else:
             self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = Norm(config.q_lora_rank, LATENT_EPS)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, LATENT_EPS)
             self.q_b_proj = nn.Linear(config.q_lora_rank, num_heads * config.key_size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + config.qk_rope_head_dim, bias=bias)
-        self.kv_a_layernorm = Norm(config.kv_lora_rank, LATENT_EPS)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, LATENT_EPS)
         size = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, num_heads * size, bias=False)
         self.o_proj = nn.Linear(num_heads * config.v_head_dim, width, bias=bias)

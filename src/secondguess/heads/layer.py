@@ -17,7 +17,7 @@ from torch.nn import functional
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.experts import Experts, ExpertsConfig
 from secondguess.heads.latent import LatentAttention, LatentConfig
-from secondguess.heads.parts import AttentionFunction, CosSin, Mlp, Norm, rotate
+from secondguess.heads.parts import AttentionFunction, CosSin, Mlp, rotate
 
 DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -184,8 +184,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_size, shape.width, bias=False)
         if shape.has_qk_norm:
-            self.q_norm = Norm(shape.head_size, shape.norm_eps)
-            self.k_norm = Norm(shape.head_size, shape.norm_eps)
+            self.q_norm = nn.RMSNorm(shape.head_size, shape.norm_eps)
+            self.k_norm = nn.RMSNorm(shape.head_size, shape.norm_eps)
 
     def queries(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor | None]:
         """Return the rotated queries and the gates, None without gates; `[row, head, position, size]`."""
@@ -227,13 +227,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, shape: LayerConfig, has_input_norm: bool = True, input_width: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = Norm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
         self.self_attn: Any = (
             Attention(shape, input_width or shape.width)
             if shape.latent is None
             else LatentAttention(shape.latent, shape.width, shape.num_heads)
         )
-        self.post_attention_layernorm = Norm(shape.width, shape.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, shape.norm_eps)
         self.mlp: Any = (
             Mlp(shape.width, shape.mlp_size) if shape.experts is None else Experts(shape.experts, shape.width)
         )

@@ -41,7 +41,7 @@ from secondguess.heads.files import (
 )
 from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, DecoderLayer, LayerConfig
 from secondguess.heads.learning import LAST_HIDDEN
-from secondguess.heads.parts import AttentionFunction, CosSin, Norm
+from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import HiddenStates
 
 
@@ -79,7 +79,7 @@ class MtpHead(FeatureHead):
         super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
         width, vocab_size = layer.width, target.vocab_size
         make_norm: Callable[[], nn.Module] = (
-            partial(Norm, width, layer.norm_eps) if self.has_norms else nn.Identity
+            partial(nn.RMSNorm, width, layer.norm_eps) if self.has_norms else nn.Identity
         )
         self.enorm = make_norm()
         self.hnorm = make_norm()

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from secondguess.core import Row
 from secondguess.heads.base import TargetModel
-from secondguess.heads.blocks import Block, BlockRuntime, TorchBlockRuntime
+from secondguess.heads.blocks import Block, BlockRuntime
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
@@ -28,7 +28,7 @@ from secondguess.heads.packed import (
     PackedMedusaHead,
     release_matrices,
 )
-from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime, TorchFeatureRuntime
+from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
 from secondguess.runtime.cached import Output, Queries
@@ -59,7 +59,7 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
         head: in evaluation mode, on the target's device and in its dtype; not to be used afterwards.
         target: target whose hidden states the head reads.
     """
-    plain = TorchFeatureRuntime(head, target.context_length, target.device)
+    plain = FeatureRuntime(head, target.context_length, target.device)
     if not isinstance(target, NativeRuntime) or not head.shape.is_like_llama:
         return plain
     native = NativeFeatureRuntime(head, target.decoder, target.context_length)
@@ -80,7 +80,7 @@ def block_runtime(head: DsparkHead, target: Runtime) -> BlockRuntime:
     Args:
         head, target: as in `feature_runtime`.
     """
-    plain = TorchBlockRuntime(head, target.device)
+    plain = BlockRuntime(head, target.device)
     if not isinstance(target, NativeRuntime):
         return plain
     native = NativeBlockRuntime(head, target.decoder, target.context_length)

@@ -1,4 +1,4 @@
-"""Parts of the decoder layers of drafter heads: norm, feed-forward network, rotary positions."""
+"""Parts of the decoder layers of drafter heads: feed-forward network, rotary positions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,6 @@ Query, key and value are `[row, attention head, position, size]`.
 """
 CosSin = tuple[Tensor, Tensor]
 """Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
-
-
-class Norm(nn.Module):
-    """RMSNorm."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
 class Mlp(nn.Module):

@@ -7,7 +7,6 @@ are the target's rows without their first token, so that a token and its feature
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -26,14 +25,14 @@ FEATURE_KEY = 0
 
 
 class FeatureRuntime(CachedRuntime):
-    """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head.
+    """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head, which computes in torch.
 
     The features of committed tokens come from `set_features`; those of draft nodes and of tokens
-    appended after a pass are the head's outputs at the tokens before them. Subclasses run the
-    forward passes, which read the features from `_forward_features`.
+    appended after a pass are the head's outputs at the tokens before them. A forward pass reads them
+    from `_forward_features`.
 
     Args:
-        head: drafter head.
+        head: drafter head in evaluation mode, on the target's device and in its dtype.
         context_length: maximum number of positions, the target's.
         device: device of the target and the drafter head.
     """
@@ -45,14 +44,28 @@ class FeatureRuntime(CachedRuntime):
             num_layers=head.num_layers,
             device=device,
         )
+        self.head = head
         self.request_hidden_states((FEATURE_KEY,))
         self._features: dict[Row, Tensor] = {}
         self._outputs: dict[Row, Tensor] = {}
         self._forward_features = torch.empty(0)
 
-    @abstractmethod
     def features(self, hidden: HiddenStates) -> Tensor:
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
+        return self.head.features(hidden)
+
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+        mask = step.mask
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.update(key, value, layer)
+            return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
+
+        embedded = self.head.embed(tokens)
+        cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
+        output = self.head(embedded, self._forward_features, cos_sin, attend)
+        logits = self.head.logits(output[:, -num_logits:])
+        return Output(logits, {FEATURE_KEY: output} if with_hidden else {})
 
     def read_with(self, tokens: Tensor, features: Tensor) -> Output:
         """Run one forward pass over whole sequences without keeping them, for probes.
@@ -106,32 +119,3 @@ class FeatureRuntime(CachedRuntime):
                 for state, start in zip(states, starts, strict=True)
             ]
         )
-
-
-class TorchFeatureRuntime(FeatureRuntime):
-    """Feature runtime that computes in torch.
-
-    Args:
-        head: drafter head in evaluation mode, on the target's device and in its dtype.
-        context_length, device: as in `FeatureRuntime`.
-    """
-
-    def __init__(self, head: FeatureHead, context_length: int, device: torch.device) -> None:
-        super().__init__(head, context_length, device)
-        self.head = head
-
-    def features(self, hidden: HiddenStates) -> Tensor:
-        return self.head.features(hidden)
-
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
-        mask = step.mask
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.update(key, value, layer)
-            return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
-
-        embedded = self.head.embed(tokens)
-        cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
-        output = self.head(embedded, self._forward_features, cos_sin, attend)
-        logits = self.head.logits(output[:, -num_logits:])
-        return Output(logits, {FEATURE_KEY: output} if with_hidden else {})

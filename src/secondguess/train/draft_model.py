@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import BadInputError
+from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import (
     CountedTokens,
     DepthLosses,
@@ -22,8 +23,7 @@ from secondguess.heads.learning import (
     TrainingBatch,
 )
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.quiet import quiet
-from secondguess.train.export import save_model, saved_dtype
+from secondguess.runtime.quiet import no_progress_bars, quiet
 
 with quiet():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,69 +38,58 @@ class DraftModel(TrainableHead):
 
     Args:
         model: a `LlamaForCausalLM` over the target's vocabulary.
-        dtype: dtype of the saved weights.
     """
 
     hidden_layers = ()
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.dtype = dtype
 
     @classmethod
     def fresh(
         cls,
-        target: Mapping[str, Any],
-        vocab_size: int,
-        embedding_and_head: EmbeddingAndHead,
+        config: Mapping[str, Any],
+        target: TargetModel,
         num_layers: int,
         width: int,
-        device: torch.device | None = None,
         seed: int = 0,
     ) -> DraftModel:
         """Return a draft model with random layers and the target's embeddings at its own width.
 
         Args:
-            target: configuration of the target, for special tokens, context length and dtype.
-            vocab_size: size of the target's logits.
-            embedding_and_head: embeddings, final norm and LM head of the target.
+            config: configuration of the target, for special tokens and context length.
+            target: the target.
             num_layers: number of layers of the draft model.
             width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
-            device: device of the target.
             seed: seed of the weights.
 
         Raises:
             BadInputError: a width that is not a multiple of the head size, 64.
         """
-        width = width or max(
-            HEAD_SIZE, min(embedding_and_head.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE
-        )
+        width = width or max(HEAD_SIZE, min(target.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE)
         if width % HEAD_SIZE:
             raise BadInputError(f"expected a width that is a multiple of {HEAD_SIZE}, got {width}")
         num_heads = width // HEAD_SIZE
-        config = LlamaConfig(
-            vocab_size=vocab_size,
+        own_config = LlamaConfig(
+            vocab_size=target.vocab_size,
             hidden_size=width,
             intermediate_size=3 * width,
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
             head_dim=HEAD_SIZE,
-            max_position_embeddings=target.get("max_position_embeddings") or 2048,
+            max_position_embeddings=config.get("max_position_embeddings") or 2048,
             tie_word_embeddings=True,
-            **{name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            **{name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = LlamaForCausalLM(config)
+            model = LlamaForCausalLM(own_config)
         with torch.no_grad():
-            model.get_input_embeddings().weight.copy_(
-                project_embeddings(
-                    embedding_and_head.embed(torch.arange(vocab_size, device=device)).cpu(), width
-                )
-            )
-        return cls(model, saved_dtype(target))
+            embeddings = target.embed(torch.arange(target.vocab_size, device=target.device)).cpu()
+            model.get_input_embeddings().weight.copy_(project_embeddings(embeddings, width))
+        return cls(model)
 
     def learn(
         self, training_batch: TrainingBatch, target: EmbeddingAndHead, objective: Objective
@@ -114,7 +103,8 @@ class DraftModel(TrainableHead):
 
     def save(self, folder: Path, target: str = "") -> None:
         """Write the model in Transformers format, without a tokenizer."""
-        save_model(self.model, folder, self.dtype)
+        with no_progress_bars():
+            self.model.save_pretrained(folder)
 
 
 def project_embeddings(embeddings: Tensor, width: int) -> Tensor:

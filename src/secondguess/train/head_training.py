@@ -7,7 +7,7 @@ the name of the first difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from secondguess.api import LLM, load
 from secondguess.checkpoint.read import pick_device, read_config
+from secondguess.checkpoint.resolve import DTYPE_NAMES
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
@@ -24,7 +25,6 @@ from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
-from secondguess.train.export import saved_dtype
 from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_speed import measure_speed
@@ -185,7 +185,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
-    trainable.to(saved_dtype(read_config(llm.target.path).to_dict()))
+    trainable.to(_saved_dtype(read_config(llm.target.path).to_dict()))
     trainable.save(job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
@@ -258,6 +258,13 @@ def _capture(
         return LiveCapture(llm.target.runtime, layers)
     dtype = torch.bfloat16 if llm.target.dtype == "bfloat16" else torch.float16
     return StoredCapture(folder, texts, layers, llm.target.runtime, dtype, job.capture_gb)
+
+
+def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a configuration names; float32 if it names none or an unknown one."""
+    name = str(config.get("dtype") or "float32").removeprefix("torch.")
+    found: torch.dtype = getattr(torch, name if name in DTYPE_NAMES else "float32")
+    return found
 
 
 def _figures(job: HeadJob, standing: RunState) -> dict[str, Any]:

@@ -124,15 +124,7 @@ class DraftRecipe(Recipe):
     keeps_tokenizer = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        return DraftModel.fresh(
-            target.config,
-            target.model.vocab_size,
-            target.model,
-            self.num_layers,
-            self.width,
-            target.model.device,
-            target.seed,
-        )
+        return DraftModel.fresh(target.config, target.model, self.num_layers, self.width, target.seed)
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,19 @@ the residual after the prefix. P(at least i tokens accepted | x_1..x_i) = w_i.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import accumulate
 
 import numpy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.runtime.native.sampling import chain_weights
 from secondguess.runtime.native.verification import verify_block
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.truncation import kernel_settings
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,
-    Residual,
     UncoupledVerifier,
-    at,
     likelihood_ratios,
     make_chain_verdict,
     residual,
@@ -64,32 +59,15 @@ class BlockVerifier(UncoupledVerifier):
         return Verdict.from_chain([accepted], [next_token])
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        weights, masses, residual_at = _weigh(draft, target_probs)
-        draft_lengths = draft.lengths.tolist()
-        rows = zip(weights.tolist(), masses.tolist(), draft_lengths, strict=True)
-        chances = numpy.array([prefix_acceptance_probs(*row) for row in rows])
-        accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
-        lengths = numpy.array([_longest_passing(row[:length]) for row, length in accepted])
-        return make_chain_verdict(draft, target_probs, lengths, residual_at, noise)
-
-
-def _weigh(
-    draft: Draft, target_probs: Tensor
-) -> tuple[FloatArray, FloatArray, Callable[[NDArray[numpy.int64]], Residual]]:
-    """Return `w_0..w_L` `[row, node + 1]`, `s_0..s_{L-1}` `[row, node]`, and the residuals at nodes `[row]`."""
-    found = chain_weights(target_probs, draft.probs, draft.tokens)
-    if found is None:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         # index i: w_i and the distributions p_{i+1} and q_{i+1}, hence s_i
         residuals = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
-        return weights, residuals.masses, residuals.at
-    weights, masses = found
-
-    def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
-        draft_probs = None if draft.probs is None else at(draft.probs, nodes)
-        return residual(at(weights, nodes), at(target_probs, nodes), draft_probs, at(draft.tokens, nodes))
-
-    return weights, masses, residual_at
+        draft_lengths = draft.lengths.tolist()
+        rows = zip(weights.tolist(), residuals.masses.tolist(), draft_lengths, strict=True)
+        chances = numpy.array([prefix_acceptance_probs(*row) for row in rows])
+        accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
+        lengths = numpy.array([_longest_passing(row[:length]) for row, length in accepted])
+        return make_chain_verdict(draft, target_probs, lengths, residuals.at, noise)
 
 
 def prefix_weights(ratios: FloatArray) -> FloatArray:

@@ -16,6 +16,7 @@ from ctypes import (
     c_char_p,
     c_double,
     c_float,
+    c_int,
     c_int32,
     c_int64,
     c_uint64,
@@ -34,50 +35,35 @@ ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Return fields of one type."""
+    return [(name, kind) for name in names.split()]
+
+
 class Weight(Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("scale", c_void_p),
-        ("sum", c_void_p),
-        ("bias", c_void_p),
-        ("num_outputs", c_int64),
-        ("num_inputs", c_int64),
-        ("encoding", c_int64),
+        *_fields(c_void_p, "data scale sum bias"),
+        *_fields(c_int64, "num_outputs num_inputs encoding"),
     ]
 
 
 class Source(Structure):
-    _fields_ = [
-        ("first", c_void_p),
-        ("second", c_void_p),
-        ("num_rows", c_int64),
-        ("width", c_int64),
-        ("is_float32", c_int64),
-    ]
+    _fields_ = [*_fields(c_void_p, "first second"), *_fields(c_int64, "num_rows width is_float32")]
 
 
 class Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
+    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), ("rounds_first", c_int32)]
 
 
 class Expert(Structure):
-    _fields_ = [("gate_up", Weight), ("down", Weight)]
+    _fields_ = [*_fields(Weight, "gate_up down")]
 
 
 class Layer(Structure):
     _fields_ = [
-        ("attention_norm", Norm),
-        ("query_norm", Norm),
-        ("key_norm", Norm),
-        ("attention_output_norm", Norm),
-        ("mlp_norm", Norm),
-        ("mlp_output_norm", Norm),
-        ("qkv", Weight),
-        ("output", Weight),
-        ("gate_up", Weight),
-        ("down", Weight),
-        ("window", c_int64),
-        ("rotary", c_int64),
+        *_fields(Norm, "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm"),
+        *_fields(Weight, "qkv output gate_up down"),
+        *_fields(c_int64, "window rotary"),
         ("router", Weight),
         ("experts", POINTER(Expert)),
         ("sinks", c_void_p),
@@ -87,76 +73,30 @@ class Layer(Structure):
 class Decoder(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)),
-        ("num_layers", c_int64),
-        ("width", c_int64),
-        ("inner_width", c_int64),
-        ("num_queries", c_int64),
-        ("num_keys", c_int64),
-        ("head_size", c_int64),
-        ("activation", c_int64),
-        ("num_embedded", c_int64),
-        ("amx", c_int64),
-        ("scaling", c_float),
-        ("embedding_scale", c_float),
+        *_fields(c_int64, "num_layers width inner_width num_queries num_keys head_size activation"),
+        *_fields(c_int64, "num_embedded amx"),
+        *_fields(c_float, "scaling embedding_scale"),
         ("embedding", c_void_p),
         ("norm", Norm),
         ("head", Weight),
-        ("joins_features", c_int64),
-        ("residual_is_normalised", c_int64),
-        ("output_is_raw", c_int64),
-        ("token_norm", Norm),
-        ("feature_norm", Norm),
+        *_fields(c_int64, "joins_features residual_is_normalised output_is_raw"),
+        *_fields(Norm, "token_norm feature_norm"),
         ("projection", Weight),
-        ("attends_both_ways", c_int64),
-        ("rotary_size", c_int64),
-        ("rotates_pairs", c_int64),
-        ("rotary_is_float32", c_int64),
-        ("joins_heads_in_norms", c_int64),
-        ("is_parallel", c_int64),
-        ("has_no_gates", c_int64),
-        ("residual_scale", c_float),
-        ("score_cap", c_float),
-        ("logit_cap", c_float),
-        ("logit_divisor", c_float),
-        ("num_experts", c_int64),
-        ("num_selected", c_int64),
-        ("expert_width", c_int64),
-        ("normalises_routing_weights", c_int64),
-        ("rounds_routing_weights", c_int64),
-        ("gate_alpha", c_float),
-        ("gate_limit", c_float),
+        *_fields(c_int64, "attends_both_ways rotary_size rotates_pairs rotary_is_float32"),
+        *_fields(c_int64, "joins_heads_in_norms is_parallel has_no_gates"),
+        *_fields(c_float, "residual_scale score_cap logit_cap logit_divisor"),
+        *_fields(c_int64, "num_experts num_selected expert_width normalises_routing_weights"),
+        *_fields(c_int64, "rounds_routing_weights"),
+        *_fields(c_float, "gate_alpha gate_limit"),
     ]
 
 
 class Forward(Structure):
     _fields_ = [
-        ("num_rows", c_int64),
-        ("num_tokens", c_int64),
-        ("num_known", c_int64),
-        ("num_indices", c_int64),
-        ("num_logits", c_int64),
-        ("first_layer", c_int64),
-        ("last_layer", c_int64),
-        ("capacity", c_int64),
-        ("context_length", c_int64),
-        ("num_threads", c_int64),
-        ("caches_only", c_int64),
-        ("hidden_is_float32", c_int64),
-        ("tokens", c_void_p),
-        ("states", c_void_p),
-        ("features", c_void_p),
-        ("firsts", c_void_p),
-        ("starts", c_void_p),
-        ("slots", c_void_p),
-        ("selected", c_void_p),
-        ("places", c_void_p),
-        ("closure", c_void_p),
-        ("cos_sin", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("hidden", c_void_p),
-        ("logits", c_void_p),
-        ("experts", c_void_p),
+        *_fields(c_int64, "num_rows num_tokens num_known num_indices num_logits first_layer last_layer"),
+        *_fields(c_int64, "capacity context_length num_threads caches_only hidden_is_float32"),
+        *_fields(c_void_p, "tokens states features firsts starts slots selected places closure cos_sin keys"),
+        *_fields(c_void_p, "values hidden logits experts"),
     ]
 
 
@@ -167,96 +107,78 @@ KEEP_DRAFTING = CFUNCTYPE(None, c_int64, c_double)
 class Settings(Structure):
     _fields_ = [
         ("temperature", c_double),
-        ("is_truncated", c_int64),
-        ("top_k", c_int64),
-        ("top_p", c_double),
-        ("log_min_p", c_double),
+        *_fields(c_int64, "is_truncated top_k"),
+        *_fields(c_double, "top_p log_min_p"),
     ]
 
 
 class RowNoise(Structure):
-    _fields_ = [("key", c_uint64), ("position", c_int64), ("races", c_int64)]
+    _fields_ = [("key", c_uint64), *_fields(c_int64, "position races")]
 
 
 class StoppingRule(Structure):
-    _fields_ = [
-        ("num_edges", c_int64),
-        ("edges", c_void_p),
-        ("own", c_void_p),
-        ("following", c_void_p),
-        ("least", c_void_p),
-        ("groups", c_void_p),
-    ]
+    _fields_ = [("num_edges", c_int64), *_fields(c_void_p, "edges own following least groups")]
 
 
 class Chain(Structure):
     _fields_ = [
-        ("num_nodes", c_int64),
-        ("vocab_size", c_int64),
+        *_fields(c_int64, "num_nodes vocab_size"),
         ("settings", Settings),
         ("noise", RowNoise),
-        ("target_ids", c_void_p),
-        ("target_lengths", c_void_p),
+        *_fields(c_void_p, "target_ids target_lengths"),
         ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         ("answer", c_int64),
-        ("tokens", c_void_p),
-        ("probs", c_void_p),
+        *_fields(c_void_p, "tokens probs"),
     ]
 
 
 class Verification(Structure):
     _fields_ = [
-        ("num_nodes", c_int64),
-        ("vocab_size", c_int64),
-        ("stride", c_int64),
+        *_fields(c_int64, "num_nodes vocab_size stride"),
         ("settings", Settings),
         ("noise", RowNoise),
-        ("logits", c_void_p),
-        ("draft_probs", c_void_p),
-        ("tokens", c_void_p),
+        *_fields(c_void_p, "logits draft_probs tokens"),
         ("next_token", c_int64),
     ]
 
 
 class DeltaRule(Structure):
     _fields_ = [
-        ("num_tokens", c_int64),
-        ("num_heads", c_int64),
-        ("num_key_heads", c_int64),
-        ("key_size", c_int64),
-        ("value_size", c_int64),
-        ("num_decays", c_int64),
-        ("normalises", c_int64),
-        ("queries", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("decays", c_void_p),
-        ("rates", c_void_p),
-        ("before", c_void_p),
-        ("after", c_void_p),
-        ("outputs", c_void_p),
+        *_fields(c_int64, "num_tokens num_heads num_key_heads key_size value_size num_decays normalises"),
+        *_fields(c_void_p, "queries keys values decays rates before after outputs"),
     ]
 
 
 class StateSpace(Structure):
     _fields_ = [
-        ("num_tokens", c_int64),
-        ("num_heads", c_int64),
-        ("num_groups", c_int64),
-        ("head_size", c_int64),
-        ("state_size", c_int64),
-        ("inputs", c_void_p),
-        ("steps", c_void_p),
-        ("writes", c_void_p),
-        ("reads", c_void_p),
-        ("rates", c_void_p),
-        ("skips", c_void_p),
-        ("before", c_void_p),
-        ("after", c_void_p),
-        ("outputs", c_void_p),
+        *_fields(c_int64, "num_tokens num_heads num_groups head_size state_size"),
+        *_fields(c_void_p, "inputs steps writes reads rates skips before after outputs"),
     ]
 
+
+ROWS = (c_void_p, c_int64, c_int64, c_int64)
+SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "workspace": (c_void_p, []),
+    "free": (None, [c_void_p]),
+    "run": (c_int, [POINTER(Decoder), POINTER(Forward), c_void_p]),
+    "draft_chain": (c_int64, [POINTER(Decoder), POINTER(Forward), c_void_p, POINTER(Chain)]),
+    "unembed": (c_int, [POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
+    "most_likely": (None, [*ROWS, c_void_p, c_void_p]),
+    "softmax": (None, [*ROWS, c_float, c_float, c_void_p]),
+    "truncated_softmax": (c_int, [*ROWS, c_double, c_int64, c_double, c_double, c_void_p]),
+    "draw": (c_int64, [c_void_p, c_int64, c_double]),
+    "race": (c_int64, [c_void_p, c_int64, c_uint64, c_void_p]),
+    "verify_block": (c_int64, [POINTER(Verification)]),
+    "residual": (c_double, [c_float, c_void_p, c_void_p, c_int64, c_void_p]),
+    "linear": (c_int, [POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64]),
+    "pack": (None, [POINTER(Weight), POINTER(Source), c_int64]),
+    "repack": (None, [POINTER(Weight), POINTER(Weight), c_int64]),
+    "delta_rule": (c_int, [POINTER(DeltaRule), c_int64]),
+    "state_space": (c_int, [POINTER(StateSpace), c_int64]),
+    "read": (c_int64, [c_void_p, c_void_p, c_int64, c_int64]),
+}
+"""Result and arguments of the functions `secondguess_NAME`."""
 
 INSTRUCTIONS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
@@ -333,48 +255,9 @@ def _open(kind: str) -> ctypes.CDLL | None:
             f"expected kernels built from the sources beside them, got others in {built}; rebuild them with "
             "`python setup.py build_ext --inplace --force`, or delete the file to compute with torch"
         )
-    kernels.secondguess_workspace.restype = c_void_p
-    kernels.secondguess_free.argtypes = [c_void_p]
-    kernels.secondguess_run.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p]
-    kernels.secondguess_draft_chain.argtypes = [POINTER(Decoder), POINTER(Forward), c_void_p, POINTER(Chain)]
-    kernels.secondguess_draft_chain.restype = c_int64
-    kernels.secondguess_unembed.argtypes = [
-        *(POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
-    ]
-    rows = c_void_p, c_int64, c_int64, c_int64
-    kernels.secondguess_most_likely.argtypes = [*rows, c_void_p, c_void_p]
-    kernels.secondguess_most_likely.restype = None
-    kernels.secondguess_softmax.argtypes = [*rows, c_float, c_float, c_void_p]
-    kernels.secondguess_softmax.restype = None
-    kernels.secondguess_truncated_softmax.argtypes = [*rows, c_double, c_int64, c_double, c_double, c_void_p]
-    kernels.secondguess_draw.argtypes = [c_void_p, c_int64, c_double]
-    kernels.secondguess_draw.restype = c_int64
-    kernels.secondguess_race.argtypes = [c_void_p, c_int64, c_uint64, c_void_p]
-    kernels.secondguess_race.restype = c_int64
-    kernels.secondguess_chain_weights.argtypes = [
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_void_p,
-    ]
-    kernels.secondguess_chain_weights.restype = None
-    kernels.secondguess_verify_block.argtypes = [POINTER(Verification)]
-    kernels.secondguess_verify_block.restype = c_int64
-    kernels.secondguess_residual.argtypes = [c_float, c_void_p, c_void_p, c_int64, c_void_p]
-    kernels.secondguess_residual.restype = c_double
-    kernels.secondguess_linear.argtypes = [
-        *(POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64),
-    ]
-    kernels.secondguess_pack.argtypes = [POINTER(Weight), POINTER(Source), c_int64]
-    kernels.secondguess_pack.restype = None
-    kernels.secondguess_repack.argtypes = [POINTER(Weight), POINTER(Weight), c_int64]
-    kernels.secondguess_repack.restype = None
-    kernels.secondguess_delta_rule.argtypes = [POINTER(DeltaRule), c_int64]
-    kernels.secondguess_state_space.argtypes = [POINTER(StateSpace), c_int64]
-    kernels.secondguess_read.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(kernels, f"secondguess_{name}")
+        function.restype, function.argtypes = result, arguments
     return kernels
 
 

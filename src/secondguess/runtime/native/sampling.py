@@ -184,33 +184,6 @@ def first_arrivals(
     return _shaped(found, hashes.shape)
 
 
-def chain_weights(
-    p: Tensor, q: Tensor | None, tokens: Tensor
-) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]] | None:
-    """Return the weights and the masses of residuals of block verification for a single chain.
-
-    Args:
-        p: `[1, node + 1, vocab]`, target probabilities.
-        q: `[1, node, vocab]`, draft probabilities.
-        tokens: `[1, node]`.
-
-    Returns:
-        `w_0..w_L` `[1, node + 1]` and `s_0..s_{L-1}` `[1, node]`; None for several rows, or where the
-        kernels cannot be used.
-    """
-    if q is None or len(p) != 1 or not (p.is_contiguous() and q.is_contiguous()):
-        return None
-    kernels = kernels_for(p, q)
-    if kernels is None:
-        return None
-    num_nodes, tokens = q.shape[1], tokens.contiguous()
-    weights, masses = numpy.empty((1, num_nodes + 1)), numpy.empty((1, num_nodes))
-    addresses = p.data_ptr(), q.data_ptr(), tokens.data_ptr()
-    outputs = weights.ctypes.data, masses.ctypes.data
-    kernels.secondguess_chain_weights(*addresses, num_nodes, p.shape[-1], *outputs)
-    return weights, masses
-
-
 def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Tensor, NDArray[numpy.float64]]:
     """Return `max(factor * p - q, 0)` `[..., vocab]`, and its sums `[...]` on the host.
 
