@@ -102,7 +102,7 @@ inline int even_share(int64_t left, int most) {
 // SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
 // bfloat16. `next(left)`: how many of the rows that are left it multiplies at once.
 //
-// `add_groups` multiplies them with a block in groups, without the rows' scales. Sums within a group are exact
+// `add_groups` multiplies at most ROWS_IN_GROUPS rows with a block in groups, without the rows' scales. Sums within a group are exact
 // integers, and each group is added in one order on every processor.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
@@ -120,13 +120,13 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
     const int64_t num_blocks = weight.num_blocks() - first_block, num_steps = weight.num_steps();
     const int64_t first = first_block + thread * num_blocks / num_threads;
     const int64_t last = first_block + (thread + 1) * num_blocks / num_threads;
-    alignas(64) float sums[Unit::ROWS * BLOCK];
+    alignas(64) float sums[std::max(Unit::ROWS, Unit::ROWS_IN_GROUPS) * BLOCK];
     alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
     const Unit unit(values);
     for (int64_t block = first; block < last; block++) {
         const char* data = weight.data + block * num_steps * weight.step_bytes();
         for (int64_t start = 0, count; start < values.num_rows; start += count) {
-            count = Unit::next(values.num_rows - start);
+            count = weight.has_groups() ? even_share(values.num_rows - start, Unit::ROWS_IN_GROUPS) : Unit::next(values.num_rows - start);
             if (weight.encoding == INT8)
                 unit.add_up(start, count, data, num_steps, whole_sums);
             else if (weight.encoding == INT4)

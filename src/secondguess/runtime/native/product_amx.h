@@ -41,7 +41,7 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
 }
 
 struct MatrixUnit {
-    static constexpr int ROWS = 2 * TILE;
+    static constexpr int ROWS = 2 * TILE, ROWS_IN_GROUPS = ROWS;
     static int next(int64_t left) { return (int)std::min<int64_t>(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
 

@@ -70,13 +70,13 @@ inline __m512i unsigned_codes(const char* tile, int four) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)FP4_LEVELS)), codes);
 }
 
-// Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole
-// sums of a group of one tile. One or two rows only wait for memory, so lines are requested into the first
-// cache; with more rows such requests hold up the products.
+// Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole sums
+// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory, so lines are
+// requested into the first cache; with more rows such requests hold up the products.
 template <Encoding ENCODING, int COUNT>
 inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
     constexpr _mm_hint CACHE = COUNT < 3 ? _MM_HINT_T0 : _MM_HINT_T1;
-    constexpr int64_t BYTES = group_bytes(ENCODING), PARAMETERS = BYTES - 2 * BLOCK * sizeof(uint16_t), TILE_CODES = PARAMETERS / 2;
+    constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
     constexpr int SHIFT = ENCODING == INT8_GROUPS ? 128 : 0;  // of the codes
     Floats totals[2][COUNT];
     UNROLLED for (int row = 0; row < COUNT; row++) totals[0][row] = totals[1][row] = zeros();
@@ -84,22 +84,24 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const char* data = block + group * BYTES;
         const int8_t* numbers = values.numbers + group * GROUP;
         const float* group_sums = values.sums + group;
-        const uint16_t* parameters = (const uint16_t*)(data + PARAMETERS);
-        UNROLLED for (int tile = 0; tile < 2; tile++) {
-            __m512i whole[COUNT];
-            UNROLLED for (int row = 0; row < COUNT; row++)
-                whole[row] = SHIFT ? _mm512_set1_epi32(-SHIFT * (int)group_sums[row * values.num_groups]) : _mm512_setzero_si512();
-            const char* codes_of_tile = data + tile * TILE_CODES;
-            UNROLLED for (int four = 0; four < 8; four++) {
-                if (four * TILE_CODES % 512 == 0) _mm_prefetch(codes_of_tile + PREFETCH_BYTES + four * TILE_CODES / 8, CACHE);
-                const __m512i codes = unsigned_codes<ENCODING>(codes_of_tile, four);
-                UNROLLED for (int row = 0; row < COUNT; row++)
-                    whole[row] = _mm512_dpbusd_epi32(whole[row], codes, _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4)));
+        __m512i whole[2][COUNT];
+        UNROLLED for (int row = 0; row < COUNT; row++)
+            whole[0][row] = whole[1][row] = SHIFT ? _mm512_set1_epi32(-SHIFT * (int)group_sums[row * values.num_groups]) : _mm512_setzero_si512();
+        UNROLLED for (int four = 0; four < 8; four++) {
+            UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, CACHE);
+            const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + CODES / 2, four);
+            UNROLLED for (int row = 0; row < COUNT; row++) {
+                const __m512i all_four = _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4));
+                whole[0][row] = _mm512_dpbusd_epi32(whole[0][row], first, all_four);
+                whole[1][row] = _mm512_dpbusd_epi32(whole[1][row], second, all_four);
             }
-            _mm_prefetch(data + PREFETCH_BYTES + PARAMETERS + tile * 64, CACHE);
+        }
+        const uint16_t* parameters = (const uint16_t*)(data + CODES);
+        UNROLLED for (int tile = 0; tile < 2; tile++) {
+            _mm_prefetch(data + PREFETCH_BYTES + CODES + tile * 64, CACHE);
             const Floats scales = load_halves(parameters + tile * TILE), minima = load_halves(parameters + BLOCK + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++) {
-                totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[row]), scales);
+                totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), scales);
                 totals[tile][row] = add_product(totals[tile][row], all(group_sums[row * values.num_groups]), minima);
             }
         }
@@ -129,7 +131,7 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
 }
 
 struct VectorUnit {
-    static constexpr int ROWS = 8;
+    static constexpr int ROWS = 8, ROWS_IN_GROUPS = 24;
     static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 128;
     static constexpr bool WIDE = false;

@@ -104,7 +104,7 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
 }
 
 struct VectorUnit {
-    static constexpr int ROWS = MOST_ROWS;
+    static constexpr int ROWS = MOST_ROWS, ROWS_IN_GROUPS = MOST_ROWS;
     static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
     static constexpr bool WIDE = true;
