@@ -29,6 +29,7 @@ from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native.library import processor_supports, units
+from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.stored import StoredLinear
 from secondguess.runtime.support import context_length_of
 
@@ -81,6 +82,23 @@ def test_the_requested_dtype_is_used(checkpoint, dtype):
     assert loaded.module().dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
     assert loaded.runtime.cache.keys[0].dtype == getattr(torch, dtype)
+
+
+@needs_kernels
+def test_the_module_of_a_model_whose_layers_the_kernels_run_is_one_that_torch_computes(checkpoint):
+    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="transformers").load()
+    assert type(loaded.runtime.model.lm_head) is KernelLinear
+    assert type(loaded.module().lm_head) is torch.nn.Linear
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_quantised_module_is_no_reference(checkpoint, dtype):
+    loaded = Checkpoint.resolve(
+        checkpoint, dtype=dtype, device="cpu", runtime="transformers", quantize="int8"
+    ).load()
+    with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
+        loaded.module()
 
 
 def test_linear_layers_stay_in_their_files_until_the_kernels_pack_them(checkpoint):

@@ -565,15 +565,47 @@ def test_verify_without_drafts_is_inconclusive(secondguess_command, tiny_checkpo
     assert "INCONCLUSIVE: suffix" in done.out
 
 
-@pytest.mark.skipif(not units(), reason="the kernels are not built for this processor")
-@pytest.mark.parametrize("drafter", [(), ("--drafter", "self:int4")])
+VERIFY = ["verify", "--samples", 1000, "--max-tokens", 3, "--prompt", "x", "--limit", 0.9, "--json"]
+needs_kernels = pytest.mark.skipif(not units(), reason="the kernels are not built for this processor")
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", [(), ("--drafter", "suffix+self:int4")])
 def test_verify_drafts_with_a_copy_of_the_target(secondguess_command, tiny_checkpoint, drafter):
-    options = ["--samples", 1000, "--max-tokens", 3, "--prompt", "x", "--limit", 0.9, "--json"]
-    done = secondguess_command("verify", "--model", tiny_checkpoint, *drafter, *options)
+    done = secondguess_command(*VERIFY, "--model", tiny_checkpoint, *drafter)
     (record,) = done.records
     assert done.code == 0
-    assert "self:int4" in record["drafter"]
     assert record["is_conclusive"]
+    assert "self:int4" in record["drafter"]
+    assert record["runtime"] == "TransformersRuntime"
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("options", "runtime"),
+    [
+        (("--model", "builtin"), "FusedRuntime"),
+        (("--model", "builtin", "--dtype", "bfloat16"), "NativeRuntime"),
+        (
+            ("--model", "builtin", "--dtype", "bfloat16", "--drafter", "early-exit:2+self:int4"),
+            "NativeRuntime",
+        ),
+    ],
+)
+def test_verify_uses_the_runtime_of_generate_where_that_drafts(secondguess_command, options, runtime):
+    (record,) = secondguess_command(*VERIFY, *options).records
+    assert record["is_conclusive"]
+    assert record["runtime"] == runtime
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["suffix+self:int4", "model:builtin-draft"])
+def test_verify_refuses_rounded_weights(secondguess_command, tmp_path, drafter):
+    config = tmp_path / "rounded.toml"
+    config.write_text(f'schema = 1\n[load]\nmodel = "builtin"\ndrafter = "{drafter}"\nquantize = "int8"\n')
+    done = secondguess_command(*VERIFY, "--config", config)
+    assert done.code == 2
+    assert "quantize" in done.err
 
 
 def test_verify_refuses_samples_with_which_nothing_can_pass(secondguess_command):

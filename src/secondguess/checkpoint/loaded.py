@@ -9,6 +9,7 @@ from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.graphs.runtime import GraphRuntime
+from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
@@ -67,20 +68,18 @@ class LoadedModel:
         parts = [self.kind]
         if isinstance(self.runtime, RowByRowRuntime):
             parts.append(self.runtime.description)
-        bits = self._quantised_bits
-        if bits is None and self.checkpoint.quantize is not None:
-            bits = QUANTIZATIONS[self.checkpoint.quantize].bits
-        if bits is not None:
+        if (bits := self._quantised_bits) is not None:
             parts.append(f"weights in {bits} bits")
         return ", ".join(parts)
 
     @property
     def _quantised_bits(self) -> int | None:
-        """Bits per weight if the kernels have quantised the weights."""
-        if not isinstance(self.runtime, NativeRuntime):
-            return None
-        weight_format = self.runtime.decoder.weight_format
-        return weight_format.bits if weight_format.is_quantised else None
+        """Bits per weight if the weights are quantised, by us or as the kernels have read them."""
+        if isinstance(self.runtime, NativeRuntime):
+            weight_format = self.runtime.decoder.weight_format
+            return weight_format.bits if weight_format.is_quantised else None
+        quantize = self.checkpoint.quantize
+        return None if quantize is None else QUANTIZATIONS[quantize].bits
 
     @property
     def num_input_tokens(self) -> int:
@@ -98,11 +97,11 @@ class LoadedModel:
     def module(self) -> Any:
         """Return the Transformers module whose distribution the runtime reproduces.
 
-        It is the module that the runtime runs, or else a second copy loaded into memory.
+        It is the module that the runtime runs, if torch computes all of it, or else a second copy loaded
+        into memory.
 
         Raises:
-            UnsupportedModelError: if the kernels quantised the weights, which no module
-                reproduces.
+            UnsupportedModelError: if the weights are quantised, which no module reproduces.
         """
         if (bits := self._quantised_bits) is not None:
             raise UnsupportedModelError(
@@ -110,7 +109,9 @@ class LoadedModel:
                 "load it without quantize, or with runtime transformers"
             )
         if isinstance(self.runtime, TransformersRuntime):
-            return self.runtime.model
+            model = self.runtime.model
+            if not any(isinstance(each, KernelLinear) for each in model.modules()):
+                return model
         return self.checkpoint.read_module()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context
@@ -87,8 +88,9 @@ def verify(
             subject = _random_subject(drafter, verifier, controller)
         else:
             params = SamplingParams(temperature=temperature, max_tokens=num_tokens)
-            defaults = {"dtype": DTYPE_OF_MODEL, "runtime": _runtime_for(settings.get("drafter"))}
-            subject = _loaded_subject(defaults | settings, prompt, params)
+            settings = {"dtype": DTYPE_OF_MODEL} | settings
+            settings = {"runtime": _runtime_for(settings)} | settings
+            subject = _loaded_subject(settings, prompt, params)
         room = subject.components.target.context_length - len(subject.prompt)
         if num_tokens > room:
             raise BadInputError(
@@ -113,16 +115,26 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
     return subject
 
 
-def _runtime_for(drafter: str | None) -> str:
-    """Return the runtime for a drafter; None for the target's default, which may be a copy of the target.
+def _runtime_for(settings: Mapping[str, Any]) -> str:
+    """Return the runtime for settings that name none.
 
-    In float32 a copy of the target drafts only if that runs as a Transformers module.
+    In float32 a copy of the target, as the default drafter may be one, drafts only if the target runs as a
+    Transformers module.
     """
+    from secondguess.checkpoint.checkpoint import Checkpoint
     from secondguess.drafters import drafter_class, parse_drafter_name
+    from secondguess.pairing import default_drafter
 
-    names = [] if drafter is None else parse_drafter_name(drafter)
-    copies = [drafter_class(name.kind).requirements(name).target_copy for name in names]
-    return "transformers" if drafter is None or any(copies) else "auto"
+    if settings["dtype"] not in ("float32", "float64"):
+        return "auto"
+    drafter = settings.get("drafter")
+    if drafter is None:
+        places = {key: settings[key] for key in ("dtype", "device") if key in settings}
+        model = settings["model"]
+        drafter = default_drafter(model, Checkpoint.resolve(model, runtime="transformers", **places))
+    parts = [(name, drafter_class(name.kind)) for name in parse_drafter_name(drafter)]
+    copies = [part.requirements(name).target_copy is not None for name, part in parts]
+    return "transformers" if any(copies) else "auto"
 
 
 def _loaded_subject(settings: dict[str, Any], prompt: str, params: SamplingParams) -> CertifiedSystem:

@@ -127,6 +127,7 @@ class Certificate:
     """Tested configuration and results.
 
     Args:
+        runtime: class of the target's runtime.
         bound: upper bound on the total variation distance between the cell distributions, with
             confidence `1 - delta`.
         distance: total variation distance between the observed frequencies and the target's cell
@@ -143,6 +144,7 @@ class Certificate:
     """
 
     model: str
+    runtime: str
     drafter: str
     verifier: str
     exactness: str
@@ -213,7 +215,7 @@ class Certificate:
         few = "; few were drafted, --controller fixed:2 drafts more" if is_short else ""
         return "\n".join(
             [
-                f"target       {self.model} ({self.dtype}), temperature {self.temperature:g}",
+                f"target       {self.model}, {self.runtime} ({self.dtype}), temperature {self.temperature:g}",
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
                 f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
@@ -258,8 +260,9 @@ def tiny_system(
     name = "model:tiny" if drafter == "model" else drafter
     made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
     components = Components(runtime(0), made, make_verifier(verifier), make_controller(controller))
-    name = f"random Llama of 3 tokens, {type(components.target).__name__}"
-    return CertifiedSystem(components, plain_logits_of(model), (0,), name, _name(model.dtype))
+    return CertifiedSystem(
+        components, plain_logits_of(model), (0,), "random Llama of 3 tokens", _name(model.dtype)
+    )
 
 
 def system_of(llm: LLM, prompt: Sequence[int]) -> CertifiedSystem:
@@ -316,6 +319,7 @@ def certify(
     components = subject.components
     return Certificate(
         model=subject.model,
+        runtime=type(components.target).__name__,
         drafter=components.drafter.name,
         verifier=components.verifier.name,
         exactness=str(components.verifier.exactness),
