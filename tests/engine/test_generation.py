@@ -61,3 +61,13 @@ def test_a_text_decoded_at_its_end_is_that_of_a_stream(settings: dict[str, Any])
         assert output.drafted == [drafted for piece in pieces for drafted in piece.drafted] != []
         assert len(output.logprobs) == (len(output.token_ids) if params.logprobs else 0)
         assert output.logprobs == streamed.logprobs
+
+
+def test_an_output_does_not_change_with_the_text() -> None:
+    generation = Generation(load(), ["def f("], [SamplingParams(max_tokens=20, logprobs=0)])
+    pieces = iter(generation)
+    next(pieces)
+    (output,) = generation.outputs()
+    num_tokens = len(output.token_ids)
+    assert sum(1 for _ in pieces)
+    assert len(output.drafted) == len(output.logprobs) == num_tokens

@@ -15,7 +15,7 @@ from secondguess.core import Row
 from secondguess.proof.certificate import g_test
 from secondguess.proof.enumeration import joint_race_probability
 from secondguess.proof.fakes import random_probs
-from secondguess.runtime.hashes import ALL_BITS, GOLDEN, Purpose, mix_integer, uniform_per_token
+from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.sampling import draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.sampling import noise as noise_module
@@ -278,10 +278,15 @@ def test_no_global_generator_is_used():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_numbers_of_a_race_are_hashes_of_row_and_token():
-    """Computed one by one with integers of any size."""
+def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
+    """A text may not depend on where its noise was made."""
     hashes = torch.randint(-(2**63), 2**63 - 1, (3, 2), generator=torch.Generator().manual_seed(0))
-    found = uniform_per_token(hashes, 77)
-    for place, number in enumerate(hashes.flatten().tolist()):
-        mixed = [mix_integer((number + token * GOLDEN) & ALL_BITS) for token in range(77)]
-        assert found.view(6, 77)[place].tolist() == [((each >> 12) + 0.5) * 2.0**-52 for each in mixed]
+    on_device = noise_module.uniform_per_token_on_device(hashes, 777)
+    on_host = torch.from_numpy(noise_module._uniform_per_token(hashes.numpy(), 777))
+    assert torch.equal(on_host, on_device)
+    assert on_host.min() > 0
+    assert on_host.max() < 1
+    noise, dists = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
+    places = torch.arange(3).repeat(40, 1)
+    expected = -noise._device_uniforms(dists.device, places, dists.shape[-1]).log() / dists
+    assert torch.equal(noise.arrival_times(dists, places), expected)

@@ -10,6 +10,7 @@ import torch
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
+from secondguess.heads.medusa import MedusaHead
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
@@ -78,3 +79,11 @@ def test_the_same_seed_makes_the_same_model(target) -> None:
 def test_a_width_that_heads_do_not_divide_is_refused(target) -> None:
     with pytest.raises(BadInputError, match="multiple of 64"):
         DraftModel.fresh(CONFIG, target, num_layers=1, width=100)
+
+
+def test_saved_weights_have_the_permissions_of_other_files(target, tmp_path: Path) -> None:
+    DraftModel.fresh(CONFIG, target, num_layers=1, width=64).save(tmp_path / "model")
+    MedusaHead.fresh(target).save(tmp_path / "head")
+    for folder in ("model", "head"):
+        modes = {path.stat().st_mode for path in (tmp_path / folder).iterdir()}
+        assert len(modes) == 1

@@ -29,10 +29,13 @@ SETTINGS: tuple[dict[str, float], ...] = (
 )
 
 
-def random_case(rng: random.Random, settings: dict[str, float]) -> tuple[Row, Draft, Tensor]:
+def random_case(
+    rng: random.Random, settings: dict[str, float], sizes: tuple[int, int] | None = None
+) -> tuple[Row, Draft, Tensor]:
     """Return a row, a chain drawn for it and the target's logits `[1, node + 1, vocab]`."""
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
-    num_nodes, width, stride = rng.randint(1, 9), rng.choice((2, 7, 300, 1030)), rng.choice((0, 5))
+    num_nodes, width = sizes or (rng.randint(1, 9), rng.choice((2, 7, 300, 1030)))
+    stride = rng.choice((0, 5))
     logits = torch.randn(1, num_nodes + 1, width + stride, generator=generator) * rng.choice((0.1, 2.0, 20.0))
     logits = logits[..., :width]
     row = Row([3] * rng.randint(1, 40), SamplingParams(max_tokens=100, **settings), seed=rng.getrandbits(50))
@@ -58,6 +61,15 @@ def test_verdicts_are_those_of_separate_steps(name: str) -> None:
         assert (found.paths, found.next_tokens) == (expected.paths, expected.next_tokens)
         accepted.add((draft.num_nodes, found.lengths[0]))
     assert accepted >= {(nodes, length) for nodes in (1, 2, 3) for length in range(nodes + 1)}
+
+
+def test_verdicts_with_more_probabilities_than_are_kept() -> None:
+    verifier, rng = make_verifier("block"), random.Random(6)
+    for sizes in ((33, 140_000), (3, 140_000)):
+        row, draft, logits = random_case(rng, {"temperature": 1.0}, sizes)
+        noise = KeyedNoise.from_rows([row])
+        found = verifier.verify_row(row, draft, logits, noise)
+        assert found == verifier.verify(draft, compute_target_probs(logits, [row], draft), noise)
 
 
 def test_other_rows_and_noise_are_verified_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ results.
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -294,3 +295,4 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes a private file

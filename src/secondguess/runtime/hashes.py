@@ -77,8 +77,8 @@ def scalar_uniforms(key: int, position: int, places: Sequence[int], purpose: int
     ]
 
 
-def uniform_per_token(hashes: Tensor, width: int) -> Tensor:
-    """Return `[..., token]` uniforms, on the device of the hashes."""
+def uniform_per_token_on_device(hashes: Tensor, width: int) -> Tensor:
+    """Return `[..., token]` uniforms, without a copy from the device."""
     tokens = torch.arange(width, device=hashes.device)
     mixed = mix(hashes[..., None] + tokens * GOLDEN)
     return (shift_right(mixed, 12).double() + 0.5) * 2.0**-52

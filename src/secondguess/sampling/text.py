@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 from secondguess.core import Commit, FinishReason
@@ -225,7 +227,9 @@ class StreamingDetokenizer:
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
         if not self._has_stop:
-            self._unread.append(token)  # `take` decodes the tokens of a commit together
+            self._unread.append(
+                token
+            )  # `take` decodes the tokens of a commit together, `flush` all that are left
             return False
         text = self._decoder.push(token)
         self._segments.append((text, False))
@@ -283,15 +287,19 @@ class StreamingDetokenizer:
     def _release(self, size: int, tokens: list[int], drafted: list[bool]) -> Piece:
         """Return the first `size` characters; adjacent segments with equal flags are joined."""
         text = self._search.release(size)
-        segments: list[tuple[str, bool]] = []
+        parts: list[tuple[str, bool]] = []
+        num_taken = 0
         while size > 0:
-            part, flag = self._segments.pop(0)
+            part, flag = self._segments[num_taken]
             if len(part) > size:
-                self._segments.insert(0, (part[size:], flag))
+                self._segments[num_taken] = part[size:], flag
                 part = part[:size]
+            else:
+                num_taken += 1
             size -= len(part)
-            if segments and segments[-1][1] == flag:
-                segments[-1] = (segments[-1][0] + part, flag)
-            elif part:
-                segments.append((part, flag))
+            if part:
+                parts.append((part, flag))
+        del self._segments[:num_taken]
+        runs = groupby(parts, key=itemgetter(1))
+        segments = [("".join([part for part, _ in run]), flag) for flag, run in runs]
         return Piece(text, tokens, drafted, segments)

@@ -6,6 +6,7 @@ own width.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ class DraftModel(TrainableHead):
         """Write the model in Transformers format, without a tokenizer."""
         with no_progress_bars():
             self.model.save_pretrained(folder)
+        shutil.copymode(
+            folder / "config.json", folder / "model.safetensors"
+        )  # safetensors writes a private file
 
 
 def project_embeddings(embeddings: Tensor, width: int) -> Tensor:

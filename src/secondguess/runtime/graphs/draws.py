@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secondguess.runtime.graphs.capture import StaticInputs
 from secondguess.runtime.graphs.operations import PassInputs
-from secondguess.runtime.hashes import Purpose, hash_of, uniform_per_token
+from secondguess.runtime.hashes import Purpose, hash_of, uniform_per_token_on_device
 
 
 class Draws(NamedTuple):
@@ -71,7 +71,7 @@ def draw_nodes(
         if races:
             key, position = static.integers[:1], static.integers[1:]
             hashes = hash_of(key, position + node, Purpose.RACE)
-            times = -uniform_per_token(hashes, vocab_size)[0].log() / probs
+            times = -uniform_per_token_on_device(hashes, vocab_size)[0].log() / probs
             drawn.append(times.argmin(-1))
         else:
             drawn.append(_inverted(probs, uniforms[node]))

@@ -14,6 +14,8 @@ struct Verification {
     int64_t next_token;
 };
 
+constexpr int64_t MOST_KEPT = 1 << 22;        // probabilities, per thread
+
 struct VerificationRoom {
     std::vector<float> probs;               // [query][vocab_size], target probabilities
     std::vector<double> weights, masses;    // [query] and [node], numbers of the prefixes
@@ -28,7 +30,9 @@ int64_t secondguess_size_of_verification() { return sizeof(Verification); }
 int64_t secondguess_verify_block(Verification* verification) {
     Verification& it = *verification;
     const int64_t num_nodes = it.num_nodes, width = it.vocab_size;
-    static thread_local VerificationRoom room;  // kept, as every round needs it
+    static thread_local VerificationRoom kept;  // as every round needs it
+    VerificationRoom large;
+    VerificationRoom& room = (num_nodes + 1) * width <= MOST_KEPT ? kept : large;
     try {
         room.probs.resize((num_nodes + 1) * width), room.weights.resize(num_nodes + 1), room.masses.resize(num_nodes);
     } catch (const std::exception&) {
