@@ -227,9 +227,8 @@ class StreamingDetokenizer:
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
         if not self._has_stop:
-            self._unread.append(
-                token
-            )  # `take` decodes the tokens of a commit together, `flush` all that are left
+            # `take` decodes the tokens of a commit together, and `flush` all that are left.
+            self._unread.append(token)
             return False
         text = self._decoder.push(token)
         self._segments.append((text, False))

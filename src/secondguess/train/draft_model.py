@@ -106,9 +106,8 @@ class DraftModel(TrainableHead):
         """Write the model in Transformers format, without a tokenizer."""
         with no_progress_bars():
             self.model.save_pretrained(folder)
-        shutil.copymode(
-            folder / "config.json", folder / "model.safetensors"
-        )  # safetensors writes a private file
+        # safetensors writes a private file
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def project_embeddings(embeddings: Tensor, width: int) -> Tensor:

@@ -102,8 +102,8 @@ inline int even_share(int64_t left, int most) {
 // SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
 // bfloat16. `next(left)`: how many of the rows that are left it multiplies at once.
 //
-// `add_groups` multiplies at most ROWS_IN_GROUPS rows with a block in groups, without the rows' scales. Sums within a group are exact
-// integers, and each group is added in one order on every processor.
+// `add_groups` multiplies at most ROWS_IN_GROUPS rows with a block in groups, without the rows' scales. Sums within
+// a group are exact integers, and each group is added in one order on every processor.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
