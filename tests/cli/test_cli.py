@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from checkpoints import write_llama, write_tokenizer
+from families import needs_kernels
 from forked import start_command
 from secondguess import __version__
 from secondguess.api import LLM
@@ -566,7 +567,6 @@ def test_verify_without_drafts_is_inconclusive(secondguess_command, tiny_checkpo
 
 
 VERIFY = ["verify", "--samples", 1000, "--max-tokens", 3, "--prompt", "x", "--limit", 0.9, "--json"]
-needs_kernels = pytest.mark.skipif(not units(), reason="the kernels are not built for this processor")
 
 
 @needs_kernels

@@ -105,8 +105,8 @@ class LoadedModel:
         """
         if (bits := self._quantised_bits) is not None:
             raise UnsupportedModelError(
-                f"expected a model that a Transformers module computes, got {self.name} with weights in {bits} bits of our own; "
-                "load it without quantize, or with runtime transformers"
+                f"expected a model that a Transformers module computes, got {self.name} with weights in {bits} bits; "
+                "load it without quantize, and a checkpoint that is stored quantised with runtime transformers"
             )
         if isinstance(self.runtime, TransformersRuntime):
             model = self.runtime.model
