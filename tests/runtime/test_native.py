@@ -417,10 +417,9 @@ def in_8_bits(rows):
     return (rows.float() / scale[:, None]).round().to(torch.int8), scale
 
 
-def in_tiles(rows):
-    """The bytes of rows `[output, input]`, 64 of each of 32 outputs at a time: per tile of 16, 4 bytes of each in turn."""
-    bytes_of_rows = rows.contiguous().view(torch.uint8).view(-1, 2, 16, rows[0].nbytes // 64, 16, 4)
-    return bytes_of_rows.permute(0, 3, 1, 4, 2, 5).flatten()
+def in_slices(rows):
+    """The bytes of rows `[output, input]`: per block of 32 outputs, 4 bytes of each in turn."""
+    return rows.contiguous().view(torch.uint8).view(-1, 32, rows[0].nbytes // 4, 4).transpose(1, 2).flatten()
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -437,10 +436,10 @@ def test_weights_are_packed_as_defined(shape, gated, dtype, weight_format, unit,
     rows = interleave_rows(*weight.chunk(2)) if gated else weight
     rows = torch.nn.functional.pad(rows, (0, -shape[1] % 64, 0, -len(rows) % 32))
     if weight_format is BFLOAT16:
-        assert torch.equal(found.tensors[-1], in_tiles(rows.bfloat16()))
+        assert torch.equal(found.tensors[-1], in_slices(rows.bfloat16()))
     elif weight_format is INT8:
         numbers, scale = in_8_bits(rows)
-        assert torch.equal(found.tensors[-1], in_tiles(numbers))
+        assert torch.equal(found.tensors[-1], in_slices(numbers))
         assert torch.equal(found.tensors[0], scale)
         assert torch.equal(found.tensors[1], numbers.sum(1, dtype=torch.int32))
     else:

@@ -25,18 +25,18 @@ struct PlainRow {
 
 // Row of a block in bfloat16.
 struct BlockRow {
-    const char* tile;  // the first one of its output's
-    int64_t output;    // within the tile
+    const char* block;
+    int64_t output;
 
     Floats numbers(int64_t start) const {
-        const char* from = tile + start / BLOCK * 2 * TILE_BYTES + (start % BLOCK / 2 * TILE + output) * 4;
+        const char* from = block + start / 2 * SLICE_BYTES + output * 4;
         bf16 pairs[16];
-        for (int line = 0; line < 8; line++) std::memcpy(pairs + 2 * line, from + line * TILE * 4, 4);
+        for (int slice = 0; slice < 8; slice++) std::memcpy(pairs + 2 * slice, from + slice * SLICE_BYTES, 4);
         return load(pairs);
     }
 };
 
-// One output of a block. All encodings have the lines of a tile in common: 4 bytes of each output.
+// One output of a block. All encodings have slices in common: 4 bytes of each output.
 template <class Row>
 struct RowPacker {
     const Weight& weight;
@@ -47,9 +47,8 @@ struct RowPacker {
     Floats numbers(int64_t start) const { return row.numbers(start); }
 
     void write(int64_t step, const void* bytes, int64_t size) const {
-        const int64_t lines = size / 4;
-        char* tile = block + step * weight.step_bytes() + output / TILE * lines * TILE * 4;
-        for (int64_t line = 0; line < lines; line++) std::memcpy(tile + (line * TILE + output % TILE) * 4, (const char*)bytes + line * 4, 4);
+        char* to = block + step * weight.step_bytes() + output * 4;
+        for (int64_t i = 0; i < size; i += 4) std::memcpy(to + i * BLOCK, (const char*)bytes + i, 4);
     }
 
     void pack_bfloat16() const {
@@ -158,7 +157,7 @@ void secondguess_repack(const Weight* weight, const Weight* from, int64_t num_th
     for_each_block(*weight, num_threads, [&](int64_t block) {
         pack_block(*weight, block, [&](int64_t output) {
             const char* data = from->data + block * from->num_steps() * from->step_bytes();
-            return BlockRow{data + output / TILE * TILE_BYTES, output % TILE};
+            return BlockRow{data, output};
         });
     });
 }

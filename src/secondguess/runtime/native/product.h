@@ -1,10 +1,11 @@
 // values @ weight.T with a fixed order of summation per row: a row's bits do not depend on the
 // number of rows.
 //
-// A weight is stored in blocks of 32 outputs. Within a block, 64 bytes of every output's inputs
-// (32 in bfloat16, 64 in 8 bits) form two tiles of 16 outputs, and within a tile 4 bytes of each
-// of the 16 outputs are adjacent. Both AMX tiles and the vector dot products read this layout
-// once, from front to back. In groups the parts of a block have 32 inputs (see `GROUP`).
+// A weight is stored in blocks of 32 outputs. Within a block, 4 bytes of each output's inputs (2 in
+// bfloat16, 4 in 8 bits) are adjacent: a slice of 128 bytes, a cache line for each of the two tiles of
+// 16 outputs. A step has 16 slices, in groups as many as a group has (see `GROUP`). The vector dot
+// products read a block in the order of its addresses, which processors prefetch at the rate of the
+// memory; AMX tiles are the 16 lines of a tile in a step.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,9 @@
 
 constexpr int BLOCK = 32;          // outputs
 constexpr int TILE = 16;           // rows, or outputs
-constexpr int TILE_BYTES = 1024;   // 16 rows of 64 bytes
+constexpr int SLICE_BYTES = 4 * BLOCK;
+constexpr int LINE_BYTES = 4 * TILE;
+constexpr int STEP_BYTES = 16 * SLICE_BYTES;
 constexpr long PREFETCH_BYTES = 4096;  // prefetch distance in bytes
 
 inline int four_bytes(const void* from) {
@@ -29,11 +32,11 @@ inline int four_bytes(const void* from) {
 
 // In groups, 32 inputs of an output share a scale and a minimum in float16, and a weight is
 // `scale * code + minimum`. The codes of a block's group are followed by its 32 scales and 32
-// minima. Codes of 8 bits are signed; 64 bytes hold 4 inputs of each output of a tile. Codes of 4 bits
-// are not; a byte holds two whose inputs are 4 apart, the first in its low half, and 64 bytes hold 8
-// inputs of each output of a tile. In MXFP4 they are the places of levels.
+// minima. Codes of 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a
+// byte holds two whose inputs are 4 apart, the first in its low half, and a slice holds 8 inputs of each
+// output. In MXFP4 they are the places of levels.
 constexpr int GROUP = 32;              // inputs
-constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block, per tile 256
+constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block
 
 enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4 };
 
@@ -60,7 +63,7 @@ struct Weight {
     bool has_groups() const { return has_half_bytes(encoding) || encoding == INT8_GROUPS; }
     // Number of parts of a block, and their size.
     int64_t num_steps() const { return num_inputs / (encoding == INT8 ? 64 : 32); }
-    int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : 2 * TILE_BYTES; }
+    int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : STEP_BYTES; }
 };
 
 // Inputs of some rows in 8 bits, from a group on, and the sums of groups.

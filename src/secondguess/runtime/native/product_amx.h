@@ -1,9 +1,9 @@
 // Products by AMX tiles: up to 32 rows with one block at once.
 #pragma once
 
-// Prefetch the tiles that one step reads.
-inline void prefetch(const char* tiles) {
-    for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(tiles + line, _MM_HINT_T0);
+// Prefetch a step.
+inline void prefetch(const char* step) {
+    for (int line = 0; line < STEP_BYTES; line += LINE_BYTES) _mm_prefetch(step + line, _MM_HINT_T0);
 }
 
 struct TileShapes {
@@ -23,11 +23,11 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
         _tile_zero(3);
     }
     for (int64_t step = 0; step < num_steps; step++) {
-        const char* tile = block + step * 2 * TILE_BYTES;
+        const char* tile = block + step * STEP_BYTES;
         prefetch(tile + PREFETCH_BYTES);
         _tile_loadd(4, rows + step * NUMBERS, stride * sizeof(Number));
-        _tile_loadd(6, tile, 64);
-        _tile_loadd(7, tile + TILE_BYTES, 64);
+        _tile_loadd(6, tile, SLICE_BYTES);
+        _tile_loadd(7, tile + LINE_BYTES, SLICE_BYTES);
         if (two) _tile_loadd(5, rows + TILE * stride + step * NUMBERS, stride * sizeof(Number));
         multiply();
     }

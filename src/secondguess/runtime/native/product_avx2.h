@@ -8,7 +8,7 @@ inline void sum_rows(const char* codes, const GroupValues& values, int first, Fi
     const int8_t* numbers = values.numbers + first * values.stride;
     UNROLLED for (int four = 0; four < 8; four++)
         UNROLLED for (int row = 0; row < COUNT; row++)
-            whole[row] = add_dots(whole[row], load_line(codes + four * 64), repeat(numbers + row * values.stride + four * 4));
+            whole[row] = add_dots(whole[row], load_line(codes + four * SLICE_BYTES), repeat(numbers + row * values.stride + four * 4));
     UNROLLED for (int row = 0; row < COUNT; row++) finish(first + row, whole[row]);
 }
 
@@ -35,7 +35,7 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
         __m256i fours[2][4];  // 4 inputs of 8 outputs
         UNROLLED for (int part = 0; part < 2; part++)
             UNROLLED for (int line = 0; line < 2; line++) {
-                const __m256i both = _mm256_loadu_si256((const __m256i*)(codes + half * 128 + line * 64 + part * 32));
+                const __m256i both = _mm256_loadu_si256((const __m256i*)(codes + (half * 2 + line) * SLICE_BYTES + part * 32));
                 fours[part][2 * line] = decoded(both);
                 fours[part][2 * line + 1] = decoded(_mm256_srli_epi16(both, 4));
             }

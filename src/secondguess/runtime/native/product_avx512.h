@@ -1,13 +1,15 @@
 // Products by the vector units of AVX-512: up to 8 rows with one block at once.
 #pragma once
 
-// Prefetch, for each line that is read of both tiles, two lines of the step `PREFETCH_BYTES` ahead.
-// Lines are requested between products and in the order of their addresses, into the second cache: a
-// step's lines all at once hold up the products, and so do requests for more lines than the first cache
-// can wait for (five rows took 1.4 times as long as one).
-inline void prefetch_ahead(const char* tile, int line) {
-    _mm_prefetch(tile + PREFETCH_BYTES + line * 128, _MM_HINT_T1);
-    _mm_prefetch(tile + PREFETCH_BYTES + line * 128 + 64, _MM_HINT_T1);
+// Prefetch a later slice. Products of up to three rows only wait for memory, whose lines the processor requests in
+// order by itself; requests of ours would take the places in which the first cache waits for lines. With more rows
+// the arithmetic delays these requests. Many rows leave time for the second cache, which can wait for more lines.
+template <int COUNT>
+inline void prefetch_ahead(const char* slice) {
+    if (COUNT <= 3) return;
+    constexpr bool IS_LONG = COUNT > 5;
+    for (const char* line : {slice, slice + LINE_BYTES})
+        _mm_prefetch(line + (IS_LONG ? 2 * PREFETCH_BYTES : PREFETCH_BYTES), IS_LONG ? _MM_HINT_T1 : _MM_HINT_T0);
 }
 
 template <int COUNT>
@@ -15,11 +17,11 @@ inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int
     __m512 low[COUNT], high[COUNT];
     UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_ps();
     for (int64_t step = 0; step < num_steps; step++) {
-        const char* tile = block + step * 2 * TILE_BYTES;
         for (int pair = 0; pair < 16; pair++) {
-            prefetch_ahead(tile, pair);
-            const __m512bh first = (__m512bh)_mm512_loadu_si512(tile + pair * 64);
-            const __m512bh second = (__m512bh)_mm512_loadu_si512(tile + TILE_BYTES + pair * 64);
+            const char* slice = block + step * STEP_BYTES + pair * SLICE_BYTES;
+            prefetch_ahead<COUNT>(slice);
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(slice);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(slice + LINE_BYTES);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 const __m512bh both = (__m512bh)_mm512_set1_epi32(four_bytes(rows + row * stride + step * 32 + pair * 2));
                 low[row] = _mm512_dpbf16_ps(low[row], both, first);
@@ -41,11 +43,11 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
     const __m512i shift = _mm512_set1_epi32((int)0x80808080);
     for (int64_t step = 0; step < num_steps; step++) {
-        const char* tile = block + step * 2 * TILE_BYTES;
         for (int four = 0; four < 16; four++) {
-            prefetch_ahead(tile, four);
-            const __m512i first = _mm512_loadu_si512(tile + four * 64);
-            const __m512i second = _mm512_loadu_si512(tile + TILE_BYTES + four * 64);
+            const char* slice = block + step * STEP_BYTES + four * SLICE_BYTES;
+            prefetch_ahead<COUNT>(slice);
+            const __m512i first = _mm512_loadu_si512(slice);
+            const __m512i second = _mm512_loadu_si512(slice + LINE_BYTES);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 const int all_four = four_bytes(rows + row * stride + step * 64 + four * 4);
                 const __m512i shifted = _mm512_xor_si512(_mm512_set1_epi32(all_four), shift);
@@ -63,19 +65,18 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
 // Codes of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored. Levels in MXFP4.
 template <Encoding ENCODING>
 inline __m512i unsigned_codes(const char* tile, int four) {
-    if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * 64), _mm512_set1_epi8((char)0x80));
-    const __m512i both = _mm512_loadu_si512(tile + four / 2 * 64);
+    if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * SLICE_BYTES), _mm512_set1_epi8((char)0x80));
+    const __m512i both = _mm512_loadu_si512(tile + four / 2 * SLICE_BYTES);
     const __m512i codes = _mm512_and_si512(four % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
     if (ENCODING == INT4) return codes;
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)FP4_LEVELS)), codes);
 }
 
 // Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole sums
-// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory, so lines are
-// requested into the first cache; with more rows such requests hold up the products.
+// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory, as in
+// `prefetch_ahead`; with more, requests into the first cache hold up the products.
 template <Encoding ENCODING, int COUNT>
 inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
-    constexpr _mm_hint CACHE = COUNT < 3 ? _MM_HINT_T0 : _MM_HINT_T1;
     constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
     constexpr int SHIFT = ENCODING == INT8_GROUPS ? 128 : 0;  // of the codes
     Floats totals[2][COUNT];
@@ -84,12 +85,15 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const char* data = block + group * BYTES;
         const int8_t* numbers = values.numbers + group * GROUP;
         const float* group_sums = values.sums + group;
+        const auto prefetch_ahead = [data](int64_t place) {
+            if (COUNT > 2) _mm_prefetch(data + PREFETCH_BYTES + place, _MM_HINT_T1);
+        };
         __m512i whole[2][COUNT];
         UNROLLED for (int row = 0; row < COUNT; row++)
             whole[0][row] = whole[1][row] = SHIFT ? _mm512_set1_epi32(-SHIFT * (int)group_sums[row * values.num_groups]) : _mm512_setzero_si512();
         UNROLLED for (int four = 0; four < 8; four++) {
-            UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += 64) _mm_prefetch(data + PREFETCH_BYTES + line, CACHE);
-            const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + CODES / 2, four);
+            UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += LINE_BYTES) prefetch_ahead(line);
+            const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + LINE_BYTES, four);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 const __m512i all_four = _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4));
                 whole[0][row] = _mm512_dpbusd_epi32(whole[0][row], first, all_four);
@@ -98,7 +102,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         }
         const uint16_t* parameters = (const uint16_t*)(data + CODES);
         UNROLLED for (int tile = 0; tile < 2; tile++) {
-            _mm_prefetch(data + PREFETCH_BYTES + CODES + tile * 64, CACHE);
+            prefetch_ahead(CODES + tile * LINE_BYTES);
             const Floats scales = load_halves(parameters + tile * TILE), minima = load_halves(parameters + BLOCK + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), scales);

@@ -4,8 +4,8 @@
 // Codes of 4 inputs of each output of a tile; levels in MXFP4.
 template <Encoding ENCODING>
 inline Line codes_of(const char* codes, int four) {
-    if (ENCODING == INT8_GROUPS) return load_line(codes + four * 64);
-    Line both = load_line(codes + four / 2 * 64);
+    if (ENCODING == INT8_GROUPS) return load_line(codes + four * SLICE_BYTES);
+    Line both = load_line(codes + four / 2 * SLICE_BYTES);
     for (auto& part : both.part) {
         const uint8x16_t bytes = vreinterpretq_u8_u32(part);
         const uint8x16_t half = four % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));

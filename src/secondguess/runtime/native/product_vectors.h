@@ -20,14 +20,14 @@ inline void prefetch_lines(const char*& ahead) {
     ahead += TILES * 64;
 }
 
-// Add the products of a pair of numbers of each row with a line of each tile to `found`, first those of the
+// Add the products of a pair of numbers of each row with a slice to `found`, first those of the
 // first numbers. Values are in float32.
 template <int COUNT, int TILES>
-[[gnu::always_inline]] inline void add_line(Floats (&found)[COUNT][TILES], const float* rows, int64_t stride, const char* line) {
+[[gnu::always_inline]] inline void add_line(Floats (&found)[COUNT][TILES], const float* rows, int64_t stride, const char* slice) {
     UNROLLED for (int place = 0; place < 2; place++) {
         Floats weights[TILES];
         UNROLLED for (int tile = 0; tile < TILES; tile++) {
-            const Line pairs = load_line(line + tile * TILE_BYTES);
+            const Line pairs = load_line(slice + tile * LINE_BYTES);
             weights[tile] = place ? second_of(pairs) : first_of(pairs);
         }
         UNROLLED for (int row = 0; row < COUNT; row++) {
@@ -39,9 +39,9 @@ template <int COUNT, int TILES>
 
 // The same for 4 numbers of 8 bits of each row.
 template <int COUNT, int TILES>
-[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* line) {
+[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* slice) {
     UNROLLED for (int tile = 0; tile < TILES; tile++) {
-        const Line weights = load_line(line + tile * TILE_BYTES);
+        const Line weights = load_line(slice + tile * LINE_BYTES);
         UNROLLED for (int row = 0; row < COUNT; row++)
             found[row][tile] = add_dots(found[row][tile], weights, repeat(rows + row * stride));
     }
@@ -59,9 +59,9 @@ template <int COUNT, int TILES, int NUMBERS, class Number, class Sum>
     UNROLLED for (int row = 0; row < COUNT; row++)
         UNROLLED for (int tile = 0; tile < TILES; tile++) found[row][tile] = load(sums + row * BLOCK + tile * TILE);
     for (int64_t step = 0; step < num_steps; step++)
-        for (int line = 0; line < 16; line++) {
+        for (int slice = 0; slice < 16; slice++) {
             prefetch_lines<TILES>(ahead);
-            add_line(found, rows + (step * 16 + line) * NUMBERS, stride, first_tile + step * 2 * TILE_BYTES + line * 64);
+            add_line(found, rows + (step * 16 + slice) * NUMBERS, stride, first_tile + step * STEP_BYTES + slice * SLICE_BYTES);
         }
     UNROLLED for (int row = 0; row < COUNT; row++)
         UNROLLED for (int tile = 0; tile < TILES; tile++) store(sums + row * BLOCK + tile * TILE, found[row][tile]);
@@ -73,10 +73,10 @@ inline void block_sums(const Number* rows, int64_t stride, const char* block, in
     if constexpr (COUNT <= 2) return vector_sums<COUNT, 2, NUMBERS>(rows, stride, block, block + PREFETCH_BYTES, num_steps, sums);
     for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE) {
         const int64_t count = std::min<int64_t>(STEPS_AT_ONCE, num_steps - step);
-        const char* tiles = block + 2 * step * TILE_BYTES;
+        const char* tiles = block + step * STEP_BYTES;
         for (int tile = 0; tile < 2; tile++) {
-            const char* ahead = tiles + tile * count * TILE_BYTES + PREFETCH_BYTES;
-            vector_sums<COUNT, 1, NUMBERS>(rows + step * 16 * NUMBERS, stride, tiles + tile * TILE_BYTES, ahead, count, sums + tile * TILE);
+            const char* ahead = tiles + tile * count * STEP_BYTES / 2 + PREFETCH_BYTES;
+            vector_sums<COUNT, 1, NUMBERS>(rows + step * 16 * NUMBERS, stride, tiles + tile * LINE_BYTES, ahead, count, sums + tile * TILE);
         }
     }
 }
@@ -94,7 +94,7 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
         for (int tile = 0; tile < BLOCK / TILE; tile++) {
             const uint16_t* parameters = (const uint16_t*)(data + CODES) + tile * TILE;
             const Floats scales = load_halves(parameters), minima = load_halves(parameters + BLOCK);
-            sum_group<ENCODING>(data + tile * CODES / 2, of_group, count, [&](int row, Wholes whole) {
+            sum_group<ENCODING>(data + tile * LINE_BYTES, of_group, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
                 const Floats scaled = add_product(load(to), to_floats(whole), scales);
                 store(to, add_product(scaled, all(of_group.sums[row * of_group.num_groups]), minima));

@@ -117,8 +117,8 @@ def requantise(packed: Blocks, arena: Arena, weight_format: WeightFormat) -> Blo
 def unpack_blocks(packed: Blocks) -> Tensor:
     """Return a weight in bfloat16 in plain layout, `[output, input]` with the padding."""
     data = packed.tensors[-1].view(torch.bfloat16)
-    tiles = data.view(-1, packed.weight.num_inputs // BLOCK, BLOCK // TILE, TILE, TILE, 2)
-    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(packed.num_lines, -1)
+    slices = data.view(-1, packed.weight.num_inputs // 2, BLOCK, 2)
+    return slices.transpose(1, 2).reshape(packed.num_lines, -1)
 
 
 def _allocate(blocks: Blocks, arena: Arena, weight_format: WeightFormat) -> Tensor:
@@ -187,13 +187,13 @@ def _pack_groups(rows: Tensor, bits: int) -> Tensor:
         bits: 4 or 8.
     """
     codes, parameters = torch.split(rows, [GROUP, rows.shape[2] - GROUP], dim=2)
-    fours = codes.reshape(-1, BLOCK // TILE, TILE, rows.shape[1], GROUP // 4, 4)
+    fours = codes.reshape(-1, BLOCK, rows.shape[1], GROUP // 4, 4)
     if bits == 4:
-        low, high = fours.view(*fours.shape[:4], GROUP // 8, 2, 4).unbind(5)
+        low, high = fours.view(*fours.shape[:3], GROUP // 8, 2, 4).unbind(4)
         fours = low | high << 4
-    lines = fours.permute(0, 3, 1, 4, 2, 5).flatten(2)
+    slices = fours.permute(0, 2, 3, 1, 4).flatten(2)
     by_output = parameters.reshape(-1, BLOCK, rows.shape[1], 2, 2)  # scale and minimum, two bytes each
-    return torch.cat((lines, by_output.permute(0, 2, 3, 1, 4).flatten(2)), 2)
+    return torch.cat((slices, by_output.permute(0, 2, 3, 1, 4).flatten(2)), 2)
 
 
 def _padded(values: Tensor, *sizes: int) -> Tensor:
