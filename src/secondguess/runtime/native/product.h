@@ -15,7 +15,7 @@
 #include "vectors.h"
 
 // Sums are kept in registers only if GCC unrolls the loops over them early.
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
 
 constexpr int BLOCK = 32;          // outputs
 constexpr int TILE = 16;           // rows, or outputs
