@@ -1,15 +1,14 @@
 // Products by the vector units of AVX-512: up to 10 rows with one block at once.
 #pragma once
 
-// Prefetch a later slice. Products of up to three rows only wait for memory, whose lines the processor requests in
-// order by itself; requests of ours would take the places in which the first cache waits for lines. With more rows
-// the arithmetic delays these requests. Many rows leave time for the second cache, which can wait for more lines.
+// Prefetch a later slice. Products of up to four rows only wait for memory, whose lines the processor requests in
+// order by itself; requests of ours would take the places in which the first cache waits for lines. With more rows the
+// arithmetic delays the processor's requests. Ours are into the second cache, which has more places.
 template <int COUNT>
 inline void prefetch_ahead(const char* slice) {
-    if (COUNT <= 3) return;
-    constexpr bool IS_LONG = COUNT > 5;
-    for (const char* line : {slice, slice + LINE_BYTES})
-        _mm_prefetch(line + (IS_LONG ? 2 * PREFETCH_BYTES : PREFETCH_BYTES), IS_LONG ? _MM_HINT_T1 : _MM_HINT_T0);
+    if (COUNT <= 4) return;
+    _mm_prefetch(slice + 2 * PREFETCH_BYTES, _MM_HINT_T1);
+    _mm_prefetch(slice + 2 * PREFETCH_BYTES + LINE_BYTES, _MM_HINT_T1);
 }
 
 // Call a function with `count`, which is from 1 to MOST, as a constant.
