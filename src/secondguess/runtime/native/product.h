@@ -3,9 +3,10 @@
 //
 // A weight is stored in blocks of 32 outputs. Within a block, 4 bytes of each output's inputs (2 in
 // bfloat16, 4 in 8 bits) are adjacent: a slice of 128 bytes, a cache line for each of the two tiles of
-// 16 outputs. A step has 16 slices, in groups as many as a group has (see `GROUP`). The vector dot
-// products read a block in the order of its addresses, which processors prefetch at the rate of the
-// memory; AMX tiles are the 16 lines of a tile in a step.
+// 16 outputs. A step is 64 bytes of each output's inputs, 16 slices; in groups it is a group, 8 slices
+// in 8 bits and 4 in 4 bits. AVX-512, and the other vector units with up to two rows, read a block in the
+// order of its addresses, which processors prefetch at the rate of the memory. AMX reads the 16 lines of
+// a tile in a step.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 #include "vectors.h"
 
-// Sums are kept in registers only if GCC unrolls the loops over them early.
+// Sums are kept in registers only if GCC unrolls the loops over them early. At least as many rows as a unit has.
 #define UNROLLED _Pragma("GCC unroll 16")
 
 constexpr int BLOCK = 32;          // outputs
@@ -93,6 +94,14 @@ struct Values {
         return GroupValues{small, group_sums, stride, stride / GROUP}.from_row(start);
     }
 };
+
+// Call a function with `count`, which is from 1 to MOST, as a constant.
+template <int MOST, class Function>
+inline void with_count(int count, Function function) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_count<MOST - 1>(count, function);
+    function(std::integral_constant<int, MOST>());
+}
 
 // Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
 inline int even_share(int64_t left, int most) {

@@ -11,14 +11,6 @@ inline void prefetch_ahead(const char* slice) {
     _mm_prefetch(slice + 2 * PREFETCH_BYTES + LINE_BYTES, _MM_HINT_T1);
 }
 
-// Call a function with `count`, which is from 1 to MOST, as a constant.
-template <int MOST, class Function>
-inline void with_count(int count, Function function) {
-    if constexpr (MOST > 1)
-        if (count < MOST) return with_count<MOST - 1>(count, function);
-    function(std::integral_constant<int, MOST>());
-}
-
 template <int COUNT>
 inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
     __m512 low[COUNT], high[COUNT];
@@ -80,8 +72,8 @@ inline __m512i unsigned_codes(const char* tile, int four) {
 }
 
 // Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole sums
-// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory, as in
-// `prefetch_ahead`; with more, requests into the first cache hold up the products.
+// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory and
+// request nothing; more rows request lines into the second cache, as requests into the first hold up the products.
 template <Encoding ENCODING, int COUNT>
 inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
     constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
@@ -92,14 +84,14 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const char* data = block + group * BYTES;
         const int8_t* numbers = values.numbers + group * GROUP;
         const float* group_sums = values.sums + group;
-        const auto prefetch_ahead = [data](int64_t place) {
+        const auto request = [data](int64_t place) {
             if (COUNT > 2) _mm_prefetch(data + PREFETCH_BYTES + place, _MM_HINT_T1);
         };
         __m512i whole[2][COUNT];
         UNROLLED for (int row = 0; row < COUNT; row++)
             whole[0][row] = whole[1][row] = SHIFT ? _mm512_set1_epi32(-SHIFT * (int)group_sums[row * values.num_groups]) : _mm512_setzero_si512();
         UNROLLED for (int four = 0; four < 8; four++) {
-            UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += LINE_BYTES) prefetch_ahead(line);
+            UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += LINE_BYTES) request(line);
             const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + LINE_BYTES, four);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 const __m512i all_four = _mm512_set1_epi32(four_bytes(numbers + row * values.stride + four * 4));
@@ -109,7 +101,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         }
         const uint16_t* parameters = (const uint16_t*)(data + CODES);
         UNROLLED for (int tile = 0; tile < 2; tile++) {
-            prefetch_ahead(CODES + tile * LINE_BYTES);
+            request(CODES + tile * LINE_BYTES);
             const Floats scales = load_halves(parameters + tile * TILE), minima = load_halves(parameters + BLOCK + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++) {
                 totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), scales);
@@ -130,7 +122,9 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
         part = even_share(count - start, 6);
         const GroupValues rows = values.from_row(start);
         float* to = sums + start * BLOCK;
-        with_count<6>(part, [&](auto rows_at_once) { sum_products_of_groups<ENCODING, decltype(rows_at_once)::value>(rows, block, num_groups, to); });
+        with_count<6>(part, [&](auto rows_at_once) {
+            sum_products_of_groups<ENCODING, decltype(rows_at_once)::value>(rows, block, num_groups, to);
+        });
     }
 }
 
@@ -154,6 +148,8 @@ struct VectorUnit {
 
     template <class Number, class Sum>
     static void add_up(const Number* rows, int64_t stride, int count, const char* block, int64_t num_steps, Sum* sums) {
-        with_count<ROWS>(count, [&](auto rows_at_once) { vector_sums<decltype(rows_at_once)::value>(rows, stride, block, num_steps, sums); });
+        with_count<ROWS>(count, [&](auto rows_at_once) {
+            vector_sums<decltype(rows_at_once)::value>(rows, stride, block, num_steps, sums);
+        });
     }
 };

@@ -28,12 +28,7 @@ inline void sum_group_of_rows(const char* codes, const GroupValues& values, Fini
 // Call `finish(row, sums)` with the sums of the products of some rows, at most MOST_ROWS, with a group of one tile.
 template <Encoding ENCODING, class Finish>
 inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
-    switch (count) {
-        case 1: return sum_group_of_rows<ENCODING, 1>(codes, values, finish);
-        case 2: return sum_group_of_rows<ENCODING, 2>(codes, values, finish);
-        case 3: return sum_group_of_rows<ENCODING, 3>(codes, values, finish);
-        case 4: return sum_group_of_rows<ENCODING, 4>(codes, values, finish);
-        case 5: return sum_group_of_rows<ENCODING, 5>(codes, values, finish);
-        default: return sum_group_of_rows<ENCODING, 6>(codes, values, finish);
-    }
+    with_count<MOST_ROWS>(count, [&](auto rows_at_once) {
+        sum_group_of_rows<ENCODING, decltype(rows_at_once)::value>(codes, values, finish);
+    });
 }

@@ -12,12 +12,11 @@ constexpr int STEPS_AT_ONCE = 2;  // steps of one tile before the other: as far 
 #endif
 
 // Prefetch the next TILES lines. Lines are requested between products and in the order of their
-// addresses: a step's lines all at once, or a tile's without its neighbour's, hold up the products
-// (five rows took 1.4 times as long as one).
+// addresses: a step's lines all at once, or a tile's without its neighbour's, hold up the products.
 template <int TILES>
 inline void prefetch_lines(const char*& ahead) {
-    UNROLLED for (int line = 0; line < TILES; line++) __builtin_prefetch(ahead + line * 64);
-    ahead += TILES * 64;
+    UNROLLED for (int line = 0; line < TILES; line++) __builtin_prefetch(ahead + line * LINE_BYTES);
+    ahead += TILES * LINE_BYTES;
 }
 
 // Add the products of a pair of numbers of each row with a slice to `found`, first those of the
@@ -90,7 +89,7 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
         const GroupValues of_group = values.of_group(group);
-        for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(data + PREFETCH_BYTES + line);
+        for (int64_t line = 0; line < BYTES; line += LINE_BYTES) __builtin_prefetch(data + PREFETCH_BYTES + line);
         for (int tile = 0; tile < BLOCK / TILE; tile++) {
             const uint16_t* parameters = (const uint16_t*)(data + CODES) + tile * TILE;
             const Floats scales = load_halves(parameters), minima = load_halves(parameters + BLOCK);
@@ -124,13 +123,8 @@ struct VectorUnit {
     template <int NUMBERS, class Number, class Sum>
     void add_rows(const Number* rows, int count, const char* block, int64_t num_steps, Sum* sums) const {
         std::fill_n(sums, count * BLOCK, Sum(0));
-        switch (count) {
-            case 1: return block_sums<1, NUMBERS>(rows, values.stride, block, num_steps, sums);
-            case 2: return block_sums<2, NUMBERS>(rows, values.stride, block, num_steps, sums);
-            case 3: return block_sums<3, NUMBERS>(rows, values.stride, block, num_steps, sums);
-            case 4: return block_sums<4, NUMBERS>(rows, values.stride, block, num_steps, sums);
-            case 5: return block_sums<5, NUMBERS>(rows, values.stride, block, num_steps, sums);
-            default: return block_sums<6, NUMBERS>(rows, values.stride, block, num_steps, sums);
-        }
+        with_count<ROWS>(count, [&](auto rows_at_once) {
+            block_sums<decltype(rows_at_once)::value, NUMBERS>(rows, values.stride, block, num_steps, sums);
+        });
     }
 };

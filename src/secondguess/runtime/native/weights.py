@@ -100,8 +100,8 @@ def pack_blocks(
         _pack_rows(blocks, halves)
     else:
         num_rows = _blocks_at_once(num_inputs) * BLOCK // len(halves)
-        slices = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
-        rows = (interleave_rows(*parts) if gated else parts[0] for parts in slices)
+        pieces = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
+        rows = (interleave_rows(*parts) if gated else parts[0] for parts in pieces)
         _store_codes(data, rows, num_inputs // GROUP, weight_format.bits)
     return blocks
 
@@ -157,18 +157,18 @@ def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
     library.units()[0].kernels.secondguess_pack(blocks.weight, source, num_threads())
 
 
-def _store_codes(data: Tensor, slices: Iterable[Tensor], num_groups: int, bits: int) -> None:
-    """Write codes to blocks, given in slices of whole blocks; only the last one may be shorter.
+def _store_codes(data: Tensor, pieces: Iterable[Tensor], num_groups: int, bits: int) -> None:
+    """Write codes to blocks, given in pieces of whole blocks; only the last one may be shorter.
 
     Args:
         data: bytes of the blocks.
-        slices: as `GroupedWeight.in_bytes` returns them.
+        pieces: as `GroupedWeight.in_bytes` returns them.
         num_groups: number of groups, padding included.
         bits: 4 or 8.
     """
     parts = data.view(-1, num_groups, BLOCK * GROUP * bits // 8 + PARAMETER_BYTES)
     first = 0
-    for part in slices:
+    for part in pieces:
         rows = _padded(part, _round_up(part.shape[0], BLOCK), num_groups, part.shape[2])
         last = first + rows.shape[0] // BLOCK
         parts[first:last] = _pack_groups(rows, bits)
