@@ -15,7 +15,7 @@
 
 #include "vectors.h"
 
-// Sums are kept in registers only if GCC unrolls the loops over them early. At least as many rows as a unit has.
+// Sums are kept in registers only if GCC unrolls the loops over them early; the number is at least that of a unit's rows.
 #define UNROLLED _Pragma("GCC unroll 16")
 
 constexpr int BLOCK = 32;          // outputs

@@ -19,14 +19,14 @@ inline void prefetch_lines(const char*& ahead) {
     ahead += TILES * LINE_BYTES;
 }
 
-// Add the products of a pair of numbers of each row with a slice to `found`, first those of the
+// Add the products of a pair of numbers of each row with a line of each tile to `found`, first those of the
 // first numbers. Values are in float32.
 template <int COUNT, int TILES>
-[[gnu::always_inline]] inline void add_line(Floats (&found)[COUNT][TILES], const float* rows, int64_t stride, const char* slice) {
+[[gnu::always_inline]] inline void add_line(Floats (&found)[COUNT][TILES], const float* rows, int64_t stride, const char* line) {
     UNROLLED for (int place = 0; place < 2; place++) {
         Floats weights[TILES];
         UNROLLED for (int tile = 0; tile < TILES; tile++) {
-            const Line pairs = load_line(slice + tile * LINE_BYTES);
+            const Line pairs = load_line(line + tile * LINE_BYTES);
             weights[tile] = place ? second_of(pairs) : first_of(pairs);
         }
         UNROLLED for (int row = 0; row < COUNT; row++) {
@@ -38,9 +38,9 @@ template <int COUNT, int TILES>
 
 // The same for 4 numbers of 8 bits of each row.
 template <int COUNT, int TILES>
-[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* slice) {
+[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* line) {
     UNROLLED for (int tile = 0; tile < TILES; tile++) {
-        const Line weights = load_line(slice + tile * LINE_BYTES);
+        const Line weights = load_line(line + tile * LINE_BYTES);
         UNROLLED for (int row = 0; row < COUNT; row++)
             found[row][tile] = add_dots(found[row][tile], weights, repeat(rows + row * stride));
     }
