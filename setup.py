@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 FOLDER = "src/secondguess/runtime/native"
 X86 = {
     "avx512": [
-        *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")),
+        *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni", "vbmi")),
         *("fma", "f16c", "amx-tile", "amx-bf16", "amx-int8"),
     ],
     "avx2": ["avx2", "fma", "f16c"],

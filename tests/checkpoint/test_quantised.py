@@ -26,7 +26,7 @@ from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.native.weights import Arena, pack_blocks
 from secondguess.runtime.stored import GroupedWeight
-from secondguess.runtime.weight_format import INT4
+from secondguess.runtime.weight_format import INT8_GROUPS
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -250,8 +250,8 @@ def test_stored_codes_of_experts_are_run(name, tmp_path):
 @pytest.mark.parametrize("gated", [False, True])
 def test_packing_keeps_stored_codes_scales_and_minima(gated):
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    stored = GroupedWeight.rounded(weight, INT4).in_bytes(INT4)
-    expected, found = (pack_blocks(each, None, Arena(), INT4, gated) for each in (weight, stored))
+    stored = GroupedWeight.rounded(weight).in_bytes(INT8_GROUPS)
+    expected, found = (pack_blocks(each, None, Arena(), INT8_GROUPS, gated) for each in (weight, stored))
     assert torch.equal(found.tensors[-1], expected.tensors[-1])
 
 

@@ -50,13 +50,26 @@ struct Owned {
         const int64_t num_rows = is_gated ? num_outputs / 2 : num_outputs;
         const auto first = draw.halves(num_rows * width, 0.1f), second = draw.halves(num_rows * width, 0.1f);
         const Source source = {first.data(), is_gated ? second.data() : nullptr, num_rows, width, 0};
-        secondguess_pack(&weight, &source, 2);
+        if (encoding == INT4_GROUPS)
+            fill_groups();
+        else
+            secondguess_pack(&weight, &source, 2);
         weight.encoding = encoding;
+    }
+
+    // Fill groups, to which weights are not rounded, with codes and parameters.
+    void fill_groups() {
+        for (int64_t group = 0; group < weight.num_blocks() * weight.num_steps(); group++) {
+            char* codes = data.data() + group * weight.step_bytes();
+            for (int i = 0; i < CODE_BYTES; i++) codes[i] = (char)(int)(127 * draw.next());
+            uint16_t* parameters = (uint16_t*)(codes + CODE_BYTES);
+            for (int i = 0; i < 2 * BLOCK; i++) parameters[i] = to_half(0.01f * draw.next());
+        }
     }
 };
 
 void print_products() {
-    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4}) {
+    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS}) {
         const int64_t num_outputs = 83, width = 200;
         const Owned owned(num_outputs, width, encoding, false, true);
         print("packed", encoding, owned.data.data(), owned.data.size());
@@ -176,5 +189,5 @@ int main() {
     print_products();
     print_recurrences();
     print_sampling();
-    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4}) print_decoder(encoding, encoding != INT8, encoding == INT4 ? 5.0f : 0);
+    for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS}) print_decoder(encoding, encoding != INT8, encoding == INT4 ? 5.0f : 0);
 }

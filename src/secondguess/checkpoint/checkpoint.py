@@ -68,7 +68,6 @@ from secondguess.runtime.weight_format import (
     BFLOAT16,
     INT4,
     INT8,
-    INT8_GROUPS,
     QUANTIZATIONS,
     STORED_INT4,
     STORED_INT8,
@@ -206,7 +205,8 @@ class Checkpoint:
         if self.quantize is not None:
             return [QUANTIZATIONS[self.quantize]]
         if self._num_stored:
-            return [STORED_INT4 if INT4 in self._num_stored else STORED_INT8, BFLOAT16]
+            is_in_4_bits = any(each.bits <= INT4.bits for each in self._num_stored)
+            return [STORED_INT4 if is_in_4_bits else STORED_INT8, BFLOAT16]
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
@@ -401,7 +401,7 @@ class Checkpoint:
             return count_stored(Path(self.path))
         if self.encoding is None:
             return {}
-        stored_as = INT4 if self.encoding.bits <= INT4.bits else INT8_GROUPS
+        stored_as = self.encoding.weight_format
         num_codes = count_parameters(Path(self.path), self.encoding.codes) * (
             self.encoding.word // self.encoding.bits
         )

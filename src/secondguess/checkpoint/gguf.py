@@ -26,11 +26,11 @@ from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.stored import GROUP, GroupedWeight
-from secondguess.runtime.weight_format import INT4, INT8_GROUPS, WeightFormat
+from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
 """Architectures of which llama.cpp changes weights, which a class of Transformers undoes."""
-IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K", "MXFP4"}
+KEPT = {"Q4_0": INT4_GROUPS, "Q4_1": INT4_GROUPS, "Q4_K": INT4_GROUPS, "MXFP4": MXFP4}
 BYTES_OF_SLICE = 1 << 24
 """Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
 ANGLES = ".attn_rot_embd.inv_freq"
@@ -47,8 +47,7 @@ def count_stored(file: Path) -> dict[WeightFormat, int]:
         tensors.pop(EMBEDDING, None)
     counts: Counter[WeightFormat] = Counter()
     for tensor in filter(_is_quantised, tensors.values()):
-        kept = INT4 if tensor.tensor_type.name in IN_4_BITS else INT8_GROUPS
-        counts[kept] += int(tensor.n_elements)
+        counts[KEPT.get(tensor.tensor_type.name, INT8_GROUPS)] += int(tensor.n_elements)
     return counts
 
 
@@ -135,7 +134,7 @@ class GgufWeights:
             return self.read(name)
         rows = self._rows(name)
         if rows is None:
-            return GroupedWeight.rounded(self.read(name), INT8_GROUPS)
+            return GroupedWeight.rounded(self.read(name))
         decode = DECODERS.get(kind.name, partial(_round, kind))
         return GroupedWeight.joined(
             [decode(torch.from_numpy(np.array(rows[place]))) for place in _slices(rows)]
@@ -188,7 +187,7 @@ def _dequantise(rows: Any, kind: Any) -> Tensor:
 
 def _round(kind: Any, rows: Tensor) -> GroupedWeight:
     """Round a weight in another type to 8 bits in groups."""
-    return GroupedWeight.rounded(_dequantise(rows.numpy(), kind), INT8_GROUPS)
+    return GroupedWeight.rounded(_dequantise(rows.numpy(), kind))
 
 
 def _decode_4_bits(num_parameters: int, rows: Tensor) -> GroupedWeight:

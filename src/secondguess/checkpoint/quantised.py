@@ -21,7 +21,8 @@ from torch import Tensor
 
 from secondguess.checkpoint.weights import tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.stored import SMALLEST_HALF, GroupedWeight
+from secondguess.runtime.stored import GroupedWeight
+from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in an int32 of each of eight successive outputs."""
@@ -29,8 +30,8 @@ BITS = (2, 4, 8)
 FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
 """As in `product.h`: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0), doubled, plus 12."""
 FP4_GROUP = 32
-LARGEST_EXPONENT = 140
-"""Up to which scales and minima fit into float16."""
+LARGEST_EXPONENT = 252
+"""Up to which 6 times its power of two fits into bfloat16."""
 JOINED = re.compile(r"(?P<place>.*)\.(?P<name>gate_up|down)_proj_blocks")
 PARTS_OF_JOINED = {
     "gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
@@ -55,6 +56,7 @@ class Encoding:
         word: bits of a number of these tensors.
         scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
+        has_levels: whether codes are places in the table of MXFP4.
     """
 
     name: str
@@ -63,7 +65,15 @@ class Encoding:
     decode: Callable[[Parts], GroupedWeight]
     word: int = 32
     joins_experts: bool = False
+    has_levels: bool = False
     scales: str | None = None
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """Encoding in which the kernels keep the codes."""
+        if self.has_levels:
+            return MXFP4
+        return INT4_GROUPS if self.bits <= INT4_GROUPS.bits else INT8_GROUPS
 
 
 def read_encoding(path: Path) -> Encoding | None:
@@ -107,7 +117,7 @@ def read_encoding(path: Path) -> Encoding | None:
         )
         return Encoding("compressed-tensors", "weight_packed", bits, partial(_decode_packed, bits))
     if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
-        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True, scales="_scales")
+        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True, has_levels=True, scales="_scales")
     return None
 
 
@@ -185,7 +195,6 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor) -> GroupedWeight:
             f"expected exponents up to {LARGEST_EXPONENT}, got {exponents.max()}; download the checkpoint again"
         )
     scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)  # levels are doubled
-    scale[scale < SMALLEST_HALF] = 0
     return GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import CheckpointError
-from secondguess.runtime.weight_format import INT4, INT8_GROUPS, MXFP4, WeightFormat
+from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
-GROUP = INT4.group_size or 0
+GROUP = INT4_GROUPS.group_size or 0
 SMALLEST_HALF = 2.0**-24
 """Smallest positive number of float16."""
 
@@ -38,15 +38,15 @@ class GroupedWeight:
     levels: Tensor | None = None
 
     @classmethod
-    def rounded(cls, weight: Tensor, weight_format: WeightFormat) -> GroupedWeight:
-        """Round a weight `[output, input]` to evenly spaced levels between the limits of each group."""
-        most = 2**weight_format.bits - 1
+    def rounded(cls, weight: Tensor) -> GroupedWeight:
+        """Round a weight `[output, input]` to 8 bits, evenly spaced between the limits of each group."""
+        most = 255
         groups = weight.float().view(len(weight), -1, GROUP)
         minimum = groups.amin(2).half().float()
         above = groups - minimum[:, :, None]
         scale = (above.amax(2) / most).clamp_min(SMALLEST_HALF).half().float()
         codes = (above / scale[:, :, None]).round().clamp(0, most).to(torch.uint8)
-        return cls(codes.flatten(1), weight_format.bits, scale, minimum)
+        return cls(codes.flatten(1), INT8_GROUPS.bits, scale, minimum)
 
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
@@ -77,24 +77,22 @@ class GroupedWeight:
             return None
         if self.levels is not None:
             return MXFP4
-        return INT4 if self.bits <= INT4.bits else INT8_GROUPS
+        return INT4_GROUPS if self.bits <= INT4_GROUPS.bits else INT8_GROUPS
 
     def in_bytes(self, weight_format: WeightFormat) -> Tensor:
         """Return the weight `[output, group, byte]` in uint8, as `weights.pack_blocks` takes it.
 
-        Each group has its codes, one per byte, then its scale and its minimum in float16. Larger
-        groups are repeated. In `INT8_GROUPS` codes are signed.
+        Each group has its codes, one per byte, then its scale and its minimum in float16; with levels, its scale in
+        bfloat16. Larger groups are repeated. In `INT8_GROUPS` codes are signed.
         """
         codes, minimum = self.codes, self.minimum
         if weight_format == INT8_GROUPS and self.bits == INT8_GROUPS.bits:
             codes, minimum = codes ^ 128, minimum + 128 * self.scale  # 128 less
         codes = codes.view(len(codes), -1, GROUP)
         repeats = codes.shape[1] // self.scale.shape[1]
-        parameters = [
-            each.half().repeat_interleave(repeats, 1)[:, :, None].view(torch.uint8)
-            for each in (self.scale, minimum)
-        ]
-        return torch.cat((codes, *parameters), 2)
+        parameters = [self.scale.bfloat16()] if weight_format.has_levels else [self.scale.half(), minimum.half()]
+        repeated = [each.repeat_interleave(repeats, 1)[:, :, None].view(torch.uint8) for each in parameters]
+        return torch.cat((codes, *repeated), 2)
 
 
 class WeightSource(Protocol):

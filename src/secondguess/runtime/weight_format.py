@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BYTES_PER_SCALE = 8
 """Bytes of an output's scale in 8 bits, and of the sum of its weights, which corrects unsigned products."""
-BYTES_PER_GROUP = 4
-"""Bytes of a group's scale and minimum."""
 SHORT_ROW = 400
 """Number of inputs of an output in small models, whose scales take the largest share."""
 
@@ -16,13 +14,15 @@ SHORT_ROW = 400
 class WeightFormat:
     """Encoding of the weights of linear layers in the kernels.
 
-    A quantised weight is an integer times a scale, which all inputs of an output share; with groups
-    it is an integer times the scale of its group plus the minimum of its group.
+    A quantised weight is an integer times a scale, which all inputs of an output share. With groups it
+    is an integer times the scale of its group plus the minimum of its group; with levels it is one of
+    16 levels, which are not evenly spaced, times the scale of its group.
 
     Args:
         name: as given to `quantize`.
         bits: number of bits per weight.
-        group_size: number of inputs that share a scale and a minimum; None without groups.
+        group_size: number of inputs that share a scale; None without groups.
+        has_levels: whether weights are levels, and groups have no minima.
         keeps_others: whether weights that the checkpoint does not store in this encoding stay in
             bfloat16.
     """
@@ -30,6 +30,7 @@ class WeightFormat:
     name: str
     bits: int
     group_size: int | None = None
+    has_levels: bool = False
     keeps_others: bool = False
 
     @property
@@ -42,21 +43,27 @@ class WeightFormat:
         return INT8 if self.bits < INT8.bits and not self.keeps_others else self
 
     @property
+    def bytes_per_group(self) -> int:
+        """Bytes of the parameters of a group: its scale, and its minimum unless there are levels."""
+        return 2 if self.has_levels else 4
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight with its share of the scales, for estimates."""
         if self.group_size is not None:
-            return self.bits / 8 + BYTES_PER_GROUP / self.group_size
+            return self.bits / 8 + self.bytes_per_group / self.group_size
         return self.bits / 8 + (BYTES_PER_SCALE / SHORT_ROW if self.is_quantised else 0)
 
 
 BFLOAT16 = WeightFormat("bfloat16", 16)
 INT8 = WeightFormat("int8", 8)
 INT8_GROUPS = WeightFormat("int8-groups", 8, group_size=32)
-INT4 = WeightFormat("int4", 4, group_size=32)
-MXFP4 = WeightFormat("mxfp4", 4, group_size=32)
-"""Codes stand for levels that are not evenly spaced (OCP Microscaling Formats 1.0)."""
-STORED_INT8 = WeightFormat("int8-groups", 8, group_size=32, keeps_others=True)
-STORED_INT4 = WeightFormat("int4", 4, group_size=32, keeps_others=True)
+INT4_GROUPS = WeightFormat("int4-groups", 4, group_size=32)
+INT4 = WeightFormat("int4", 4, group_size=32, has_levels=True)
+MXFP4 = WeightFormat("mxfp4", 4, group_size=32, has_levels=True)
+"""OCP Microscaling Formats 1.0."""
+STORED_INT8 = replace(INT8_GROUPS, keeps_others=True)
+STORED_INT4 = replace(INT4_GROUPS, keeps_others=True)
 """Up to 8 bits, or up to 4 bits and some with more, as a quantised checkpoint stores them."""
 PROBE_TOLERANCE = {BFLOAT16: 0.03, INT8: 0.12, INT4: 0.6, STORED_INT4: 0.12, STORED_INT8: 0.12}
 """Largest relative root-mean-square error of the logits attributed to rounding, by encoding.

@@ -31,7 +31,7 @@ import torch
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.native.sources import hash_sources
 
-ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4")
+ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4", "int4-groups")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
 
 
@@ -182,7 +182,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 INSTRUCTIONS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
-    "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "bf16")),
+    "avx512": tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "vnni", "vbmi", "bf16")),
     "avx2": ("avx2", "fma3", "f16c"),
     "neon": ("neon", "dot"),
 }

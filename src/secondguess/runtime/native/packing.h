@@ -78,10 +78,10 @@ struct RowPacker {
         return scale;
     }
 
-    // Round each group to evenly spaced levels between its limits, as `GroupedWeight.rounded` does; a group with
-    // NaN has the scale NaN.
+    // Round each group to evenly spaced levels of 8 bits between its limits, as `GroupedWeight.rounded` does; a group
+    // with NaN has the scale NaN.
     void pack_groups() const {
-        const float most = weight.encoding == INT4 ? 15 : 255, shift = weight.encoding == INT4 ? 0 : 128;
+        const float most = 255, shift = 128;
         for (int64_t group = 0; group < weight.num_steps(); group++) {
             const Floats low = numbers(group * GROUP), high = numbers(group * GROUP + 16);
             const uint16_t least = to_half(0.0f - largest_of(zeros() - smallest(low, high)));
@@ -97,22 +97,109 @@ struct RowPacker {
             }
             uint16_t* parameters = (uint16_t*)(block + (group + 1) * weight.step_bytes()) - 2 * BLOCK;
             parameters[output] = scale;
-            parameters[BLOCK + output] = shift ? to_half(from_half(least) + shift * step) : least;
-            if (weight.encoding != INT4) {
-                write(group, codes, GROUP);
-                continue;
-            }
-            int8_t both[GROUP / 2];
-            for (int i = 0; i < GROUP / 2; i++) both[i] = (int8_t)(codes[i / 4 * 8 + i % 4] | codes[i / 4 * 8 + 4 + i % 4] << 4);
-            write(group, both, sizeof both);
+            parameters[BLOCK + output] = to_half(from_half(least) + shift * step);
+            write(group, codes, GROUP);
         }
     }
 };
+
+// Codes and levels of INT4 nearest to the whole numbers from the first level to the last.
+struct NearestLevels {
+    static constexpr int LAST = INT4_LEVELS[15];
+    alignas(64) uint8_t code[128] = {}, level[128] = {};
+
+    constexpr NearestLevels() {
+        for (int number = 0, next = 0; number <= LAST; number++) {
+            while (next < 15 && 2 * number > INT4_LEVELS[next] + INT4_LEVELS[next + 1]) next++;
+            code[number] = next, level[number] = INT4_LEVELS[next];
+        }
+    }
+};
+constexpr NearestLevels NEAREST;
+
+// A group of 16 outputs rounded to the levels of INT4, each with the scale of the least squared error: of three scales,
+// and of those refined by least squares. The weight of largest magnitude then is close to the last level or, negated, to
+// the first one. A group with a weight that is not finite has the scale NaN.
+struct LevelGroups {
+    Floats numbers[GROUP], scale;  // [input][output]
+
+    // Find `scale`.
+    void round() {
+        Floats most = zeros(), least = zeros(), finite = zeros();
+        for (const Floats each : numbers) {
+            most = largest(most, each), least = smallest(least, each);
+            finite = add_product(finite, each, zeros());
+        }
+        const Floats limit = where_less(most, zeros() - least, least, most) + finite;
+        Floats least_error = all(INFINITY);
+        scale = limit;
+        for (const float last : {0.95f, 1.05f, -1.1f}) {
+            const Floats refined = try_scale(limit * all(last / (NearestLevels::LAST - ZERO<INT4>)), least_error);
+            try_scale(refined, least_error);
+        }
+    }
+
+    // The nearest whole numbers of an input's weights, from 0 for the first level on.
+    void places(int input, Floats inverse, int8_t* to) const {
+        const Floats place = nearest_whole(numbers[input] * inverse) + all(ZERO<INT4>);
+        store_small(to, smallest(largest(place, zeros()), all(NearestLevels::LAST)));
+    }
+
+private:
+    // Keep scales whose squared errors are the least so far; return those of least squares for the same levels.
+    Floats try_scale(Floats exact, Floats& least_error) {
+        const Floats tried = rounded(exact), inverse = all(1) / tried;
+        Floats error = zeros(), products = zeros(), squares = zeros();
+        for (int input = 0; input < GROUP; input++) {
+            int8_t place[TILE];
+            places(input, inverse, place);
+            look_up(NEAREST.level, place);
+            const Floats level = load_small(place) - all(ZERO<INT4>), difference = subtract_product(numbers[input], level, tried);
+            error = add_product(error, difference, difference);
+            products = add_product(products, numbers[input], level);
+            squares = add_product(squares, level, level);
+        }
+        scale = where_less(error, least_error, tried, scale);
+        least_error = where_less(error, least_error, error, least_error);
+        return products / squares;
+    }
+};
+
+// Pack a tile of a block in INT4; `row_of(output)` returns the row of an output of the block.
+template <class Function>
+inline void pack_levels(const Weight& weight, char* block, int tile, Function row_of) {
+    for (int64_t group = 0; group < weight.num_steps(); group++, block += weight.step_bytes()) {
+        alignas(64) float numbers[GROUP][TILE];
+        for (int output = 0; output < TILE; output++) {
+            const auto row = row_of(tile * TILE + output);
+            float of_row[GROUP];
+            for (int start = 0; start < GROUP; start += 16) store(of_row + start, row.numbers(group * GROUP + start));
+            for (int input = 0; input < GROUP; input++) numbers[input][output] = of_row[input];
+        }
+        LevelGroups groups;
+        for (int input = 0; input < GROUP; input++) groups.numbers[input] = load(numbers[input]);
+        groups.round();
+        store((bf16*)(block + CODE_BYTES) + tile * TILE, groups.scale);
+        const Floats inverse = all(1) / groups.scale;
+        for (int input = 0; input < GROUP; input++) {
+            int8_t codes[TILE];
+            groups.places(input, inverse, codes);
+            look_up(NEAREST.code, codes);
+            char* to = block + input / 8 * SLICE_BYTES + tile * LINE_BYTES + input % 4;
+            for (int output = 0; output < TILE; output++)
+                to[output * 4] = (char)(input % 8 < 4 ? codes[output] : to[output * 4] | codes[output] << 4);
+        }
+    }
+}
 
 // Pack all outputs of a block; `row_of(output)` returns the row of one.
 template <class Function>
 inline void pack_block(const Weight& weight, int64_t block, Function row_of) {
     char* data = (char*)weight.data + block * weight.num_steps() * weight.step_bytes();
+    if (weight.encoding == INT4) {
+        for (int tile = 0; tile < BLOCK / TILE; tile++) pack_levels(weight, data, tile, row_of);
+        return;
+    }
     for (int64_t output = 0; output < BLOCK; output++) {
         const RowPacker<decltype(row_of(output))> packer{weight, row_of(output), data, output};
         const int64_t line = block * BLOCK + output;

@@ -31,24 +31,34 @@ inline int four_bytes(const void* from) {
     return bytes;
 }
 
-// In groups, 32 inputs of an output share a scale and a minimum in float16, and a weight is
-// `scale * code + minimum`. The codes of a block's group are followed by its 32 scales and 32
-// minima. Codes of 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a
-// byte holds two whose inputs are 4 apart, the first in its low half, and a slice holds 8 inputs of each
-// output. In MXFP4 they are the places of levels.
+// In groups, 32 inputs of an output share parameters, which follow the codes of the group of a block. With levels
+// (INT4, MXFP4) a weight is `scale * (level - ZERO)`, its code is the place of the level in a table, and the parameters
+// are 32 scales in bfloat16. Otherwise it is `scale * code + minimum`, with 32 scales and 32 minima in float16. Codes of
+// 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a byte holds two whose inputs are 4
+// apart, the first in its low half, and a slice holds 8 inputs of each output.
 constexpr int GROUP = 32;              // inputs
 constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block
 
-enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4 };
+enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS };
 
-constexpr bool has_half_bytes(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
+constexpr bool has_levels(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
+constexpr bool has_half_bytes(int64_t encoding) { return has_levels(encoding) || encoding == INT4_GROUPS; }
 
+// Levels of INT4: those with the least squared error for normal weights divided by the weight of largest magnitude of
+// their group (Lloyd, 1982), with 0 among them, as whole numbers.
+alignas(16) constexpr uint8_t INT4_LEVELS[16] = {0, 6, 11, 16, 20, 23, 27, 30, 33, 36, 40, 43, 47, 52, 57, 64};
 // Levels of MXFP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12.
 alignas(16) constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Size of a group of a block, with its scales and minima.
+template <Encoding ENCODING>
+constexpr const uint8_t* LEVELS = ENCODING == MXFP4 ? FP4_LEVELS : INT4_LEVELS;
+template <Encoding ENCODING>
+constexpr float ZERO = ENCODING == MXFP4 ? 12 : 30;  // the level of 0
+
+// Sizes of a group of a block: of its codes, and with its parameters.
+constexpr int64_t code_bytes(int64_t encoding) { return has_half_bytes(encoding) ? CODE_BYTES : 2 * CODE_BYTES; }
 constexpr int64_t group_bytes(int64_t encoding) {
-    return (has_half_bytes(encoding) ? CODE_BYTES : 2 * CODE_BYTES) + 2 * BLOCK * sizeof(uint16_t);
+    return code_bytes(encoding) + (has_levels(encoding) ? 1 : 2) * BLOCK * sizeof(uint16_t);
 }
 
 struct Weight {
@@ -109,6 +119,28 @@ inline int even_share(int64_t left, int most) {
     return (int)((left + parts - 1) / parts);
 }
 
+// Parameters of a group of a tile.
+template <Encoding ENCODING>
+struct Parameters {
+    Floats scales, minima;
+
+    explicit Parameters(const uint16_t* tile) {
+        if constexpr (has_levels(ENCODING)) {
+            scales = load((const bf16*)tile);
+        } else {
+            scales = load_halves(tile);
+            minima = load_halves(tile + BLOCK);
+        }
+    }
+
+    // Add the products of a row's values with the group's weights. `whole`: sums of the products of the values with the
+    // codes or levels; `sum`: sum of the values. The difference is exact.
+    Floats add_to(Floats total, Floats whole, float sum) const {
+        if constexpr (has_levels(ENCODING)) return add_product(total, subtract_product(whole, all(sum), all(ZERO<ENCODING>)), scales);
+        return add_product(add_product(total, whole, scales), all(sum), minima);
+    }
+};
+
 // A unit multiplies at most ROWS rows of its values with one block into `sums[row][output]`, in
 // float32 for bfloat16 weights and in int32 for 8-bit weights. The int32 sums are too large by
 // SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
@@ -145,6 +177,8 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
                 add_groups<INT4>(values.in_groups(start), count, data, num_steps, sums);
             else if (weight.encoding == MXFP4)
                 add_groups<MXFP4>(values.in_groups(start), count, data, num_steps, sums);
+            else if (weight.encoding == INT4_GROUPS)
+                add_groups<INT4_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
             else if (weight.encoding == INT8_GROUPS)
                 add_groups<INT8_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
             else

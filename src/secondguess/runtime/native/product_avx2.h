@@ -22,13 +22,14 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
         return;
     }
     const __m256i half_byte = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    // Sums of 16 products of 4 bits fit into 16 bits: 16 * 15 * 127 < 2^15. They are kept for a row while the codes
-    // of half of the inputs are in registers. Of products with levels of MXFP4 8 fit: 8 * 24 * 127 < 2^15. Their sums
-    // are widened for each half.
-    const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)FP4_LEVELS));
+    // Sums of products that fit into 16 bits are added before they are widened: of 16 with codes of 4 bits, 8 with levels of
+    // MXFP4 and 4 with those of INT4, as 16 * 15 * 127, 8 * 24 * 127 and 4 * 64 * 127 are less than 2^15. They are kept
+    // for a row while the codes of half of the inputs are in registers.
+    constexpr int NUM_FOURS = ENCODING == INT4_GROUPS ? 8 : ENCODING == MXFP4 ? 4 : 2;  // whose products are added before
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)LEVELS<ENCODING>));
     const auto decoded = [&](__m256i found) {
         const __m256i codes_of_half = _mm256_and_si256(found, half_byte);
-        return ENCODING == MXFP4 ? _mm256_shuffle_epi8(levels, codes_of_half) : codes_of_half;
+        return has_levels(ENCODING) ? _mm256_shuffle_epi8(levels, codes_of_half) : codes_of_half;
     };
     __m256i before[MOST_ROWS][2];  // sums of the first half
     UNROLLED for (int half = 0; half < 2; half++) {
@@ -41,21 +42,22 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
             }
         for (int row = 0; row < count; row++) {
             const int8_t* from = values.numbers + row * values.stride + half * 16;
-            __m256i found[2];
+            __m256i narrow[2], wide[2];  // sums in 16 and in 32 bits
+            UNROLLED for (int part = 0; part < 2; part++)
+                narrow[part] = wide[part] = half ? before[row][part] : _mm256_setzero_si256();
             UNROLLED for (int four = 0; four < 4; four++) {
                 const __m256i each = _mm256_set1_epi32(four_bytes(from + four * 4));
+                const bool begins = NUM_FOURS < 8 && four % NUM_FOURS == 0, ends = (half * 4 + four + 1) % NUM_FOURS == 0;
                 UNROLLED for (int part = 0; part < 2; part++) {
                     const __m256i added = _mm256_maddubs_epi16(fours[part][four], each);
-                    found[part] = four ? _mm256_add_epi16(found[part], added)
-                                  : half && ENCODING == INT4 ? _mm256_add_epi16(before[row][part], added) : added;
+                    narrow[part] = begins ? added : _mm256_add_epi16(narrow[part], added);
+                    if (!ends) continue;
+                    const __m256i widened = _mm256_madd_epi16(narrow[part], ones);
+                    wide[part] = NUM_FOURS < 8 ? _mm256_add_epi32(wide[part], widened) : widened;
                 }
             }
-            UNROLLED for (int part = 0; part < 2; part++) {
-                if (half || ENCODING == MXFP4) found[part] = _mm256_madd_epi16(found[part], ones);
-                if (half && ENCODING == MXFP4) found[part] = _mm256_add_epi32(before[row][part], found[part]);
-                before[row][part] = found[part];
-            }
-            if (half) finish(row, Wholes{found[0], found[1]});
+            UNROLLED for (int part = 0; part < 2; part++) before[row][part] = NUM_FOURS < 8 || half ? wide[part] : narrow[part];
+            if (half) finish(row, Wholes{wide[0], wide[1]});
         }
     }
 }

@@ -61,14 +61,15 @@ inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, i
     }
 }
 
-// Codes of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored. Levels in MXFP4.
+// Codes, or levels, of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored.
 template <Encoding ENCODING>
 inline __m512i unsigned_codes(const char* tile, int four) {
     if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * SLICE_BYTES), _mm512_set1_epi8((char)0x80));
     const __m512i both = _mm512_loadu_si512(tile + four / 2 * SLICE_BYTES);
-    const __m512i codes = _mm512_and_si512(four % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-    if (ENCODING == INT4) return codes;
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)FP4_LEVELS)), codes);
+    const __m512i codes = four % 2 ? _mm512_srli_epi16(both, 4) : both;
+    if (!has_levels(ENCODING)) return _mm512_and_si512(codes, _mm512_set1_epi8(15));
+    // The place is the low 6 bits of a byte: the table is there four times, so that 2 of them have no effect.
+    return _mm512_permutexvar_epi8(codes, _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)LEVELS<ENCODING>)));
 }
 
 // Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole sums
@@ -76,7 +77,7 @@ inline __m512i unsigned_codes(const char* tile, int four) {
 // request nothing; more rows request lines into the second cache, as requests into the first hold up the products.
 template <Encoding ENCODING, int COUNT>
 inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
-    constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
+    constexpr int64_t BYTES = group_bytes(ENCODING), CODES = code_bytes(ENCODING);
     constexpr int SHIFT = ENCODING == INT8_GROUPS ? 128 : 0;  // of the codes
     Floats totals[2][COUNT];
     UNROLLED for (int row = 0; row < COUNT; row++) totals[0][row] = totals[1][row] = zeros();
@@ -101,12 +102,10 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         }
         const uint16_t* parameters = (const uint16_t*)(data + CODES);
         UNROLLED for (int tile = 0; tile < 2; tile++) {
-            request(CODES + tile * LINE_BYTES);
-            const Floats scales = load_halves(parameters + tile * TILE), minima = load_halves(parameters + BLOCK + tile * TILE);
-            UNROLLED for (int row = 0; row < COUNT; row++) {
-                totals[tile][row] = add_product(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), scales);
-                totals[tile][row] = add_product(totals[tile][row], all(group_sums[row * values.num_groups]), minima);
-            }
+            if (CODES + tile * LINE_BYTES < BYTES) request(CODES + tile * LINE_BYTES);
+            const Parameters<ENCODING> of_tile(parameters + tile * TILE);
+            UNROLLED for (int row = 0; row < COUNT; row++)
+                totals[tile][row] = of_tile.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_sums[row * values.num_groups]);
         }
     }
     UNROLLED for (int row = 0; row < COUNT; row++) {

@@ -1,7 +1,7 @@
 // Sums of products in groups by NEON.
 #pragma once
 
-// Codes of 4 inputs of each output of a tile; levels in MXFP4.
+// Codes, or levels, of 4 inputs of each output of a tile.
 template <Encoding ENCODING>
 inline Line codes_of(const char* codes, int four) {
     if (ENCODING == INT8_GROUPS) return load_line(codes + four * SLICE_BYTES);
@@ -9,7 +9,7 @@ inline Line codes_of(const char* codes, int four) {
     for (auto& part : both.part) {
         const uint8x16_t bytes = vreinterpretq_u8_u32(part);
         const uint8x16_t half = four % 2 ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
-        part = vreinterpretq_u32_u8(ENCODING == MXFP4 ? vqtbl1q_u8(vld1q_u8(FP4_LEVELS), half) : half);
+        part = vreinterpretq_u32_u8(has_levels(ENCODING) ? vqtbl1q_u8(vld1q_u8(LEVELS<ENCODING>), half) : half);
     }
     return both;
 }

@@ -84,19 +84,17 @@ inline void block_sums(const Number* rows, int64_t stride, const char* block, in
 // later are prefetched.
 template <Encoding ENCODING>
 inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
-    constexpr int64_t BYTES = group_bytes(ENCODING), CODES = BYTES - 2 * BLOCK * sizeof(uint16_t);
+    constexpr int64_t BYTES = group_bytes(ENCODING);
     std::fill_n(sums, count * BLOCK, 0.0f);
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
         const GroupValues of_group = values.of_group(group);
         for (int64_t line = 0; line < BYTES; line += LINE_BYTES) __builtin_prefetch(data + PREFETCH_BYTES + line);
         for (int tile = 0; tile < BLOCK / TILE; tile++) {
-            const uint16_t* parameters = (const uint16_t*)(data + CODES) + tile * TILE;
-            const Floats scales = load_halves(parameters), minima = load_halves(parameters + BLOCK);
+            const Parameters<ENCODING> parameters((const uint16_t*)(data + code_bytes(ENCODING)) + tile * TILE);
             sum_group<ENCODING>(data + tile * LINE_BYTES, of_group, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
-                const Floats scaled = add_product(load(to), to_floats(whole), scales);
-                store(to, add_product(scaled, all(of_group.sums[row * of_group.num_groups]), minima));
+                store(to, parameters.add_to(load(to), to_floats(whole), of_group.sums[row * of_group.num_groups]));
             });
         }
     }

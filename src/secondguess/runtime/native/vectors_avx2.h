@@ -86,6 +86,12 @@ inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
     };
     return {eight(numbers.low, x.low), eight(numbers.high, x.high)};
 }
+
+// `if_less` in the lanes in which a < b, and `otherwise` in the others.
+inline Floats where_less(Floats a, Floats b, Floats if_less, Floats otherwise) {
+    return {_mm256_blendv_ps(otherwise.low, if_less.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
+            _mm256_blendv_ps(otherwise.high, if_less.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
 inline bool has_nan(Floats x) {
     const __m256 low = _mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q), high = _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q);
     return _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0;
@@ -117,6 +123,11 @@ inline void store_small(int8_t* to, Floats numbers) {
     const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
     const __m256i sorted = _mm256_permute4x64_epi64(halves, 0xD8);
     _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
+}
+
+inline Floats load_small(const int8_t* from) {
+    const __m128i all_numbers = _mm_loadu_si128((const __m128i*)from);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all_numbers)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all_numbers, 8)))};
 }
 
 // Numbers in float16.

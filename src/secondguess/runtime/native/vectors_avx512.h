@@ -41,6 +41,11 @@ inline Floats keep(Lanes part, Floats numbers, Floats otherwise) { return _mm512
 inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
     return _mm512_mask_mov_ps(numbers, _mm512_cmp_ps_mask(x, all(limit), _CMP_LT_OQ), all(0.0f));
 }
+
+// `if_less` in the lanes in which a < b, and `otherwise` in the others.
+inline Floats where_less(Floats a, Floats b, Floats if_less, Floats otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, if_less);
+}
 inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
@@ -54,6 +59,15 @@ inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(numbers)));
+}
+
+inline Floats load_small(const int8_t* from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from))); }
+
+// Replace 16 numbers, each less than 128, by the entries of a table.
+inline void look_up(const uint8_t* table, int8_t* numbers) {
+    const __m512i places = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)numbers));
+    const __m512i found = _mm512_permutex2var_epi8(_mm512_loadu_si512(table), places, _mm512_loadu_si512(table + 64));
+    _mm_storeu_si128((__m128i*)numbers, _mm512_castsi512_si128(found));
 }
 
 // Numbers in float16.

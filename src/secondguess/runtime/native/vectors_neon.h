@@ -90,6 +90,11 @@ inline Floats zero_where_less(Floats numbers, Floats x, float limit) {
         return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(numbers.part[i]), less));
     });
 }
+
+// `if_less` in the lanes in which a < b, and `otherwise` in the others.
+inline Floats where_less(Floats a, Floats b, Floats if_less, Floats otherwise) {
+    return for_parts([&](int i) { return vbslq_f32(vcltq_f32(a.part[i], b.part[i]), if_less.part[i], otherwise.part[i]); });
+}
 inline bool has_nan(Floats x) {
     uint32x4_t defined = vceqq_f32(x.part[0], x.part[0]);
     for (int i = 1; i < 4; i++) defined = vandq_u32(defined, vceqq_f32(x.part[i], x.part[i]));
@@ -123,6 +128,13 @@ inline void store_small(int8_t* to, Floats numbers) {
         return vqmovn_s16(vcombine_s16(low, high));
     };
     vst1q_s8(to, vcombine_s8(eight(0), eight(2)));
+}
+
+inline Floats load_small(const int8_t* from) {
+    const int8x16_t numbers = vld1q_s8(from);
+    const int16x8_t low = vmovl_s8(vget_low_s8(numbers)), high = vmovl_s8(vget_high_s8(numbers));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
 
 // Numbers in float16.

@@ -39,3 +39,8 @@ inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs t
         to[half] = {load(first + 16 * half, part), load(second + 16 * half, part)};
     }
 }
+
+// Replace 16 numbers, each less than 128, by the entries of a table.
+inline void look_up(const uint8_t* table, int8_t* numbers) {
+    for (int i = 0; i < 16; i++) numbers[i] = (int8_t)table[numbers[i]];
+}

@@ -18,8 +18,6 @@ from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
 INPUT_MULTIPLE = 64
-PARAMETER_BYTES = 128
-"""Bytes of the scales and minima of a group of inputs of a block."""
 ARENA = 2**26
 NUMBERS_AT_ONCE = 2**20
 """Numbers of a weight whose codes are packed at once.
@@ -102,7 +100,7 @@ def pack_blocks(
         num_rows = _blocks_at_once(num_inputs) * BLOCK // len(halves)
         pieces = zip(*(torch.split(half, num_rows) for half in halves), strict=True)
         rows = (interleave_rows(*parts) if gated else parts[0] for parts in pieces)
-        _store_codes(data, rows, num_inputs // GROUP, weight_format.bits)
+        _store_codes(data, rows, num_inputs // GROUP, weight_format)
     return blocks
 
 
@@ -128,7 +126,7 @@ def _allocate(blocks: Blocks, arena: Arena, weight_format: WeightFormat) -> Tens
     num_bytes = num_lines * weight.num_inputs * weight_format.bits // 8
     if weight_format.group_size is not None:
         num_groups = weight.num_inputs // weight_format.group_size
-        num_bytes += num_lines // BLOCK * num_groups * PARAMETER_BYTES
+        num_bytes += num_lines * num_groups * weight_format.bytes_per_group
     if weight_format is INT8:
         weight.scale = blocks.keep(torch.zeros(num_lines))
         weight.sum = blocks.keep(torch.zeros(num_lines, dtype=torch.int32))
@@ -157,16 +155,19 @@ def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
     library.units()[0].kernels.secondguess_pack(blocks.weight, source, num_threads())
 
 
-def _store_codes(data: Tensor, pieces: Iterable[Tensor], num_groups: int, bits: int) -> None:
+def _store_codes(
+    data: Tensor, pieces: Iterable[Tensor], num_groups: int, weight_format: WeightFormat
+) -> None:
     """Write codes to blocks, given in pieces of whole blocks; only the last one may be shorter.
 
     Args:
         data: bytes of the blocks.
         pieces: as `GroupedWeight.in_bytes` returns them.
         num_groups: number of groups, padding included.
-        bits: 4 or 8.
+        weight_format: encoding of the codes.
     """
-    parts = data.view(-1, num_groups, BLOCK * GROUP * bits // 8 + PARAMETER_BYTES)
+    bits = weight_format.bits
+    parts = data.view(-1, num_groups, BLOCK * (GROUP * bits // 8 + weight_format.bytes_per_group))
     first = 0
     for part in pieces:
         rows = _padded(part, _round_up(part.shape[0], BLOCK), num_groups, part.shape[2])
@@ -192,7 +193,7 @@ def _pack_groups(rows: Tensor, bits: int) -> Tensor:
         low, high = fours.view(*fours.shape[:3], GROUP // 8, 2, 4).unbind(4)
         fours = low | high << 4
     slices = fours.permute(0, 2, 3, 1, 4).flatten(2)
-    by_output = parameters.reshape(-1, BLOCK, rows.shape[1], 2, 2)  # scale and minimum, two bytes each
+    by_output = parameters.reshape(-1, BLOCK, rows.shape[1], parameters.shape[2] // 2, 2)  # two bytes each
     return torch.cat((slices, by_output.permute(0, 2, 3, 1, 4).flatten(2)), 2)
 
 
