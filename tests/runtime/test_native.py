@@ -328,7 +328,7 @@ def as_rounded(weight, weight_format):
     return weight
 
 
-INT4_LEVELS = torch.tensor([0, 6, 11, 16, 20, 23, 27, 30, 33, 36, 40, 43, 47, 52, 57, 64], dtype=torch.uint8)
+INT4_LEVELS = torch.tensor([0, 6, 11, 16, 21, 24, 27, 30, 33, 36, 39, 42, 47, 52, 57, 64], dtype=torch.uint8)
 
 
 def in_groups(weight, weight_format):
@@ -385,7 +385,9 @@ def test_sums_of_stored_codes_are_exact(bits, scale, minimum, unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize(("weight_format", "levels", "zero"), [(INT4, INT4_LEVELS, 30), (MXFP4, FP4_LEVELS, 12)])
+@pytest.mark.parametrize(
+    ("weight_format", "levels", "zero"), [(INT4, INT4_LEVELS, 30), (MXFP4, FP4_LEVELS, 12)]
+)
 def test_sums_of_levels_are_exact(weight_format, levels, zero, unit):
     """Whole inputs, and scales that are exact, at the limits of 16-bit sums."""
     generator = torch.Generator().manual_seed(5)

@@ -117,7 +117,16 @@ def read_encoding(path: Path) -> Encoding | None:
         )
         return Encoding("compressed-tensors", "weight_packed", bits, partial(_decode_packed, bits))
     if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
-        return Encoding("mxfp4", "_blocks", 4, _decode_mxfp4, word=8, joins_experts=True, has_levels=True, scales="_scales")
+        return Encoding(
+            "mxfp4",
+            "_blocks",
+            4,
+            _decode_mxfp4,
+            word=8,
+            joins_experts=True,
+            has_levels=True,
+            scales="_scales",
+        )
     return None
 
 

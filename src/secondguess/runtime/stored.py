@@ -90,7 +90,9 @@ class GroupedWeight:
             codes, minimum = codes ^ 128, minimum + 128 * self.scale  # 128 less
         codes = codes.view(len(codes), -1, GROUP)
         repeats = codes.shape[1] // self.scale.shape[1]
-        parameters = [self.scale.bfloat16()] if weight_format.has_levels else [self.scale.half(), minimum.half()]
+        parameters = (
+            [self.scale.bfloat16()] if weight_format.has_levels else [self.scale.half(), minimum.half()]
+        )
         repeated = [each.repeat_interleave(repeats, 1)[:, :, None].view(torch.uint8) for each in parameters]
         return torch.cat((codes, *repeated), 2)
 

@@ -134,14 +134,14 @@ struct LevelGroups {
         Floats least_error = all(INFINITY);
         scale = limit;
         for (const float last : {0.95f, 1.05f, -1.1f}) {
-            const Floats refined = try_scale(limit * all(last / (NearestLevels::LAST - ZERO<INT4>)), least_error);
+            const Floats refined = try_scale(limit * all(last / (NearestLevels::LAST - zero_of(INT4))), least_error);
             try_scale(refined, least_error);
         }
     }
 
     // The nearest whole numbers of an input's weights, from 0 for the first level on.
     void places(int input, Floats inverse, int8_t* to) const {
-        const Floats place = nearest_whole(numbers[input] * inverse) + all(ZERO<INT4>);
+        const Floats place = nearest_whole(numbers[input] * inverse) + all(zero_of(INT4));
         store_small(to, smallest(largest(place, zeros()), all(NearestLevels::LAST)));
     }
 
@@ -154,7 +154,7 @@ private:
             int8_t place[TILE];
             places(input, inverse, place);
             look_up(NEAREST.level, place);
-            const Floats level = load_small(place) - all(ZERO<INT4>), difference = subtract_product(numbers[input], level, tried);
+            const Floats level = load_small(place) - all(zero_of(INT4)), difference = subtract_product(numbers[input], level, tried);
             error = add_product(error, difference, difference);
             products = add_product(products, numbers[input], level);
             squares = add_product(squares, level, level);

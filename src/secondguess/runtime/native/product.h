@@ -32,7 +32,7 @@ inline int four_bytes(const void* from) {
 }
 
 // In groups, 32 inputs of an output share parameters, which follow the codes of the group of a block. With levels
-// (INT4, MXFP4) a weight is `scale * (level - ZERO)`, its code is the place of the level in a table, and the parameters
+// (INT4, MXFP4) a weight is `scale * (level - zero)`, its code is the place of the level in a table, and the parameters
 // are 32 scales in bfloat16. Otherwise it is `scale * code + minimum`, with 32 scales and 32 minima in float16. Codes of
 // 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a byte holds two whose inputs are 4
 // apart, the first in its low half, and a slice holds 8 inputs of each output.
@@ -44,16 +44,19 @@ enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS };
 constexpr bool has_levels(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
 constexpr bool has_half_bytes(int64_t encoding) { return has_levels(encoding) || encoding == INT4_GROUPS; }
 
-// Levels of INT4: those with the least squared error for normal weights divided by the weight of largest magnitude of
-// their group (Lloyd, 1982), with 0 among them, as whole numbers.
-alignas(16) constexpr uint8_t INT4_LEVELS[16] = {0, 6, 11, 16, 20, 23, 27, 30, 33, 36, 40, 43, 47, 52, 57, 64};
+// Levels of INT4, plus 30: whole numbers, with 0 among them, that minimise the squared error of normal weights rounded as
+// by `LevelGroups`. They begin as those of Lloyd's algorithm (1982) for weights divided by the one of largest magnitude.
+alignas(16) constexpr uint8_t INT4_LEVELS[16] = {0, 6, 11, 16, 21, 24, 27, 30, 33, 36, 39, 42, 47, 52, 57, 64};
 // Levels of MXFP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12.
 alignas(16) constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <Encoding ENCODING>
 constexpr const uint8_t* LEVELS = ENCODING == MXFP4 ? FP4_LEVELS : INT4_LEVELS;
-template <Encoding ENCODING>
-constexpr float ZERO = ENCODING == MXFP4 ? 12 : 30;  // the level of 0
+
+// Unsigned level or code of 0: codes of 8 bits become unsigned by adding 128.
+constexpr int zero_of(int64_t encoding) {
+    return encoding == INT4 ? 30 : encoding == MXFP4 ? 12 : encoding == INT8_GROUPS ? 128 : 0;
+}
 
 // Sizes of a group of a block: of its codes, and with its parameters.
 constexpr int64_t code_bytes(int64_t encoding) { return has_half_bytes(encoding) ? CODE_BYTES : 2 * CODE_BYTES; }
@@ -77,18 +80,24 @@ struct Weight {
     int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : STEP_BYTES; }
 };
 
-// Inputs of some rows in 8 bits, from a group on, and the sums of groups.
+// Inputs of some rows in 8 bits, from a group on, with the sum of each group and, negated, that times `zero_of`.
 struct GroupValues {
     const int8_t* numbers;
     const float* sums;
-    int64_t stride, num_groups;  // numbers and sums per row
+    const int32_t* offsets;
+    int64_t stride, num_groups;  // numbers, and sums and offsets, per row
 
-    GroupValues of_group(int64_t group) const { return {numbers + group * GROUP, sums + group, stride, num_groups}; }
-    GroupValues from_row(int64_t row) const { return {numbers + row * stride, sums + row * num_groups, stride, num_groups}; }
+    GroupValues of_group(int64_t group) const {
+        return {numbers + group * GROUP, sums + group, offsets + group, stride, num_groups};
+    }
+    GroupValues from_row(int64_t row) const {
+        return {numbers + row * stride, sums + row * num_groups, offsets + row * num_groups, stride, num_groups};
+    }
+    int32_t offset(int64_t row) const { return offsets[row * num_groups]; }
 };
 
 // Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
-// weights in 8 bits with a scale per row, for weights in groups also the sums of each group. Memory is
+// weights in 8 bits with a scale per row, for weights in groups also the sums of each group (see `GroupValues`). Memory is
 // allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
@@ -96,12 +105,13 @@ struct Values {
     const int8_t* small;
     const float* scale;
     const float* group_sums;
+    const int32_t* group_offsets;
     int64_t stride;  // numbers per row
     int64_t num_rows;
 
     // The rows from `start` on as inputs of weights in groups.
     GroupValues in_groups(int64_t start) const {
-        return GroupValues{small, group_sums, stride, stride / GROUP}.from_row(start);
+        return GroupValues{small, group_sums, group_offsets, stride, stride / GROUP}.from_row(start);
     }
 };
 
@@ -134,9 +144,9 @@ struct Parameters {
     }
 
     // Add the products of a row's values with the group's weights. `whole`: sums of the products of the values with the
-    // codes or levels; `sum`: sum of the values. The difference is exact.
-    Floats add_to(Floats total, Floats whole, float sum) const {
-        if constexpr (has_levels(ENCODING)) return add_product(total, subtract_product(whole, all(sum), all(ZERO<ENCODING>)), scales);
+    // codes, or with the levels less that of 0; `sum`: sum of the values.
+    Floats add_to(Floats total, Floats whole, const float& sum) const {
+        if constexpr (has_levels(ENCODING)) return add_product(total, whole, scales);
         return add_product(add_product(total, whole, scales), all(sum), minima);
     }
 };
@@ -212,10 +222,11 @@ inline float quantise(const bf16* row, int64_t count, int8_t* to) {
 }
 
 // Sum the numbers of each group of a row.
-inline void sum_groups(const int8_t* row, int64_t num_groups, float* to) {
+inline void sum_groups(const int8_t* row, int64_t num_groups, int zero, float* sums, int32_t* offsets) {
     for (int64_t group = 0; group < num_groups; group++) {
         int sum = 0;
         for (int i = 0; i < GROUP; i++) sum += row[group * GROUP + i];
-        to[group] = sum;
+        sums[group] = sum;
+        offsets[group] = -zero * sum;
     }
 }

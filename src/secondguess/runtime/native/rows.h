@@ -13,6 +13,7 @@ struct Rows {
     std::vector<float> wide;
     std::vector<int8_t> small;
     std::vector<float> scale, group_sums;
+    std::vector<int32_t> group_offsets;
     int64_t stride = 0;
 
     void reserve(int64_t num_rows, int64_t width) {
@@ -31,6 +32,7 @@ struct Rows {
         small.resize(rows * stride);
         scale.resize(rows);
         group_sums.resize(rows * (stride / GROUP));
+        group_offsets.resize(rows * (stride / GROUP));
     }
     bf16* row(int64_t index) { return numbers.data() + index * stride; }
 
@@ -40,14 +42,16 @@ struct Rows {
         if (weight.encoding != BFLOAT16) {
             int8_t* to = small.data() + index * stride;
             scale[index] = quantise(row(index), stride, to);
-            if (weight.has_groups()) sum_groups(to, stride / GROUP, group_sums.data() + index * (stride / GROUP));
+            const int64_t num_groups = stride / GROUP, first = index * num_groups;
+            if (weight.has_groups())
+                sum_groups(to, num_groups, zero_of(weight.encoding), group_sums.data() + first, group_offsets.data() + first);
         } else if (VectorUnit::WIDE) {
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
         }
     }
     Values values(int64_t num_rows, int64_t first = 0) const {
         const int64_t start = first * stride;
-        return {numbers.data() + start, wide.data() + start,          small.data() + start, scale.data() + first,
-                group_sums.data() + start / GROUP, stride, num_rows};
+        return {numbers.data() + start, wide.data() + start, small.data() + start, scale.data() + first,
+                group_sums.data() + start / GROUP, group_offsets.data() + start / GROUP, stride, num_rows};
     }
 };
