@@ -245,7 +245,7 @@ def test_a_hub_model_is_downloaded_before_conversion():
     settings = LoadSettings(model="org/model", drafter="none", quantize="int4", dtype="bfloat16")
     _, convert, quantize, serve = export(recommend(settings), "llama.cpp").text.splitlines()
     assert convert.endswith("--outfile unquantised-target.gguf --outtype bf16")
-    assert quantize == "llama-quantize unquantised-target.gguf target.gguf q4_1"
+    assert quantize == "llama-quantize unquantised-target.gguf target.gguf iq4_nl"
 
 
 AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'

@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from secondguess.core import Row
-from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cache import IndexedCache, KeyValueCache
 from secondguess.runtime.slots import CachedRow, SlotTable, common_prefix
 from secondguess.sampling import SamplingParams
+
+every_cache = pytest.mark.parametrize("kind", [KeyValueCache, IndexedCache])
 
 
 class TokenCache:
     """Cache whose entries are the tokens themselves, with the slot table under test."""
 
-    def __init__(self) -> None:
-        self.cache = KeyValueCache(torch.device("cpu"))
+    def __init__(self, kind: type[KeyValueCache] = KeyValueCache) -> None:
+        self.cache = kind(torch.device("cpu"))
         self.slots = SlotTable(self.cache)
         self.num_written = 0
 
@@ -44,7 +46,10 @@ class TokenCache:
             state.length += len(missing)
 
     def entries(self, state: CachedRow) -> list[int]:
-        return self.cache.keys[0][state.slot, 0, : state.length, 0].int().tolist() if state.length else []
+        if not state.length:
+            return []
+        block = self.cache.blocks[state.slot] if isinstance(self.cache, IndexedCache) else state.slot
+        return self.cache.keys[0][block, 0, : state.length, 0].int().tolist()
 
     def check(self, rows: list[Row]) -> None:
         assert sorted(self.slots[row].slot for row in rows) == list(range(len(rows)))
@@ -59,10 +64,11 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
     st.lists(
         st.tuples(st.sampled_from(["admit", "release", "extend", "rewind"]), st.integers(0, 5), TEXTS),
         max_size=30,
-    )
+    ),
+    st.sampled_from([KeyValueCache, IndexedCache]),
 )
-def test_every_row_keeps_its_own_entries_while_rows_join_and_leave(steps):
-    held = TokenCache()
+def test_every_row_keeps_its_own_entries_while_rows_join_and_leave(steps, kind):
+    held = TokenCache(kind)
     rows: list[Row] = []
     for action, number, tokens in steps:
         if action == "admit":
@@ -82,32 +88,36 @@ def test_every_row_keeps_its_own_entries_while_rows_join_and_leave(steps):
         held.check(rows)
 
 
-def test_a_released_prompt_is_continued_in_its_own_slot():
-    held = TokenCache()
+@every_cache
+def test_a_released_prompt_is_continued_in_its_own_slot(kind):
+    held = TokenCache(kind)
     held.slots.release(held.admit([1, 2, 3, 4, 5]))
     row = held.admit([1, 2, 3, 4, 6, 7])
     assert held.num_written == 4 + 1
     held.check([row])
 
 
-def test_a_prefix_that_a_live_row_still_uses_is_copied():
-    held = TokenCache()
+@every_cache
+def test_a_prefix_that_a_live_row_still_uses_is_copied(kind):
+    held = TokenCache(kind)
     first = held.admit([1, 2, 3, 4, 5])
     second = held.admit([1, 2, 3, 9, 9])
     assert held.num_written == 4 + 1
     held.check([first, second])
 
 
-def test_a_limit_bounds_what_is_reused():
-    held = TokenCache()
+@every_cache
+def test_a_limit_bounds_what_is_reused(kind):
+    held = TokenCache(kind)
     held.slots.release(held.admit([1, 2, 3, 4, 5]))
     row = held.admit([1, 2, 3, 4, 5], reuse_limit=2)
     assert held.num_written == 4 + 2
     held.check([row])
 
 
-def test_the_row_released_first_is_evicted_first():
-    held = TokenCache()
+@every_cache
+def test_the_row_released_first_is_evicted_first(kind):
+    held = TokenCache(kind)
     rows = [held.admit([number] * 9) for number in (1, 2, 3, 4)]
     for row in (rows[2], rows[0], rows[3], rows[1]):
         held.slots.release(row)
@@ -117,20 +127,25 @@ def test_the_row_released_first_is_evicted_first():
     held.check(new)
 
 
-def test_a_short_shared_prefix_is_copied_and_the_long_row_stays():
-    held = TokenCache()
+@every_cache
+def test_a_short_shared_prefix_is_copied_and_the_long_row_stays(kind):
+    held = TokenCache(kind)
     long, other = held.admit(list(range(20))), held.admit([50, 51])
     held.slots.release(other)
     held.slots.release(long)
-    held.slots.release(held.admit([0, 1, 70, 71]))  # takes the slot of the other text
+    row = held.admit([0, 1, 70, 71])  # takes the slot of the long text, which takes that of the other one
+    held.check([row])
+    held.slots.release(row)
     held.num_written = 0
-    held.admit(list(range(20)))
+    row = held.admit(list(range(20)))
     assert held.num_written == 0
+    held.check([row])
 
 
-def test_the_number_of_remembered_rows_is_limited(monkeypatch):
+@every_cache
+def test_the_number_of_remembered_rows_is_limited(monkeypatch, kind):
     monkeypatch.setattr("secondguess.runtime.slots.MAX_REMEMBERED", 2)
-    held = TokenCache()
+    held = TokenCache(kind)
     rows = [held.admit([number] * 4) for number in range(5)]
     for row in rows:
         held.slots.release(row)
@@ -139,8 +154,9 @@ def test_the_number_of_remembered_rows_is_limited(monkeypatch):
     assert held.num_written == 3 * 3
 
 
-def test_rows_admitted_together_share_only_already_cached_prefixes():
-    held = TokenCache()
+@every_cache
+def test_rows_admitted_together_share_only_already_cached_prefixes(kind):
+    held = TokenCache(kind)
     new = [Row([1, 2, 3, 4], SamplingParams()) for _ in range(3)]
     assert [(each.slot, each.length) for each in held.slots.admit(new)] == [(0, 0), (1, 0), (2, 0)]
     for row in new:
@@ -151,8 +167,9 @@ def test_rows_admitted_together_share_only_already_cached_prefixes():
     held.check(again)
 
 
-def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch):
-    held = TokenCache()
+@every_cache
+def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch, kind):
+    held = TokenCache(kind)
     first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
 
     def interrupted(*_: int) -> None:
@@ -169,8 +186,9 @@ def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch):
     held.check([second, third])
 
 
-def test_rows_are_not_reused_after_forget():
-    held = TokenCache()
+@every_cache
+def test_rows_are_not_reused_after_forget(kind):
+    held = TokenCache(kind)
     held.slots.release(held.admit([1, 2, 3]))
     held.slots.forget()
     held.admit([1, 2, 3])
@@ -185,8 +203,9 @@ def test_common_prefix_of_token_lists(first, second, limit):
     assert common_prefix(first, second, limit) == expected
 
 
-def test_a_cache_of_many_short_rows_does_not_grow_for_few_long_ones():
-    held = TokenCache()
+@every_cache
+def test_a_cache_of_many_short_rows_does_not_grow_for_few_long_ones(kind):
+    held = TokenCache(kind)
     for row in [held.admit([number, 2, 3]) for number in range(64)]:
         held.slots.release(row)
     assert held.slots.num_tokens_to_allocate(8, 4000) == 8 * 4096 - 64 * 256, "what is freed counts"
@@ -198,8 +217,9 @@ def test_a_cache_of_many_short_rows_does_not_grow_for_few_long_ones():
     held.check(rows)
 
 
-def test_a_cache_that_live_rows_use_grows():
-    held = TokenCache()
+@every_cache
+def test_a_cache_that_live_rows_use_grows(kind):
+    held = TokenCache(kind)
     rows = [held.admit([number, 2, 3]) for number in range(8)]
     assert held.slots.num_tokens_to_allocate(9, 2000) == 16 * 2048
     rows.append(held.admit([9] * 2000))
@@ -207,16 +227,18 @@ def test_a_cache_that_live_rows_use_grows():
     held.check(rows)
 
 
-def test_a_cache_that_is_long_enough_is_kept():
-    held = TokenCache()
+@every_cache
+def test_a_cache_that_is_long_enough_is_kept(kind):
+    held = TokenCache(kind)
     for row in [held.admit([number, 2, 3]) for number in range(8)]:
         held.slots.release(row)
     held.admit([7, 2, 3, 4])
     assert (held.cache.num_slots, held.num_written) == (8, 8 * 2 + 1)
 
 
-def test_the_cache_grows_once_for_a_row_when_it_is_admitted():
-    held = TokenCache()
+@every_cache
+def test_the_cache_grows_once_for_a_row_when_it_is_admitted(kind):
+    held = TokenCache(kind)
     rows = [held.admit([1, 2, 3]), held.admit([4, 5, 6])]
     rows.append(Row(list(range(2000)), SamplingParams()))
     held.slots.admit(rows[2:])
@@ -240,3 +262,13 @@ def test_memory_of_the_cache_is_not_taken_before_it_is_used():
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_exchanged_slots_of_kernels_move_no_entries():
+    held = TokenCache(IndexedCache)
+    rows = [held.admit([number, number, 5]) for number in range(4)]
+    before = held.cache.keys[0].clone()
+    held.slots.release(rows.pop(0))
+    assert torch.equal(held.cache.keys[0], before)
+    held.check(rows)
+    assert held.cache.blocks == [3, 1, 2, 0]

@@ -169,8 +169,8 @@ def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]
         commands.append(
             ["python", "convert_hf_to_gguf.py", folder, "--outfile", outfile, "--outtype", outtype]
         )
-        if quantize == "int4":  # in groups of 32 with a scale and a minimum, too
-            commands.append(["llama-quantize", outfile, file, "q4_1"])
+        if quantize == "int4":  # uneven levels and a scale per 32 inputs, too
+            commands.append(["llama-quantize", outfile, file, "iq4_nl"])
     options = [word for name, value in settings.items() for word in (name, str(value))]
     commands.append(["llama-server", "-m", "target.gguf", *options])
     return "".join(shlex.join(command) + "\n" for command in commands)

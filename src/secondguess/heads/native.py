@@ -31,6 +31,7 @@ from secondguess.heads.packed import (
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
+from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
@@ -193,6 +194,7 @@ class NativeFeatureRuntime(FeatureRuntime):
     """
 
     min_logits = 0
+    cache_class = IndexedCache
 
     def __init__(self, head: FeatureHead, target: NativeDecoder, context_length: int) -> None:
         super().__init__(head, context_length, target.embedding.device)

@@ -194,6 +194,10 @@ class KeyValueCache:
         for block in (*self.keys, *self.values, *self.indexes):
             block[target, :, :length] = block[source, :, :length]
 
+    def hand_over(self, source: int, target: int, length: int) -> None:
+        """Move the first `length` positions of one slot to another; those that it had are undefined afterwards."""
+        self.move(source, target, length)
+
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         if not length:
@@ -238,6 +242,45 @@ class KeyValueCache:
         )
         self.keys, self.values, self.indexes = keys, values, indexes
         self.num_slots, self.capacity = slots, capacity
+
+
+@dataclass(eq=False)
+class IndexedCache(KeyValueCache):
+    """KV cache for kernels that take the slot of each row: slots are exchanged without moving their entries.
+
+    Args:
+        blocks: for each slot, the index in `keys` and `values` of its entries.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+
+    def place(
+        self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
+    ) -> Placement:
+        self.reserve(max(slots) + 1, num_keys)
+        return super().place(starts, num_queries, [self.blocks[slot] for slot in slots], num_keys)
+
+    def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        super().compact([self.blocks[slot] for slot in slots], starts, paths)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        super().move(self.blocks[source], self.blocks[target], length)
+
+    def hand_over(self, source: int, target: int, length: int) -> None:
+        self.swap(source, target, length)
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        blocks = self.blocks
+        if length:  # else a slot may not be allocated
+            blocks[first], blocks[second] = blocks[second], blocks[first]
+
+    def clear(self) -> None:
+        super().clear()
+        self.blocks = []
+
+    def reserve(self, num_slots: int, num_positions: int, num_used: int | None = None) -> None:
+        super().reserve(num_slots, num_positions, num_used)
+        self.blocks += range(len(self.blocks), self.num_slots)
 
 
 def _grown(block: Tensor, num_slots: int, capacity: int, num_used: int | None) -> Tensor:

@@ -205,7 +205,7 @@ class SlotTable:
             if num_kept:
                 self._cache.swap(last.slot, released.slot, max(length + num_nodes, num_kept))
             else:
-                self._cache.move(released.slot, last.slot, length + num_nodes)
+                self._cache.hand_over(released.slot, last.slot, length + num_nodes)
         last.length, last.num_nodes = length, num_nodes
 
     def _num_used(self) -> int:
@@ -246,8 +246,9 @@ class SlotTable:
         text = remembered.pop(slot, [])
         if victim != slot:
             remembered.pop(victim, None)
-            self._cache.move(slot, victim, len(text))
+            self._cache.hand_over(slot, victim, len(text))
             remembered[victim] = text
+            source = victim if source == slot else source
         if length:
             self._cache.reserve(slot + 1, length)
             self._cache.move(source, slot, length)

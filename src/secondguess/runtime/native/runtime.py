@@ -17,6 +17,7 @@ from secondguess.runtime.base import (
     HiddenStates,
     QuantisedCopy,
 )
+from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import Output, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import CheckedDecoder, probe_passes
@@ -60,6 +61,7 @@ class NativeRuntime(LayeredRuntime):
     """
 
     min_logits = 0
+    cache_class = IndexedCache
 
     def __init__(self, decoder: NativeDecoder) -> None:
         super().__init__(
