@@ -345,7 +345,7 @@ def in_groups(weight, weight_format):
         whole = (groups * (1 / scale)).round().nan_to_num(-30).clamp(-30, 34)
         return nearest[whole.long() + 30]
 
-    for last in (0.95, 1.05, -1.1):
+    for last in (0.95, 1.0, 1.05, -1.1):
         tried = limit * (torch.tensor(last) / 34)
         for _ in range(2):
             tried = tried.bfloat16().float()

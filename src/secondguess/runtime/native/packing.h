@@ -117,7 +117,7 @@ struct NearestLevels {
 };
 constexpr NearestLevels NEAREST;
 
-// A group of 16 outputs rounded to the levels of INT4, each with the scale of the least squared error: of three scales,
+// A group of 16 outputs rounded to the levels of INT4, each with the scale of the least squared error: of four scales,
 // and of those refined by least squares. The weight of largest magnitude then is close to the last level or, negated, to
 // the first one. A group with a weight that is not finite has the scale NaN.
 struct LevelGroups {
@@ -133,7 +133,7 @@ struct LevelGroups {
         const Floats limit = where_less(most, zeros() - least, least, most) + finite;
         Floats least_error = all(INFINITY);
         scale = limit;
-        for (const float last : {0.95f, 1.05f, -1.1f}) {
+        for (const float last : {0.95f, 1.0f, 1.05f, -1.1f}) {
             const Floats refined = try_scale(limit * all(last / (NearestLevels::LAST - zero_of(INT4))), least_error);
             try_scale(refined, least_error);
         }
