@@ -336,10 +336,11 @@ def in_groups(weight, weight_format):
     if weight_format is INT8_GROUPS:
         return GroupedWeight.rounded(weight)
     groups = weight.float().view(len(weight), -1, 32)
-    limit = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    most, least = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    limit = torch.where(most < -least, least, most)
     levels = INT4_LEVELS.float() - 30
     nearest = (torch.arange(65)[:, None] - INT4_LEVELS.int()).abs().argmin(1)  # of two, the lower one
-    least, scale = torch.full(limit.shape, math.inf), torch.zeros(limit.shape)
+    least_error, scale = torch.full(limit.shape, math.inf), torch.zeros(limit.shape)
 
     def codes(scale):
         whole = (groups * (1 / scale)).round().nan_to_num(-30).clamp(-30, 34)
@@ -352,7 +353,8 @@ def in_groups(weight, weight_format):
             found = levels[codes(tried)]
             difference = (groups.double() - found.double() * tried.double()).float()
             error = sum_in_order(difference, difference)
-            scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
+            scale = torch.where(error < least_error, tried, scale)
+            least_error = torch.minimum(error, least_error)
             tried = sum_in_order(groups, found) / sum_in_order(found, found)
     found = codes(scale).to(torch.uint8).flatten(1)
     return GroupedWeight(found, 4, scale[..., 0], -30 * scale[..., 0], levels=INT4_LEVELS)
@@ -473,6 +475,7 @@ def test_weights_are_packed_as_defined(shape, gated, dtype, weight_format, unit,
     monkeypatch.setattr(library, "units", lambda: (unit,))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[5], weight[6, :32], weight[7] = 0, 3, weight[7].abs()
+    weight[8, 3], weight[8, 20] = 4, -4
     found = pack_blocks(weight, None, Arena(), weight_format, gated)
     rows = interleave_rows(*weight.chunk(2)) if gated else weight
     rows = torch.nn.functional.pad(rows, (0, -shape[1] % 64, 0, -len(rows) % 32))
