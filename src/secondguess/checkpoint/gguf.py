@@ -31,6 +31,7 @@ from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, W
 PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
 """Architectures of which llama.cpp changes weights, which a class of Transformers undoes."""
 KEPT = {"Q4_0": INT4_GROUPS, "Q4_1": INT4_GROUPS, "Q4_K": INT4_GROUPS, "MXFP4": MXFP4}
+"""Encodings in which the kernels keep the codes of types in 4 bits."""
 BYTES_OF_SLICE = 1 << 24
 """Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
 ANGLES = ".attn_rot_embd.inv_freq"

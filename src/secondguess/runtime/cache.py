@@ -270,9 +270,10 @@ class IndexedCache(KeyValueCache):
         self.swap(source, target, length)
 
     def swap(self, first: int, second: int, length: int) -> None:
-        blocks = self.blocks
         if length:  # else a slot may not be allocated
+            blocks = list(self.blocks)
             blocks[first], blocks[second] = blocks[second], blocks[first]
+            self.blocks = blocks  # in one step, so that an interrupt leaves no block in two slots
 
     def clear(self) -> None:
         super().clear()

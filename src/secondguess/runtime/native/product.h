@@ -145,7 +145,7 @@ struct Parameters {
 
     // Add the products of a row's values with the group's weights. `whole`: sums of the products of the values with the
     // codes, or with the levels less that of 0; `sum`: sum of the values.
-    Floats add_to(Floats total, Floats whole, const float& sum) const {
+    Floats add_to(Floats total, Floats whole, float sum) const {
         if constexpr (has_levels(ENCODING)) return add_product(total, whole, scales);
         return add_product(add_product(total, whole, scales), all(sum), minima);
     }
