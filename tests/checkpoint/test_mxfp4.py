@@ -15,6 +15,7 @@ from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of
 from gguf_files import finish, writer_for
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.quantised import FP4_LEVELS
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.feed_forward import StoredExperts
@@ -22,7 +23,9 @@ from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.weight_format import MXFP4, STORED_INT4
+from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.stored import GroupedWeight, StoredLinear
+from secondguess.runtime.weight_format import INT8_GROUPS, MXFP4, STORED_INT4
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]
 WIDTH = 64
@@ -106,17 +109,18 @@ def test_the_least_and_largest_exponents(tmp_path):
     folder = write(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     scales = tensors["model.layers.0.mlp.experts.down_proj_scales"]
-    for exponent in (0, 1, 127, 252, 253):
+    for exponent in (0, 1, 127, 230, 231):
         scales.fill_(exponent)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         module = Checkpoint.resolve(folder, device="cpu").read_module(layer_by_layer=True)
         _, down = module.model.layers[0].mlp.experts.linears[0]
-        if exponent > 252:
-            with pytest.raises(CheckpointError, match="exponents up to 252, got 253"):
+        if exponent > 230:
+            with pytest.raises(CheckpointError, match="exponents up to 230, got 231"):
                 down.read_codes()
             continue
         stored = down.read_codes()
         assert torch.equal(stored.scale, torch.full_like(stored.scale, 2.0 ** (exponent - 128)))
+        assert stored.dequantised().isfinite().all()
         packed = stored.in_bytes(MXFP4)
         assert torch.equal(packed[..., -2:].view(torch.bfloat16).float()[..., 0], stored.scale)
 
@@ -289,3 +293,23 @@ def test_a_broken_checkpoint_gives_one_error(broken, dtype, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj.*download the checkpoint again"):
         Checkpoint.resolve(folder, dtype=dtype, device="cpu").load()
+
+
+def test_a_product_of_weights_with_levels_and_others_is_not_kept_in_codes():
+    """Its parts have different parameters: queries in MXFP4 and values in 8 bits, for example."""
+    scale = torch.ones(8, 2)
+    levels = GroupedWeight(
+        torch.full((8, 64), 7, dtype=torch.uint8), 4, scale, -12 * scale, levels=FP4_LEVELS
+    )
+    even = GroupedWeight.rounded(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+
+    class Source:
+        names = ("levels", "even")
+
+        def read_codes(self, name):
+            return {"levels": levels, "even": even}[name]
+
+    parts = [StoredLinear(Source(), name, 64, 8, None, torch.bfloat16) for name in Source.names]
+    assert PackableLinear.joined(parts, packed=False).in_groups() is None
+    assert PackableLinear.joined(parts[:1], packed=False).in_groups()[0] == MXFP4
+    assert PackableLinear.joined(parts[1:], packed=False).in_groups()[0] == INT8_GROUPS

@@ -340,7 +340,10 @@ def in_groups(weight, weight_format):
     limit = torch.where(most < -least, least, most)
     levels = INT4_LEVELS.float() - 30
     nearest = (torch.arange(65)[:, None] - INT4_LEVELS.int()).abs().argmin(1)  # of two, the lower one
-    least_error, scale = torch.full(limit.shape, math.inf), torch.zeros(limit.shape)
+    least_error, scale = (
+        torch.full(limit.shape, math.inf),
+        (limit * (torch.tensor(1.0) / 34)).bfloat16().float(),
+    )
 
     def codes(scale):
         whole = (groups * (1 / scale)).round().nan_to_num(-30).clamp(-30, 34)
@@ -373,17 +376,17 @@ def sum_in_order(first, second):
 def test_sums_of_stored_codes_are_exact(bits, scale, minimum, unit):
     """Whole inputs, and codes, scales and minima that are exact, at the limits of 16-bit sums."""
     generator = torch.Generator().manual_seed(5)
-    codes = torch.randint(0, 2**bits, (96, 64), generator=generator)
+    codes = torch.randint(0, 2**bits, (33, 192), generator=generator)
     codes[0], codes[1] = 0, 2**bits - 1
-    states = torch.randint(-127, 128, (17, 64), generator=generator)
+    states = torch.randint(-127, 128, (17, 192), generator=generator)
     states[:, -1], states[4] = 127, 127
     expected = (states @ (scale * codes + minimum).T).bfloat16().float()
-    parameters = (torch.full((96, 2), float(each)) for each in (scale, minimum))
+    parameters = (torch.full((33, 6), float(each)) for each in (scale, minimum))
     stored = GroupedWeight(codes.to(torch.uint8), bits, *parameters)
     for weight_format in (INT8_GROUPS, INT4_GROUPS)[: 2 if bits == 4 else 1]:
         multiply = Product(stored.in_bytes(weight_format), weight_format, unit).multiply
-        for rows in (slice(0, 17), slice(2, 7), slice(4, 5)):
-            assert torch.equal(multiply(states[rows].bfloat16()), expected[rows])
+        for num_rows in range(1, 18):
+            assert torch.equal(multiply(states[-num_rows:].bfloat16()), expected[-num_rows:])
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -508,6 +511,10 @@ def test_levels_have_a_smaller_error_than_even_steps(size):
     groups = weight.view(64, -1, 32)
     step = groups.abs().amax(2, keepdim=True) / 7.5
     even = (((groups / step - 0.5).round() + 0.5) * step).flatten(1)  # 16 levels on both sides of 0
+    packed = pack_blocks(weight, None, Arena(), INT4).tensors[-1]
+    assert torch.equal(
+        packed, pack_blocks(in_groups(weight, INT4).in_bytes(INT4), None, Arena(), INT4).tensors[-1]
+    )
     found = (as_rounded(weight, INT4) - weight).double().norm()
     assert found < 0.88 * (even - weight).double().norm()
     assert found < 0.08 * weight.double().norm()

@@ -41,15 +41,18 @@ class TokenCache:
         self.num_written += len(missing)
         if missing:
             self.cache.place([state.length], len(missing), [state.slot], len(row.tokens))
-            entries = torch.tensor(missing, dtype=torch.float)[None, None, :, None]
-            self.cache.update(entries, entries + 0.5, 0)
+            self.cache.allocate(1, 1, 1, torch.float)
+            written = slice(state.length, state.length + len(missing))
+            self.cache.keys[0][self.block(state), 0, written, 0] = torch.tensor(missing, dtype=torch.float)
             state.length += len(missing)
+
+    def block(self, state: CachedRow) -> int:
+        return self.cache.blocks[state.slot] if isinstance(self.cache, IndexedCache) else state.slot
 
     def entries(self, state: CachedRow) -> list[int]:
         if not state.length:
             return []
-        block = self.cache.blocks[state.slot] if isinstance(self.cache, IndexedCache) else state.slot
-        return self.cache.keys[0][block, 0, : state.length, 0].int().tolist()
+        return self.cache.keys[0][self.block(state), 0, : state.length, 0].int().tolist()
 
     def check(self, rows: list[Row]) -> None:
         assert sorted(self.slots[row].slot for row in rows) == list(range(len(rows)))

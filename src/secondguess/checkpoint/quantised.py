@@ -30,8 +30,8 @@ BITS = (2, 4, 8)
 FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
 """As in `product.h`: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0), doubled, plus 12."""
 FP4_GROUP = 32
-LARGEST_EXPONENT = 252
-"""Up to which 6 times its power of two fits into bfloat16."""
+LARGEST_EXPONENT = 230
+"""Up to which the sums of products of some thousand inputs are finite in float32."""
 JOINED = re.compile(r"(?P<place>.*)\.(?P<name>gate_up|down)_proj_blocks")
 PARTS_OF_JOINED = {
     "gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},

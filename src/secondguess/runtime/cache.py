@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -248,6 +249,8 @@ class KeyValueCache:
 class IndexedCache(KeyValueCache):
     """KV cache for kernels that take the slot of each row: slots are exchanged without moving their entries.
 
+    Its placements have the slots alone: the kernels get the positions otherwise.
+
     Args:
         blocks: for each slot, the index in `keys` and `values` of its entries.
     """
@@ -258,13 +261,16 @@ class IndexedCache(KeyValueCache):
         self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
     ) -> Placement:
         self.reserve(max(slots) + 1, num_keys)
-        return super().place(starts, num_queries, [self.blocks[slot] for slot in slots], num_keys)
+        blocks = _index(tuple([self.blocks[slot] for slot in slots]))
+        self.placement = Placement(len(slots), num_keys, slots=blocks, num_cached=min(starts))
+        return self.placement
 
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         super().compact([self.blocks[slot] for slot in slots], starts, paths)
 
     def move(self, source: int, target: int, length: int) -> None:
-        super().move(self.blocks[source], self.blocks[target], length)
+        if length:
+            super().move(self.blocks[source], self.blocks[target], length)
 
     def hand_over(self, source: int, target: int, length: int) -> None:
         self.swap(source, target, length)
@@ -276,12 +282,18 @@ class IndexedCache(KeyValueCache):
             self.blocks = blocks  # in one step, so that an interrupt leaves no block in two slots
 
     def clear(self) -> None:
-        super().clear()
         self.blocks = []
+        super().clear()
 
     def reserve(self, num_slots: int, num_positions: int, num_used: int | None = None) -> None:
         super().reserve(num_slots, num_positions, num_used)
         self.blocks += range(len(self.blocks), self.num_slots)
+
+
+@lru_cache(maxsize=256)
+def _index(blocks: tuple[int, ...]) -> Tensor:
+    """Return indices as a tensor, cached because those of a batch recur."""
+    return torch.tensor(blocks)
 
 
 def _grown(block: Tensor, num_slots: int, capacity: int, num_used: int | None) -> Tensor:

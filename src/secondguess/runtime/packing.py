@@ -110,7 +110,7 @@ class StoredProduct(PackableLinear):
         stored = [linear.read_codes() for linear in self._linears if isinstance(linear, StoredLinear)]
         weights = [each for each in stored if each is not None]
         formats = [each.weight_format for each in weights if each.weight_format is not None]
-        if len(formats) < len(self._linears):
+        if len(formats) < len(self._linears) or len({each.has_levels for each in formats}) > 1:
             return None
         widest = max(formats, key=lambda each: each.bits)
         return widest, _joined([each.in_bytes(widest) for each in weights], self._order)

@@ -85,6 +85,7 @@ class GroupedWeight:
         Each group has its codes, one per byte, then its scale and its minimum in float16; with levels, its scale in
         bfloat16. Larger groups are repeated. In `INT8_GROUPS` codes are signed.
         """
+        assert (self.levels is not None) == weight_format.has_levels
         codes, minimum = self.codes, self.minimum
         if weight_format == INT8_GROUPS and self.bits == INT8_GROUPS.bits:
             codes, minimum = codes ^ 128, minimum + 128 * self.scale  # 128 less

@@ -33,6 +33,8 @@ from secondguess.runtime.native.sources import hash_sources
 
 ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4", "int4-groups")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
+ROUNDED = ENCODINGS[:4]
+"""Those to which the kernels round weights; codes of the others come from checkpoints."""
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:

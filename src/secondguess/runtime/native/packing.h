@@ -132,7 +132,7 @@ struct LevelGroups {
         }
         const Floats limit = where_less(most, zeros() - least, least, most) + finite;
         Floats least_error = all(INFINITY);
-        scale = limit;
+        scale = rounded(limit * all(1.0f / (NearestLevels::LAST - zero_of(INT4))));
         for (const float last : {0.95f, 1.0f, 1.05f, -1.1f}) {
             const Floats refined = try_scale(limit * all(last / (NearestLevels::LAST - zero_of(INT4))), least_error);
             try_scale(refined, least_error);

@@ -44,8 +44,9 @@ enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS };
 constexpr bool has_levels(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
 constexpr bool has_half_bytes(int64_t encoding) { return has_levels(encoding) || encoding == INT4_GROUPS; }
 
-// Levels of INT4, plus 30: whole numbers, with 0 among them, that minimise the squared error of normal weights rounded as
-// by `LevelGroups`. They begin as those of Lloyd's algorithm (1982) for weights divided by the one of largest magnitude.
+// Levels of INT4, plus 30: whole numbers, with 0 among them, that minimise the squared error of normal weights
+// rounded as by `LevelGroups`. Found by a search that starts from the levels of Lloyd's algorithm (1982) for weights
+// divided by the one of largest magnitude.
 alignas(16) constexpr uint8_t INT4_LEVELS[16] = {0, 6, 11, 16, 21, 24, 27, 30, 33, 36, 39, 42, 47, 52, 57, 64};
 // Levels of MXFP4 (OCP Microscaling Formats 1.0): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, doubled, plus 12.
 alignas(16) constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -97,7 +98,7 @@ struct GroupValues {
 };
 
 // Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
-// weights in 8 bits with a scale per row, for weights in groups also the sums of each group (see `GroupValues`). Memory is
+// weights in 8 bits with a scale per row, for weights in groups also what `GroupValues` has. Memory is
 // allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
@@ -221,7 +222,7 @@ inline float quantise(const bf16* row, int64_t count, int8_t* to) {
     return scale;
 }
 
-// Sum the numbers of each group of a row.
+// Sum the numbers of each group of a row (see `GroupValues`).
 inline void sum_groups(const int8_t* row, int64_t num_groups, int zero, float* sums, int32_t* offsets) {
     for (int64_t group = 0; group < num_groups; group++) {
         int sum = 0;

@@ -143,6 +143,7 @@ def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
         halves: its rows `[output, input]`, or its gates and the values that they multiply.
     """
     assert len({half.shape for half in halves}) == 1
+    assert library.ENCODINGS[blocks.weight.encoding] in library.ROUNDED
     dtype = torch.bfloat16 if halves[0].dtype == torch.bfloat16 else torch.float32
     rows = [half.detach().to(dtype).contiguous() for half in halves]
     source = library.Source(
