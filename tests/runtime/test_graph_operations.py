@@ -11,6 +11,7 @@ from secondguess.runtime.families import Norm
 from secondguess.runtime.fused_decoder import AttentionHeads
 from secondguess.runtime.graphs import operations
 from secondguess.runtime.graphs.operations import LayerCache, PassInputs
+from secondguess.runtime.graphs.quantised import QuantisedProduct
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.rotary import Rotary
 
@@ -99,5 +100,27 @@ def test_attention(dtype, width, has_extras, num_queries, num_keys, size, num_ro
         found = operations.attention(queries, heads, window, cache, inputs)
         # the last rows of padding are undefined
         return queries, *cache, found.view(4, width, -1)[[0, 1, 3]]
+
+    assert_same(monkeypatch, compute, dtype)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (192, 520)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 33, 64])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_linear_in_4_bits(dtype, num_tokens, sizes, activation, monkeypatch):
+    torch.manual_seed(0)
+    num_outputs, num_inputs = sizes
+    weight = random(num_outputs, num_inputs, dtype=dtype) / num_inputs**0.5
+    with_bias = QuantisedProduct(PackableLinear(weight, random(num_outputs, dtype=dtype), False))
+    plain = QuantisedProduct(PackableLinear(weight, None, False))
+    states, norm = random(num_tokens, num_inputs, dtype=dtype), norm_of(num_inputs, dtype)
+    residual = random(num_tokens, num_outputs // (2 if activation else 1), dtype=dtype)
+
+    def compute():
+        return (
+            operations.linear(states, with_bias, norm, activation),
+            operations.linear(states, plain, None, activation, residual, 0.5),
+        )
 
     assert_same(monkeypatch, compute, dtype)

@@ -359,13 +359,17 @@ class Checkpoint:
         if self.runtimes[0] == "transformers":
             return self._linear_counts.copy_bytes(weight_format)
         text = self.config.get_text_config()
-        num_shared = 0 if self._ties_embeddings else text.vocab_size * text.hidden_size
+        num_in_embeddings = text.vocab_size * text.hidden_size
+        if self.runtimes[0] == "graphs":  # the head is shared, too
+            num_shared = num_in_embeddings * (1 if self._ties_embeddings else 2)
+            return int((self._num_parameters - num_shared) * weight_format.bytes_per_weight)
+        num_shared = 0 if self._ties_embeddings else num_in_embeddings
         return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
 
     @property
     def _can_be_copied(self) -> bool:
-        """True if the kernels run this model in bfloat16, or can quantise most weights of its module."""
-        if self.runtimes[0] == "native":
+        """True if the kernels run this model in bfloat16, or graphs do, or most weights of its module can be quantised."""
+        if self.runtimes[0] in ("native", "graphs"):
             return self.weight_formats == [BFLOAT16]
         stored = self.encoding is not None or getattr(self.config, "quantization_config", None) is not None
         is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored

@@ -158,6 +158,9 @@ class QuantisedCopy(ABC):
         """Draw a chain after a row's pending token at once; None if `draft_logits` must be called per node."""
         return None
 
+    def free(self) -> None:
+        """Drop what refers to the target's cache."""
+
 
 class Runtime(ABC):
     """Language model with a KV cache that can be rolled back.
@@ -360,8 +363,8 @@ def partial_forward_error() -> UnsupportedModelError:
 def quantised_copy_error(weight_format: WeightFormat, target: str) -> UnsupportedModelError:
     """Return the error for a target that cannot be copied with quantised weights."""
     return UnsupportedModelError(
-        f"expected a target that the compiled kernels run in bfloat16, or a Transformers module on a CPU most of whose "
-        f"weights are those of linear layers, to draft with its weights in {weight_format.name}, got {target}; load a "
-        "checkpoint that is not quantised with dtype bfloat16 and without quantize, or use a drafter that does without, "
-        "such as suffix"
+        f"expected a target that the compiled kernels run in bfloat16, that the graphs runtime runs, or that is a Transformers "
+        "module on a CPU most of whose weights are those of linear layers, to draft with its weights in "
+        f"{weight_format.name}, got {target}; load a checkpoint that is not quantised with dtype bfloat16 and without "
+        "quantize, or use a drafter that does without, such as suffix"
     )

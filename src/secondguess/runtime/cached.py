@@ -179,6 +179,8 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
+        for copy in self._copies.values():
+            copy.free()
         self.cache = self.cache_class(self.device)
         self.slots = SlotTable(self.cache)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from secondguess.runtime.attention import explicit_attention
 from secondguess.runtime.families import ACTIVATIONS, LayerNorm, Norm
 from secondguess.runtime.fused_decoder import AttentionHeads
+from secondguess.runtime.graphs.quantised import GROUP, QuantisedProduct
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
 
@@ -198,32 +199,56 @@ def _linear_kernel(
     scale: float,
 ) -> Tensor:
     num_tokens, num_inputs = states.shape
-    num_outputs = product.num_outputs // (1 if activation is None else 2)
+    num_parts = 1 if activation is None else 2
+    num_outputs = product.num_outputs // num_parts
     output = states.new_empty(num_tokens, num_outputs)
     block_tokens = max(16, _power_of_two(num_tokens))
+    options = {
+        "NUM_INPUTS": num_inputs,
+        "HAS_BIAS": product.bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": 0 if activation is None else GATES[activation],
+        "BLOCK_TOKENS": block_tokens,
+    }
+    tensors = (product.bias, residual, output, num_tokens, num_outputs, scale)
+    if isinstance(product, QuantisedProduct):
+        block_outputs, stages = _quantised_tile(num_outputs, activation)
+        stage_bytes = 4 * GROUP * (block_outputs * num_parts + 2 * block_tokens * states.dtype.itemsize)
+        _triton().quantised_linear_kernel[(-(-num_outputs // block_outputs),)](
+            states,
+            product.codes,
+            product.scales,
+            *tensors,
+            **options,
+            GROUP=GROUP,
+            BLOCK_OUTPUTS=block_outputs,
+            STAGES=_stages(stages, stage_bytes, states.device),
+            num_warps=4,
+        )
+        return output
     block_outputs, block_inputs, stages = _tile(num_outputs, num_inputs, activation, states.dtype)
-    num_rows = block_tokens + block_outputs * (1 if activation is None else 2)
-    room = shared_memory(states.device) // (num_rows * block_inputs * states.dtype.itemsize)
+    stage_bytes = (block_tokens + block_outputs * num_parts) * block_inputs * states.dtype.itemsize
     _triton().linear_kernel[(-(-num_outputs // block_outputs),)](
         states,
         product.weight,
-        product.bias,
-        residual,
-        output,
-        num_tokens,
-        num_outputs,
-        scale,
-        NUM_INPUTS=num_inputs,
-        HAS_BIAS=product.bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=0 if activation is None else GATES[activation],
-        BLOCK_TOKENS=block_tokens,
+        *tensors,
+        **options,
         BLOCK_OUTPUTS=block_outputs,
         BLOCK_INPUTS=block_inputs,
-        STAGES=max(1, min(stages, room)),
+        STAGES=_stages(stages, stage_bytes, states.device),
         num_warps=4,
     )
     return output
+
+
+def _stages(wanted: int, stage_bytes: int, device: torch.device) -> int:
+    """Return how many stages of a pipeline a program's shared memory holds, at most as many as wanted."""
+    return max(1, min(wanted, shared_memory(device) // stage_bytes))
+
+
+def _quantised_tile(num_outputs: int, activation: str | None) -> tuple[int, int]:
+    """Return outputs per block and the pipeline stages of the linear kernel of 4 bits, chosen as those of `_tile`."""
+    return (32, 3) if activation is not None else (32, 4)
 
 
 def _tile(

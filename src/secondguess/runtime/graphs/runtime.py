@@ -20,7 +20,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates
+from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, QuantisedCopy
+from secondguess.runtime.cached import Output
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.families import why_not_described
 from secondguess.runtime.fused import PROBE_TOLERANCE, CheckedDecoder, FusedRuntime, probe_passes
@@ -29,10 +30,12 @@ from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, 
 from secondguess.runtime.graphs.draws import Draws, draw_nodes
 from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, PassInputs
+from secondguess.runtime.graphs.quantised import quantised_copy
 from secondguess.runtime.hashes import Purpose, scalar_uniforms
 from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import without_gradients
+from secondguess.runtime.weight_format import INT4, WeightFormat
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
@@ -84,6 +87,22 @@ def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
     return runtime if probe_passes("graphs", found, expected, tolerance) else None
 
 
+class RowQueries(NamedTuple):
+    """Tokens of a row that a pass runs.
+
+    Args:
+        slot: cache slot of the row.
+        start: number of cached tokens, which all of these tokens see.
+        tokens: tokens that follow each other, then nodes.
+        parents: those of the nodes, counted among the nodes; -1 for the last of the tokens before.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    parents: Sequence[int] = ()
+
+
 class ScoringPass(NamedTuple):
     """Captured forward pass over the nodes of drafts.
 
@@ -132,6 +151,18 @@ class GraphRuntime(FusedRuntime):
         self._graphs.clear()
         super().free()
 
+    @property
+    def why_not_copied(self) -> str:
+        return ""
+
+    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        return GraphCopy(self) if weight_format == INT4 else super()._make_copy(weight_format)
+
+    def share_cache(self, owner: GraphRuntime) -> None:
+        """Run in the cache of another runtime of the same shapes from now on."""
+        owner._partial = None  # its cache entries will be overwritten
+        self.cache, self.slots = owner.cache, owner.slots
+
     @exclusive
     def read_twice(self, tokens: Tensor) -> Tensor:
         """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
@@ -165,16 +196,39 @@ class GraphRuntime(FusedRuntime):
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
+        rows = zip(states, draft.token_lists, draft.shapes, strict=True)
+        queries = [
+            RowQueries(
+                state.slot, state.length, [*state.row.tokens[state.length :], *nodes[: len(shape)]], shape
+            )
+            for state, nodes, shape in rows
+        ]
         width = max(num_uncached) + draft.num_nodes
-        size, num_queries = bucket(len(states), ROWS), bucket(width, WIDTHS)
-        num_positions = max(state.length for state in states) + num_queries
-        if self._partial is not None or width > MAX_QUERIES or size * num_queries > MAX_TOKENS:
+        output = None if self._partial is not None else self._run_captured(queries, width)
+        if output is None:
             return super()._run_queries(states, num_uncached, draft)
-        self._reserve(max(state.slot for state in states), num_positions)
+        # The next pass overwrites what is not copied; logits of half precision are converted to float32 later.
+        logits = _columns(output.logits, num_uncached, draft.num_nodes)
+        hidden = {
+            layer: _columns(each, num_uncached, draft.num_nodes).clone()
+            for layer, each in output.hidden.items()
+        }
+        return logits.clone() if logits.dtype == torch.float32 else logits, hidden
+
+    def _run_captured(self, queries: Sequence[RowQueries], width: int) -> Output | None:
+        """Run a captured pass over at most `width` queries per row; None if a pass of this shape is not captured.
+
+        Returns:
+            Logits and hidden states `[row, query, ...]` with padding, which the next pass overwrites.
+        """
+        size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS)
+        if width > MAX_QUERIES or size * num_queries > MAX_TOKENS:
+            return None
+        num_positions = max(row.start for row in queries) + num_queries
+        self._reserve(max(row.slot for row in queries), num_positions)
         if self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
-            return super()._run_queries(states, num_uncached, draft)
-        trees = list(zip(states, num_uncached, draft.token_lists, draft.shapes, strict=True))
-        fields = _scoring_fields(trees, size, num_queries, self.context_length)
+            return None
+        fields = _scoring_fields(queries, size, num_queries, self.context_length)
         layers = self.hidden_layers
         try:
             scoring = self._graphs.get(
@@ -182,16 +236,11 @@ class GraphRuntime(FusedRuntime):
             )
         except torch.OutOfMemoryError:  # without graphs there may be room for this pass
             self._graphs.clear()
-            return super()._run_queries(states, num_uncached, draft)
+            return None
         scoring.static.set(fields)
         output = scoring.graph()
-        # The next pass overwrites what is not copied; logits of half precision are converted to float32 below.
-        logits = _columns(output.logits, size, num_uncached, draft.num_nodes)
-        hidden = {
-            layer: _columns(each, size, num_uncached, draft.num_nodes).clone()
-            for layer, each in output.hidden.items()
-        }
-        return logits.clone() if logits.dtype == torch.float32 else logits, hidden
+        of_rows = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
+        return Output(output.logits.view(size, num_queries, -1), of_rows)
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
@@ -232,6 +281,37 @@ class GraphRuntime(FusedRuntime):
         decoder, cache = self.decoder, self.cache
         graph = self._graphs.capture(lambda: run_decoder(decoder, cache, static.inputs, layers))
         return ScoringPass(static, graph)
+
+    @exclusive
+    def run_nodes(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run pending and nodes in a shared cache, as in `QuantisedCopy.draft_logits`."""
+        states = [self.slots[row] for row in rows]
+        with without_gradients():
+            output = None
+            if draft.is_chain:  # the nodes before are seen by all
+                queries = [
+                    RowQueries(state.slot, state.length + num_known, [state.row.pending, *nodes][num_known:])
+                    for state, nodes in zip(states, draft.token_lists, strict=True)
+                ]
+                output = self._run_captured(queries, draft.num_nodes + 1 - num_known)
+            if output is None:
+                logits = self._run_queries(states, [1] * len(states), draft)[0][:, num_known:]
+            else:
+                logits = output.logits[: len(rows), : draft.num_nodes + 1 - num_known]
+        for state in states:
+            state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
+        return logits.float()
+
+    @exclusive
+    def draw_after_pending(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        """Draw a chain in a shared cache, as in `QuantisedCopy.draft_chain`."""
+        if not self._draws(request):
+            return None
+        state = self.slots[row]
+        with without_gradients():
+            drawn = self._draw_chain(state, request)
+        state.num_nodes = len(drawn.tokens)  # moved with the row's slot until the owner overwrites them
+        return drawn
 
     @exclusive
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
@@ -318,48 +398,69 @@ class GraphRuntime(FusedRuntime):
         return drawing.graph()
 
 
-def _columns(values: Tensor, size: int, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
-    """Return those of pending and the nodes, `[row, node + 1, ...]`, of values `[token, ...]` of `size` rows."""
-    of_rows = values.view(size, -1, values.shape[-1])
+class GraphCopy(QuantisedCopy):
+    """Copy with weights in 4 bits, which shares all else with its target.
+
+    Args:
+        target: with weights that are not quantised.
+    """
+
+    def __init__(self, target: GraphRuntime) -> None:
+        self._target = target
+        self._runtime = GraphRuntime(quantised_copy(target.decoder))
+        self._runtime.lock = target.lock
+
+    def free(self) -> None:
+        self._runtime.free()
+
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        self._runtime.share_cache(self._target)
+        return self._runtime.run_nodes(rows, draft, num_known)
+
+    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        self._runtime.share_cache(self._target)
+        return self._runtime.draw_after_pending(row, request)
+
+
+def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
+    """Return those of pending and the nodes, `[row, node + 1, ...]`, of padded values `[row, query, ...]`."""
     first = num_uncached[0] - 1
     if all(count == num_uncached[0] for count in num_uncached):
         return of_rows[: len(num_uncached), first : first + num_nodes + 1]
-    firsts = torch.tensor(num_uncached, device=values.device)[:, None] - 1
-    rows = torch.arange(len(num_uncached), device=values.device)[:, None]
-    return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=values.device)]
+    firsts = torch.tensor(num_uncached, device=of_rows.device)[:, None] - 1
+    rows = torch.arange(len(num_uncached), device=of_rows.device)[:, None]
+    return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=of_rows.device)]
 
 
 def _scoring_fields(
-    trees: Sequence[tuple[CachedRow, int, Sequence[int], Sequence[int]]],
-    num_rows: int,
-    width: int,
-    context_length: int,
+    queries: Sequence[RowQueries], num_rows: int, width: int, context_length: int
 ) -> list[list[int]]:
-    """Return the fields of `PassInputs`, flat, for rows and their drafts.
+    """Return the fields of `PassInputs`, flat.
 
     Args:
-        trees: per row, its state, its number of uncached tokens, and tokens and parents of its nodes.
+        queries: of the rows.
         num_rows, width: padded shape.
         context_length: padding has smaller positions.
     """
-    num_padded = num_rows - len(trees)
-    slots = [state.slot for state, *_ in trees] + [0] * num_padded
-    starts = [state.length for state, *_ in trees] + [-1] * num_padded
+    num_padded = num_rows - len(queries)
+    slots = [row.slot for row in queries] + [0] * num_padded
+    starts = [row.start for row in queries] + [-1] * num_padded
     tokens: list[int] = []
     positions: list[int] = []
     ancestors: list[int] = []
-    for state, count, nodes, parents in trees:
+    for row in queries:
+        count = len(row.tokens) - len(row.parents)
         seen = [(2 << query) - 1 for query in range(count)]
         depths = list(range(count))
-        for parent in parents:
+        for parent in row.parents:
             query = count - 1 if parent < 0 else count + parent
             seen.append(seen[query] | 1 << len(seen))
             depths.append(depths[query] + 1)
         padding = range(len(seen), width)
-        tokens += [*state.row.tokens[state.length :], *nodes[: len(parents)], *([0] * len(padding))]
+        tokens += [*row.tokens, *([0] * len(padding))]
         ancestors += [*seen, *(1 << query for query in padding)]
         depths += [0] * len(padding)
-        positions += [min(state.length + depth, context_length - 1) for depth in depths]
+        positions += [min(row.start + depth, context_length - 1) for depth in depths]
     for field in (tokens, positions, ancestors):
         field += [0] * (num_padded * width)
     return [slots, starts, tokens, positions, ancestors]

@@ -34,6 +34,39 @@ def norm_kernel(states, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.const
     tl.store(output + token * SIZE + places, found.to(output.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def store_product(
+    sums,
+    values,
+    bias,
+    residual,
+    output,
+    tokens,
+    outputs,
+    num_tokens,
+    num_outputs,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Write `residual + scale * activation(sums + bias)`; with an activation, `values` are those without one."""
+    token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION:
+            added = tl.load(bias + num_outputs + outputs, mask=output_mask, other=0.0)
+            values += added.to(tl.float32)[None, :]
+    if ACTIVATION:
+        sums = gated(sums, values, ACTIVATION)
+    places = tokens[:, None] * num_outputs + outputs[None, :]
+    mask = token_mask[:, None] & output_mask[None, :]
+    sums *= scale
+    if HAS_RESIDUAL:
+        sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     states,
@@ -79,19 +112,135 @@ def linear_kernel(
         if ACTIVATION:
             second = tl.load(second_rows + columns, mask=tile_mask, other=0.0)
             values = tl.dot(part, tl.trans(second), values, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
+    store_product(
+        sums,
+        values,
+        bias,
+        residual,
+        output,
+        tokens,
+        outputs,
+        num_tokens,
+        num_outputs,
+        scale,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+        ACTIVATION,
+    )
+
+
+@triton.jit
+def weights_of(words):
+    """Return the eight integers from -8 to 7 of each 32-bit word, lowest bits first, as bfloat16."""
+    # Two words at a time: four bits below the exponent of 128 are a number from 128 to 143.
+    first, second, third, fourth, fifth, sixth, seventh, eighth = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, moved;
+        prmt.b32 low, $8, $9, 0x5410;
+        prmt.b32 high, $8, $9, 0x7632;
+        lop3.b32 $0, low, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, low, 4;
+        lop3.b32 $1, moved, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, low, 8;
+        lop3.b32 $2, moved, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, low, 12;
+        lop3.b32 $3, moved, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $4, high, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, high, 4;
+        lop3.b32 $5, moved, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, high, 8;
+        lop3.b32 $6, moved, 0x000F000F, 0x43004300, 0xEA;
+        shr.b32 moved, high, 12;
+        lop3.b32 $7, moved, 0x000F000F, 0x43004300, 0xEA;
+        }
+        """,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+    return first, second, third, fourth, fifth, sixth, seventh, eighth
+
+
+@triton.jit
+def scale_of(pairs, HALF: tl.constexpr):
+    """Return the lower or upper of two bfloat16 numbers in each 32-bit word, as float32."""
+    bits = pairs & -65536 if HALF else pairs << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_products(sums, part, weights, pairs, HALF: tl.constexpr):
+    """Return `sums + (part @ (weights - 136).T) * scales`."""
+    weights = (weights - 136.0).to(part.dtype)
+    return sums + tl.dot(part, tl.trans(weights), input_precision="ieee") * scale_of(pairs, HALF)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def quantised_linear_kernel(
+    states,
+    codes,
+    scales,
+    bias,
+    residual,
+    output,
+    num_tokens,
+    num_outputs,
+    scale,
+    NUM_INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write what `linear_kernel` does, for weights as in `QuantisedProduct`."""
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    words = tl.arange(0, GROUP)
+    token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
+    num_blocks: tl.constexpr = (NUM_INPUTS + 8 * GROUP - 1) // (8 * GROUP)
+    num_rows = num_outputs * 2 if ACTIVATION else num_outputs
+    rows = codes + outputs.to(tl.int64)[:, None] * (num_blocks * GROUP) + words
+    second_rows = rows + num_outputs.to(tl.int64) * (num_blocks * GROUP)
+    sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
+    values = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
+    for block in tl.range(0, num_blocks, num_stages=STAGES):
+        weights = weights_of(tl.load(rows + block * GROUP, mask=output_mask[:, None], other=0))
         if ACTIVATION:
-            added = tl.load(bias + num_outputs + outputs, mask=output_mask, other=0.0)
-            values += added.to(tl.float32)[None, :]
-    if ACTIVATION:
-        sums = gated(sums, values, ACTIVATION)
-    places = tokens[:, None] * num_outputs + outputs[None, :]
-    mask = token_mask[:, None] & output_mask[None, :]
-    sums *= scale
-    if HAS_RESIDUAL:
-        sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
+            second = weights_of(tl.load(second_rows + block * GROUP, mask=output_mask[:, None], other=0))
+        for group in tl.static_range(8):
+            columns = (block * 8 + group) * GROUP + words
+            part_mask = token_mask[:, None]
+            if NUM_INPUTS % (8 * GROUP) != 0:
+                part_mask = part_mask & (columns < NUM_INPUTS)
+            part = tl.load(states + tokens[:, None] * NUM_INPUTS + columns, mask=part_mask, other=0.0)
+            pairs = tl.load(scales + (block * 4 + group // 2) * num_rows + outputs, mask=output_mask, other=0)
+            sums = add_products(sums, part, weights[group], pairs, group % 2)
+            if ACTIVATION:
+                others = scales + (block * 4 + group // 2) * num_rows + num_outputs + outputs
+                values = add_products(
+                    values, part, second[group], tl.load(others, mask=output_mask, other=0), group % 2
+                )
+    store_product(
+        sums,
+        values,
+        bias,
+        residual,
+        output,
+        tokens,
+        outputs,
+        num_tokens,
+        num_outputs,
+        scale,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+        ACTIVATION,
+    )
 
 
 @triton.jit(do_not_specialize=["width"])
