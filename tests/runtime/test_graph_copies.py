@@ -136,7 +136,12 @@ def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(target, temperatu
     for _ in range(2):  # captured, then replayed
         assert copy.draft_chain(row, request).tokens == expected
     assert row.tokens == TOKENS[:9]
-    assert copy.draft_chain(row, replace(request, settings=kernel_settings(SamplingParams(top_k=3)))) is None
+    assert (
+        copy.draft_chain(
+            row, replace(request, settings=kernel_settings(SamplingParams(temperature=1, top_k=3)))
+        )
+        is None
+    )
 
 
 def test_entries_of_a_draft_move_with_their_row(target):

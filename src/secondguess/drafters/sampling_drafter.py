@@ -17,7 +17,7 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime, VocabularyMap
+from secondguess.runtime.base import ChainRequest, DrawnChain, KeepChains, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
@@ -107,6 +107,12 @@ class SamplingDrafter(Drafter):
         """Draw a chain of the only row at once, extended as by `extend`; None to draw it token by token."""
         return None
 
+    def whole_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        """Draw chains of several rows at once, as `whole_chain` does; `Runtime.draft_chains` has the arguments."""
+        return None
+
     def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return per row the acceptance probability of the node at this depth of its chain.
 
@@ -163,8 +169,12 @@ class SamplingDrafter(Drafter):
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
         plain = noise.all_greedy and not edits
-        if len(rows) == 1 and active and not edits:
-            whole = self._draw_whole_chain(rows[0], limits[0], budgets, noise)
+        if active and not edits:
+            whole = (
+                self._draw_whole_chain(rows[0], limits[0], budgets, noise)
+                if len(rows) == 1
+                else self._draw_whole_chains(rows, active, limits, budgets, noise)
+            )
             if whole is not None:
                 return whole
         chains = self.chains
@@ -207,6 +217,48 @@ class SamplingDrafter(Drafter):
             return None
         self.chains = [drawn.tokens]
         return Draft.chains([drawn.tokens], None if drawn.probs is None else drawn.probs[None], self.device)
+
+    def _draw_whole_chains(
+        self, rows: Sequence[Row], active: list[int], limits: list[int], budgets: Budgets, noise: Noise
+    ) -> Draft | None:
+        """Return the drafts of several rows if their drafter can draw them at once."""
+        row_noises = noise.of_rows()
+        if row_noises is None:
+            return None
+
+        def keep_drafting(
+            which: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
+        ) -> list[bool]:
+            asked = [active[index] for index in which]
+            of_batch = [0.0] * len(rows)
+            for index, confidence in zip(asked, confidences, strict=True):
+                of_batch[index] = confidence
+            logits = expand_to_batch(logits, len(rows), asked)
+            kept = budgets.keep_drafting(logits, depth, None, of_batch)
+            return [kept[index] for index in asked]
+
+        requests = [
+            ChainRequest(
+                limits[index], self.vocab_size, kernel_settings(rows[index].params), row_noises[index], None
+            )
+            for index in active
+        ]
+        members = [rows[index] for index in active]
+        drawn = self.whole_chains(members, requests, keep_drafting if budgets.uses_probs else None)
+        if drawn is None:
+            return None
+        for index, chain in zip(active, drawn, strict=True):
+            self.chains[index] = chain.tokens
+        if noise.all_greedy:
+            return Draft.chains(self.chains, None, self.device)
+        longest = max(map(len, self.chains))
+        probs = torch.zeros(len(rows), longest, self.vocab_size, device=self.device)
+        for index, chain in zip(active, drawn, strict=True):
+            if chain.probs is None:  # all of these rows are at temperature 0
+                probs[index, range(len(chain.tokens)), chain.tokens] = 1.0
+            else:
+                probs[index, : len(chain.tokens)] = chain.probs
+        return Draft.chains(self.chains, probs, self.device)
 
     def _draw_at_once(
         self,

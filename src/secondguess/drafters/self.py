@@ -19,7 +19,7 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_bat
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.runtime.base import ChainRequest, DrawnChain, Runtime
+from secondguess.runtime.base import ChainRequest, DrawnChain, KeepChains, Runtime
 from secondguess.runtime.weight_format import INT4
 
 
@@ -64,6 +64,11 @@ class SelfDrafter(SamplingDrafter):
 
     def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
         return self._copy.draft_chain(row, request)
+
+    def whole_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        return self._copy.draft_chains(rows, requests, keep_drafting)
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         found = self._run(rows, active, tree.select(tree.lengths.new_tensor(active)))

@@ -133,6 +133,11 @@ class DrawnChain:
     probs: Tensor | None
 
 
+KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
+"""Decides which chains go on: called with the rows in question, the logits `[row, vocab]` of their last nodes, the depth
+of these nodes and the probabilities of the most likely tokens."""
+
+
 class QuantisedCopy(ABC):
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
@@ -156,6 +161,12 @@ class QuantisedCopy(ABC):
 
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
         """Draw a chain after a row's pending token at once; None if `draft_logits` must be called per node."""
+        return None
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        """Draw chains after the pending tokens of several rows, as `Runtime.draft_chains`."""
         return None
 
     def free(self) -> None:
@@ -325,6 +336,18 @@ class Runtime(ABC):
         """Append a chain drawn from this model to the tokens of a row; None if `score` must be called per node.
 
         All tokens but the last are cached afterwards.
+        """
+        return None
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        """Append chains drawn from this model to the tokens of several rows, as `draft_chain` does for one.
+
+        Args:
+            rows: at least one.
+            requests: one per row, without rules and callbacks of their own.
+            keep_drafting: decides after each level but the last of a row; None to draw all nodes.
         """
         return None
 

@@ -95,6 +95,10 @@ class Noise(ABC):
         """
         return None
 
+    def of_rows(self) -> list[RowNoise] | None:
+        """Return the source of all decisions about each row; None if they must be requested one by one."""
+        return None
+
     @abstractmethod
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         """Return `[row, node]` decisions, each True with its probability; both on the host."""
@@ -178,6 +182,10 @@ class KeyedNoise(Noise):
         if len(self.keys) != 1:
             return None
         return RowNoise(self.keys[0] & ALL_BITS, self.positions[0], self.any_coupled)
+
+    def of_rows(self) -> list[RowNoise]:
+        rows = zip(self.keys, self.positions, self.coupled.tolist(), strict=True)
+        return [RowNoise(key & ALL_BITS, position, is_coupled) for key, position, is_coupled in rows]
 
     def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         num_rows, num_nodes = chances.shape

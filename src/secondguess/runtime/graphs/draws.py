@@ -14,22 +14,35 @@ from secondguess.runtime.hashes import Purpose, hash_of, uniform_per_token_on_de
 
 
 class Draws(NamedTuple):
-    """Nodes of a chain on the device.
+    """Nodes of chains on the device.
 
     Args:
-        chosen: `[2, node]` in float64, tokens, and probabilities of the most likely token before sampling settings.
-        logits: `[node, vocab]` in float32, from which they were drawn.
-        probs: `[node, vocab]`, the distribution that each was drawn from; None at temperature 0.
+        chosen: `[2, node, row]` in float64, tokens, and probabilities of the most likely token before sampling settings.
+        logits: `[node, row, vocab]` in float32, from which they were drawn.
+        probs: `[node, row, vocab]`, the distribution that each was drawn from; None at temperature 0.
     """
 
     chosen: Tensor
     logits: Tensor
     probs: Tensor | None
 
-    def on_host(self) -> tuple[list[int], list[float]]:
-        """Return tokens and confidences."""
+    def on_host(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Return tokens and confidences, per node and row."""
         tokens, confidences = self.chosen.tolist()
-        return [int(token) for token in tokens], confidences
+        return [[int(token) for token in of_node] for of_node in tokens], confidences
+
+
+class Modes(NamedTuple):
+    """How nodes are drawn.
+
+    Args:
+        all_greedy, some_greedy: whether all rows, or some, draw the most likely token.
+        races: whether the others draw by races.
+    """
+
+    all_greedy: bool
+    some_greedy: bool
+    races: bool
 
 
 def draw_nodes(
@@ -38,67 +51,75 @@ def draw_nodes(
     count: int,
     vocab_size: int,
     *,
-    is_greedy: bool,
-    races: bool,
+    modes: Modes,
 ) -> Draws:
     """Draw nodes, each after a pass over the one before it.
 
     Args:
         run: returns logits `[token, vocab]` of a forward pass.
-        static: inputs of the first pass; `integers` has the key and position of the row's noise, `floats` the
-            temperature, the logarithm of min-p and one uniform per node (at temperature 0 nothing).
+        static: inputs of the first pass; `integers` has the number of tokens of each row, then the keys and the positions
+            of their noise; `floats` the temperatures, the logarithms of min-p and the uniforms of each node.
         count: number of nodes.
         vocab_size: width of the distributions.
-        is_greedy: whether the most likely tokens are drawn.
-        races: whether tokens are drawn by races.
+        modes: how they are drawn.
     """
     inputs = static.inputs
+    num_rows = len(inputs.slots)
+    num_read, keys, places = static.integers.view(3, num_rows)
+    temperatures, log_min_ps, *uniforms = static.floats.view(-1, num_rows)
     found: list[Tensor] = []
     dists: list[Tensor] = []
     drawn: list[Tensor] = []
-    floats = static.floats.unbind()
     for node in range(count):
         if node:
-            inputs = _following(inputs, drawn[-1])
-        logits = run(inputs)[-1, :vocab_size].float()
+            inputs = _following(inputs, drawn[-1], num_read if node == 1 else torch.ones_like(num_read))
+        of_tokens = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
+        logits = of_tokens[:, 0] if inputs.tokens.shape[1] == 1 else _last(of_tokens, num_read)
+        logits = logits.float()
         found.append(logits)
-        if is_greedy:
+        if modes.all_greedy:
             drawn.append(logits.argmax(-1))
             continue
-        temperature, log_min_p, *uniforms = floats
-        probs = _probs(logits, temperature, log_min_p)
+        probs = _probs(logits, temperatures[:, None], log_min_ps[:, None], modes.some_greedy)
         dists.append(probs)
-        if races:
-            key, position = static.integers[:1], static.integers[1:]
-            hashes = hash_of(key, position + node, Purpose.RACE)
-            times = -uniform_per_token_on_device(hashes, vocab_size)[0].log() / probs
+        if modes.races:
+            hashes = hash_of(keys, places + node, Purpose.RACE)
+            times = -uniform_per_token_on_device(hashes, vocab_size).log() / probs
             drawn.append(times.argmin(-1))
         else:
-            drawn.append(_inverted(probs, uniforms[node]))
+            drawn.append(_inverted(probs, uniforms[node][:, None]))
     logits = torch.stack(found)
     chosen = torch.stack((torch.stack(drawn).double(), logits.softmax(-1).amax(-1).double()))
     return Draws(chosen, logits, torch.stack(dists) if dists else None)
 
 
-def _following(inputs: PassInputs, token: Tensor) -> PassInputs:
-    """Return the inputs of a pass over one more token of the only row."""
+def _last(of_tokens: Tensor, num_read: Tensor) -> Tensor:
+    """Return `[row, ...]`, that of each row's last token, of values `[row, token, ...]`."""
+    return of_tokens[torch.arange(len(of_tokens), device=of_tokens.device), num_read - 1]
+
+
+def _following(inputs: PassInputs, tokens: Tensor, num_read: Tensor) -> PassInputs:
+    """Return the inputs of a pass over one more token per row."""
+    starts = torch.where(inputs.starts < 0, inputs.starts, inputs.starts + num_read)
+    positions = _last(inputs.positions, num_read) + 1
     return PassInputs(
-        inputs.slots,
-        inputs.starts + inputs.tokens.shape[1],
-        token.view(1, 1),
-        inputs.positions[:, -1:] + 1,
-        torch.ones_like(inputs.positions[:, -1:]),
+        inputs.slots, starts, tokens[:, None], positions[:, None], torch.ones_like(positions)[:, None]
     )
 
 
-def _probs(logits: Tensor, temperature: Tensor, log_min_p: Tensor) -> Tensor:
-    """Return probabilities `[vocab]` after temperature and min-p, as `sampling.truncation` does."""
-    logits = logits / temperature.float()
-    threshold = logits.amax(-1) + log_min_p.float()
-    return logits.masked_fill(logits < threshold, -torch.inf).softmax(-1)
+def _probs(logits: Tensor, temperatures: Tensor, log_min_ps: Tensor, some_greedy: bool) -> Tensor:
+    """Return probabilities `[row, vocab]` after temperature and min-p, as `sampling.truncation` does."""
+    scaled = logits / temperatures.float()
+    threshold = scaled.amax(-1, keepdim=True) + log_min_ps.float()
+    probs = scaled.masked_fill(scaled < threshold, -torch.inf).softmax(-1)
+    if not some_greedy:
+        return probs
+    first = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(temperatures == 0, first, probs)
 
 
-def _inverted(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token drawn by inverting the cumulative sum; any token if it is NaN."""
+def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the tokens `[row]` drawn by inverting the cumulative sum; any token if it is NaN."""
     totals = probs.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(totals, uniform * totals[-1:], right=True)[0].clamp(max=len(probs) - 1)
+    places = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
+    return places[:, 0].clamp(max=probs.shape[-1] - 1)

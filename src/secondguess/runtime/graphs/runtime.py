@@ -7,6 +7,7 @@ by graphs, too, several passes and draws in each.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from bisect import bisect_right
@@ -18,16 +19,16 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, StoppingRule
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, QuantisedCopy
+from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, KeepChains, QuantisedCopy
 from secondguess.runtime.cached import Output
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.families import why_not_described
 from secondguess.runtime.fused import PROBE_TOLERANCE, CheckedDecoder, FusedRuntime, probe_passes
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
-from secondguess.runtime.graphs.draws import Draws, draw_nodes
+from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes
 from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
@@ -125,6 +126,31 @@ class DrawingPass(NamedTuple):
 
     static: StaticInputs
     graph: Graph[Draws]
+
+
+class Decisions(NamedTuple):
+    """What chains are drawn for.
+
+    Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
+    depends on a token, and none on what follows it.
+
+    Args:
+        requests: one per row.
+        keep_drafting: as in `Runtime.draft_chains`.
+    """
+
+    requests: Sequence[ChainRequest]
+    keep_drafting: KeepChains | None
+
+    def going_on(
+        self, rows: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
+    ) -> list[bool]:
+        """Return for these rows whether another node is drafted after those at a depth."""
+        have_room = [depth + 1 < self.requests[row].num_nodes for row in rows]
+        if self.keep_drafting is None or not any(have_room):
+            return have_room
+        kept = self.keep_drafting(rows, logits, depth, confidences)
+        return [each and has_room for each, has_room in zip(kept, have_room, strict=True)]
 
 
 class GraphRuntime(FusedRuntime):
@@ -303,83 +329,130 @@ class GraphRuntime(FusedRuntime):
         return logits.float()
 
     @exclusive
-    def draw_after_pending(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        """Draw a chain in a shared cache, as in `QuantisedCopy.draft_chain`."""
-        if not self._draws(request):
-            return None
-        state = self.slots[row]
-        with without_gradients():
-            drawn = self._draw_chain(state, request)
-        state.num_nodes = len(drawn.tokens)  # moved with the row's slot until the owner overwrites them
+    def draw_after_pending(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
+        """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`."""
+        states = [self.slots[row] for row in rows]
+        drawn = self._draw_chains(states, decisions)
+        for state, chain in zip(states, drawn or [], strict=drawn is not None):
+            state.num_nodes = len(chain.tokens)  # moved with the row's slot until the owner overwrites them
         return drawn
 
     @exclusive
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        if not self._draws(request):
+        drawn = self._append_chains([row], Decisions([request], _own_decision(request)))
+        return None if drawn is None else drawn[0]
+
+    @exclusive
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        return self._append_chains(rows, Decisions(requests, keep_drafting))
+
+    def _append_chains(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
+        if not self._draws(decisions.requests):
             return None
         self._partial = None
-        state = self.slots[row]
-        [num_uncached] = self._catch_up([state])
-        if num_uncached > MAX_CATCH_UP:
+        states = [self.slots[row] for row in rows]
+        if max(self._catch_up(states)) > MAX_CATCH_UP:
             return None
-        with without_gradients():
-            drawn = self._draw_chain(state, request)
-        row.tokens += drawn.tokens
-        state.length = len(row.tokens) - 1
+        drawn = self._draw_chains(states, decisions)
+        for row, state, chain in zip(rows, states, drawn or [], strict=drawn is not None):
+            row.tokens += chain.tokens
+            state.length = len(row.tokens) - 1
         return drawn
 
-    def _draws(self, request: ChainRequest) -> bool:
+    def _draws(self, requests: Sequence[ChainRequest]) -> bool:
         """Return whether graphs draw chains with these settings."""
+        samples = [request for request in requests if request.settings.temperature > 0]
         return (
-            request.vocab_size <= self.vocab_size
-            and request.vocabulary is None
-            and not request.settings.truncates
+            all(request.vocab_size <= self.vocab_size and request.vocabulary is None for request in requests)
+            and not any(request.settings.truncates for request in samples)
+            and len({request.noise.races for request in samples}) < 2
         )
 
-    def _draw_chain(self, state: CachedRow, request: ChainRequest) -> DrawnChain:
-        known = state.row.tokens
-        tokens: list[int] = []
-        probs: list[Tensor] = []
-        goes_on = True
-        while goes_on:
-            count = min(SEGMENT, request.num_nodes - len(tokens))
-            read = [*known[state.length :], *tokens] if not tokens else tokens[-1:]
-            start = len(known) + len(tokens) - len(read)
-            drawn = self._draw_segment(state.slot, start, read, count, len(tokens), request)
-            found, confidences = drawn.on_host()
-            if any(math.isnan(each) for each in confidences):
+    def _draw_chains(self, states: Sequence[CachedRow], decisions: Decisions) -> list[DrawnChain] | None:
+        """Draw chains after the tokens of rows; None if graphs do not draw them, or memory does not hold the graphs."""
+        requests = decisions.requests
+        if not self._draws(requests) or len(states) > ROWS[-1]:
+            return None
+        temperatures = [request.settings.temperature for request in requests]
+        modes = Modes(not any(temperatures), 0 in temperatures, any(each.noise.races for each in requests))
+        chains: list[list[int]] = [[] for _ in states]
+        probs: list[list[Tensor]] = [[] for _ in states]
+        active = list(range(len(states)))
+        while active:
+            depth = len(chains[active[0]])
+            count = min(SEGMENT, *(requests[index].num_nodes - depth for index in active))
+            try:
+                drawn = self._draw_segment(
+                    [states[i] for i in active],
+                    [chains[i] for i in active],
+                    [requests[i] for i in active],
+                    count,
+                    modes,
+                )
+            except torch.OutOfMemoryError:  # without graphs there may be room for these passes
+                self._graphs.clear()
+                if depth == 0:
+                    return None
+                break
+            tokens, confidences = drawn.on_host()
+            if any(math.isnan(each) for of_node in confidences for each in of_node[: len(active)]):
                 require_finite(drawn.logits)
                 raise SecondGuessError(
                     "expected a finite logit from the draft model, got none; its weights are broken, or overflow in this "
                     "precision: try another dtype or another draft model"
                 )
-            num_kept, goes_on = _num_to_keep(request, drawn.logits, confidences, len(tokens))
-            if drawn.probs is not None:
-                probs.append(drawn.probs[:num_kept].clone())
-            tokens += found[:num_kept]
-        return DrawnChain(tokens, torch.cat(probs) if probs else None)
+            kept = None if drawn.probs is None else drawn.probs.clone()  # the next segment overwrites them
+            places = dict(enumerate(active))
+            for node in range(count):
+                for place, index in places.items():
+                    chains[index].append(tokens[node][place])
+                    if kept is not None:
+                        probs[index].append(kept[node, place])
+                going_on = decisions.going_on(
+                    list(places.values()),
+                    drawn.logits[node, list(places)],
+                    depth + node,
+                    [confidences[node][place] for place in places],
+                )
+                places = dict(itertools.compress(places.items(), going_on))
+            active = list(places.values())
+        return [
+            DrawnChain(chain, torch.stack(dists) if dists else None)
+            for chain, dists in zip(chains, probs, strict=True)
+        ]
 
     def _draw_segment(
-        self, slot: int, start: int, read: list[int], count: int, depth: int, request: ChainRequest
+        self,
+        states: Sequence[CachedRow],
+        chains: Sequence[Sequence[int]],
+        requests: Sequence[ChainRequest],
+        count: int,
+        modes: Modes,
     ) -> Draws:
-        """Run a graph that reads tokens from position `start` on, and draws `count` nodes from `depth` on."""
-        width, settings, noise = len(read), request.settings, request.noise
-        self._reserve(slot, start + width + count)
-        is_greedy, vocab_size = settings.temperature == 0, request.vocab_size
-        nodes = range(depth, depth + count)
-        uniforms = [] if is_greedy else scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT)
-        signed = noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key
-        ancestors = [(2 << index) - 1 for index in range(width)]
-        fields = [[slot], [start], read, range(start, start + width), ancestors]
-        integers = [signed, noise.position + depth]
-        floats = [] if is_greedy else [settings.temperature, settings.log_min_p, *uniforms]
-        decoder, cache, races = self.decoder, self.cache, noise.races and not is_greedy
+        """Run a graph that draws `count` nodes after the nodes of each row so far."""
+        depth, vocab_size = len(chains[0]), requests[0].vocab_size
+        queries = [
+            RowQueries(state.slot, state.length, state.row.tokens[state.length :])
+            if not chain
+            else RowQueries(state.slot, len(state.row.tokens) + depth - 1, chain[-1:])
+            for state, chain in zip(states, chains, strict=True)
+        ]
+        size, width = bucket(len(queries), ROWS), max(len(row.tokens) for row in queries)
+        self._reserve(
+            max(row.slot for row in queries), max(row.start + len(row.tokens) for row in queries) + count
+        )
+        fields = _scoring_fields(queries, size, width, self.context_length)
+        padding = size - len(queries)
+        integers, floats = _draw_parameters(requests, depth, count, padding, modes)
+        integers = [*(len(row.tokens) for row in queries), *([1] * padding), *integers]
+        decoder, cache = self.decoder, self.cache
 
         def make() -> DrawingPass:
-            static = StaticInputs(1, width, self.device, len(integers), len(floats))
-            static.set(
-                fields, integers, floats
-            )  # capturing runs the passes, which must write to the right places
+            static = StaticInputs(size, width, self.device, len(integers), len(floats))
+            # Capturing runs the passes, which must write to the right places.
+            static.set(fields, integers, floats)
 
             def draw() -> Draws:
                 return draw_nodes(
@@ -387,15 +460,15 @@ class GraphRuntime(FusedRuntime):
                     static,
                     count,
                     vocab_size,
-                    is_greedy=is_greedy,
-                    races=races,
+                    modes=modes,
                 )
 
             return DrawingPass(static, self._graphs.capture(draw))
 
-        drawing = self._graphs.get((width, count, is_greedy, races, vocab_size), make)
-        drawing.static.set(fields, integers, floats)
-        return drawing.graph()
+        with without_gradients():
+            drawing = self._graphs.get((size, width, count, modes, vocab_size), make)
+            drawing.static.set(fields, integers, floats)
+            return drawing.graph()
 
 
 class GraphCopy(QuantisedCopy):
@@ -418,8 +491,17 @@ class GraphCopy(QuantisedCopy):
         return self._runtime.run_nodes(rows, draft, num_known)
 
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
+        drawn = self._draw([row], Decisions([request], _own_decision(request)))
+        return None if drawn is None else drawn[0]
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        return self._draw(rows, Decisions(requests, keep_drafting))
+
+    def _draw(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
         self._runtime.share_cache(self._target)
-        return self._runtime.draw_after_pending(row, request)
+        return self._runtime.draw_after_pending(rows, decisions)
 
 
 def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
@@ -466,26 +548,36 @@ def _scoring_fields(
     return [slots, starts, tokens, positions, ancestors]
 
 
-def _num_to_keep(
-    request: ChainRequest, logits: Tensor, confidences: Sequence[float], depth: int
-) -> tuple[int, bool]:
-    """Return how many of the nodes from `depth` on are kept, and whether others may follow.
+def _draw_parameters(
+    requests: Sequence[ChainRequest], depth: int, count: int, padding: int, modes: Modes
+) -> tuple[list[int], list[float]]:
+    """Return the keys and positions of the rows' noise, and the numbers by which nodes are drawn, as `draw_nodes` takes."""
+    noises = [request.noise for request in requests]
+    keys = [noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key for noise in noises]
+    integers = [*keys, *([0] * padding), *(noise.position + depth for noise in noises), *([0] * padding)]
+    if modes.all_greedy:
+        return integers, [1.0] * 2 * (len(requests) + padding)
+    nodes = range(depth, depth + count)
+    of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
+    columns = [
+        [request.settings.temperature for request in requests],
+        [request.settings.log_min_p for request in requests],
+        *map(list, zip(*of_rows, strict=True)),
+    ]
+    return integers, [value for column in columns for value in (*column, *([0.5] * padding))]
 
-    Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
-    depends on a token, and none on what follows it.
-    """
-    for index, confidence in enumerate(confidences):
-        is_last = depth + index + 1 == request.num_nodes
-        if is_last or not _goes_on(request, logits[index : index + 1], depth + index, confidence):
-            return index + 1, False
-    return len(confidences), True
+
+def _own_decision(request: ChainRequest) -> KeepChains | None:
+    """Return the decision about the only row by its request's own rule or callback."""
+    rule, keep_drafting = request.stopping_rule, request.keep_drafting
+    if rule is not None:
+        return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
+    if keep_drafting is not None:
+        return lambda _, logits, depth, confidences: [keep_drafting(logits, depth, confidences[0])]
+    return None
 
 
-def _goes_on(request: ChainRequest, logits: Tensor, depth: int, confidence: float) -> bool:
-    """Return whether another node is drafted after the one at a depth."""
-    rule = request.stopping_rule
-    if rule is None:
-        return request.keep_drafting is None or request.keep_drafting(logits, depth, confidence)
+def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:
     rule.groups.append(bisect_right(rule.edges, confidence))
     groups = rule.groups[-depth - 1 :]
     return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]
