@@ -7,7 +7,8 @@ and head. The output is written at every result; what time (`--seconds`) or memo
 fails, is left out and listed. Sections (`--only costs,single`):
 
 - `bandwidth`: rate of copies within the device's memory, bytes read plus bytes written.
-- `costs`: v(m), the time of a target pass over m tokens relative to one, and c, that of a draft step.
+- `costs`: v(m), the time of a target pass over m tokens relative to one, and c, that of a draft step; also for the
+  target's copy in 4 bits.
 - `single`: one text at a time, ours and Transformers (eager, sdpa) in random order; for constant draft
   lengths also the speed that tau (tokens per target pass), v and c predict for rounds without prefill.
 - `batches`: new tokens per second by batch size and context while all rows decode, prefill excluded.
@@ -44,13 +45,17 @@ from secondguess.checkpoint.memory import available_memory
 from secondguess.core import Row
 from secondguess.decode import Batch, Components
 from secondguess.drafters import make_drafter
+from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import OutOfMemoryError
+from secondguess.runtime.base import ChainRequest, RowNoise
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.runtime import GraphRuntime
 from secondguess.runtime.support import cached_layers, cached_values_per_token
+from secondguess.runtime.weight_format import INT4
 from secondguess.runtime.wrap import wrap_module
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.truncation import kernel_settings
 from secondguess.verifiers import make_verifier
 from secondguess.workloads.provenance import collect_provenance
 
@@ -64,7 +69,9 @@ WIDTHS, DRAFT_LENGTHS, NUM_SAMPLES = (1, 2, 3, 4, 5, 6, 8, 9, 16), (3, 5, 7), 8
 CONTEXT, PROMPT_LENGTH, OWN_LENGTH = 200, 128, 32
 """Tokens before a timed pass, of a prompt, and at the end of each prompt of a batch (those before are the same)."""
 CACHE_SHARE = 0.6  # of the free memory may be taken by the caches of a batch
-PLAIN, DRAFTER, SEED, SHARPNESS = "secondguess plain", "model:drafter", 0, 6.0
+PLAIN, DRAFTER, COPY, SEED, SHARPNESS = "secondguess plain", "model:drafter", "self:int4", 0, 6.0
+BATCH_WAY = "fixed:3"
+CHAIN = 4  # nodes of the chains by which draft steps of the copy are timed
 NUMBERS = {"seconds": 420.0, "agreement": 0.8, "tokens": 256, "prompts": 3, "turns": 1, "batch-tokens": 48}
 
 
@@ -157,7 +164,11 @@ class Ours:
 
     def __init__(self, pair: Pair, kind: str = DRAFTER, controller: str | None = None) -> None:
         size = pair.target.vocab_size
-        drafter = make_drafter(kind, target_vocab_size=size, load_draft_model=lambda _: pair.drafter)
+        drafter = (
+            SelfDrafter(pair.target, kind)
+            if kind == COPY
+            else make_drafter(kind, target_vocab_size=size, load_draft_model=lambda _: pair.drafter)
+        )
         parts = (pair.target, drafter, make_verifier("auto"), choose_controller(controller, drafter))
         self._components = Components(*parts)
 
@@ -209,7 +220,8 @@ def systems_of(pair: Pair) -> dict[str, Any]:
     names = ("transformers plain", "transformers assisted", PLAIN, "secondguess default")
     systems = (Theirs(pair.modules[0]), Theirs(*pair.modules), Ours(pair, "none"), Ours(pair))
     lengths = {f"secondguess fixed:{k}": Ours(pair, controller=f"fixed:{k}") for k in DRAFT_LENGTHS}
-    return dict(zip(names, systems, strict=True)) | lengths
+    copied = {} if pair.target.why_not_copied else {f"secondguess {COPY}": Ours(pair, COPY)}
+    return dict(zip(names, systems, strict=True)) | lengths | copied
 
 
 def random_tokens(pair: Pair, *size: int, seed: int = 0) -> Any:
@@ -236,7 +248,27 @@ def measure_costs(pair: Pair) -> Json:
         timer.sample()
     costs = timer.costs(DRAFTER)
     passes = {f"secondguess fixed:{k}": k * costs.cost_ratio + costs.curve[k + 1] for k in DRAFT_LENGTHS}
-    return {"context": CONTEXT, **asdict(costs), "v": costs.curve, "c": costs.cost_ratio, "passes": passes}
+    copied = {} if pair.target.why_not_copied else time_copy(pair)
+    found = {"v": costs.curve, "c": costs.cost_ratio, "passes": passes, **copied}
+    return {"context": CONTEXT, **asdict(costs), **found}
+
+
+@torch.inference_mode()
+def time_copy(pair: Pair) -> Json:
+    """Return seconds and bytes of making a copy in 4 bits, and seconds of its draft step."""
+    device, start, before = pair.target.device, now(pair.target.device), torch.cuda.memory_allocated()
+    copied = pair.target.quantised_copy(INT4)
+    made, taken = now(device) - start, torch.cuda.memory_allocated() - before
+    row = Row(random_tokens(pair, CONTEXT), SamplingParams(temperature=0))
+    pair.target.begin([row])
+    noise, spans = RowNoise(0, CONTEXT, races=False), list[float]()
+    request = ChainRequest(CHAIN, pair.target.vocab_size, kernel_settings(row.params), noise, None)
+    for _ in range(NUM_SAMPLES + 2):
+        start = now(device)
+        copied.draft_chain(row, request)
+        spans.append((now(device) - start) / CHAIN)
+    pair.target.release(row)
+    return {"copy_seconds": made, "copy_bytes": taken, "copy_step": median(spans[2:])}
 
 
 def measure_single(report: Report, pair: Pair, options: argparse.Namespace) -> None:
@@ -284,7 +316,7 @@ def speeds_of(runs: Mapping[int, Timing], plain: Mapping[int, Timing]) -> Json:
 
 
 def measure_batches(report: Report, pair: Pair, options: argparse.Namespace) -> None:
-    """Decode batches plainly and with the default controller, the smallest caches first."""
+    """Decode batches plainly, and with drafts of two controllers, the smallest caches first."""
     pair.modules.clear()
     (batches, contexts), length = BATCHES[options.shape], options.batch_tokens
     for batch, context in sorted(product(batches, contexts), key=lambda size: size[0] * size[1]):
@@ -293,7 +325,12 @@ def measure_batches(report: Report, pair: Pair, options: argparse.Namespace) -> 
             continue
         shared = random_tokens(pair, context - 2 * length - 2 * OWN_LENGTH)  # or the cache would double
         prompts = [shared + own for own in random_tokens(pair, batch, OWN_LENGTH, seed=1)]
-        for way, system in {"plain": Ours(pair, "none"), "default": Ours(pair)}.items():
+        ways = {
+            "plain": Ours(pair, "none"),
+            "default": Ours(pair),
+            BATCH_WAY: Ours(pair, controller=BATCH_WAY),
+        }
+        for way, system in ways.items():
             what, inputs = f"batches, {name}, {way}", (prompts, length, 0.0, 0, False)
             report.attempt(f"{what}, warm-up", system.decode, *inputs)
             if run := report.attempt(what, system.decode, *inputs):

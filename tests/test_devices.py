@@ -14,6 +14,8 @@ DRAFTERS = [
     "model:builtin-draft",
     "model:builtin-draft,tree=2x2x1",
     "suffix+model:builtin-draft",
+    "self:int4",
+    "suffix+self:int4",
     "medusa",
     "mtp",
     "eagle",

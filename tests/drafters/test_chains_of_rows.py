@@ -70,7 +70,7 @@ def run_rounds(drafter, target, case, settings, keeps=True, shortest=3):
         calls = []
 
         def keep(logits, depth, _=None, confidences=None, calls=calls, decisions=decisions):
-            calls.append((depth, logits.clone(), confidences))
+            calls.append((depth, logits.to("cpu", copy=True), confidences))
             return decisions[depth]
 
         drafter.prepare(rows, [0] * len(rows))
@@ -106,15 +106,15 @@ def test_chains_drawn_at_once_are_those_drawn_token_by_token(make, settings, che
             if draft.probs is None:
                 assert other.probs is None
             else:
-                assert_near(draft.probs[draft.mask], other.probs[other.mask])
+                assert_near(draft.probs.cpu()[draft.mask.cpu()], other.probs.cpu()[other.mask.cpu()])
             assert [depth for depth, *_ in calls] == [depth for depth, *_ in other_calls]
             for (depth, logits, confidences), (_, other_logits, _) in zip(calls, other_calls, strict=True):
-                is_drawn = draft.lengths > depth
+                is_drawn = draft.lengths.cpu() > depth
                 assert_near(logits[is_drawn], other_logits[is_drawn])
                 if (
                     confidences is not None
                 ):  # rows with more than two uncached tokens are drawn for one by one
-                    found = torch.tensor(confidences, device=DEVICE)[is_drawn]
+                    found = torch.tensor(confidences)[is_drawn]
                     assert_near(found, logits.softmax(-1).amax(-1)[is_drawn])
 
 

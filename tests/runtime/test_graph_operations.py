@@ -27,6 +27,10 @@ def random(*shape, dtype):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
+def zeros():
+    return torch.zeros(operations.MAX_TILES, dtype=torch.int32, device="cuda")
+
+
 def norm_of(size, dtype):
     weight = torch.rand(size, device="cuda").to(dtype) + 0.5
     return Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6))
@@ -53,14 +57,16 @@ def test_linear(dtype, num_tokens, sizes, activation, monkeypatch):
     plain = PackableLinear(weight, None, False)
     states, norm = random(num_tokens, num_inputs, dtype=dtype), norm_of(num_inputs, dtype)
     residual = random(num_tokens, num_outputs // (2 if activation else 1), dtype=dtype)
+    num_finished = zeros()
 
     def compute():
         return (
-            operations.linear(states, with_bias, norm, activation),
-            operations.linear(states, plain, None, activation, residual, 0.5),
+            operations.linear(states, with_bias, num_finished, norm, activation),
+            operations.linear(states, plain, num_finished, None, activation, residual, 0.5),
         )
 
     assert_same(monkeypatch, compute, dtype)
+    assert not num_finished.any()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_attention(dtype, width, has_extras, num_queries, num_keys, size, num_ro
     positions = [[max(start, 0) + depth for depth in depths] for start in starts]
     fields = (slots, starts, [[0] * width] * 4, positions)
     seen = None if is_prefill else torch.tensor([ancestors] * 4, device="cuda")
-    inputs = PassInputs(*(torch.tensor(each, device="cuda") for each in fields), seen)
+    inputs = PassInputs(*(torch.tensor(each, device="cuda") for each in fields), seen, zeros())
     heads = AttentionHeads(num_queries, num_keys, size, size**-0.5, 20.0 if has_extras else None)
     norms = (norm_of(size, dtype), norm_of(size, dtype)) if has_extras else None
     rotary = Rotary(torch.rand(num_rotated // 2, device="cuda"), 1.0, dtype, has_extras)
@@ -116,11 +122,13 @@ def test_linear_in_4_bits(dtype, num_tokens, sizes, activation, monkeypatch):
     plain = QuantisedProduct(PackableLinear(weight, None, False))
     states, norm = random(num_tokens, num_inputs, dtype=dtype), norm_of(num_inputs, dtype)
     residual = random(num_tokens, num_outputs // (2 if activation else 1), dtype=dtype)
+    num_finished = zeros()
 
     def compute():
         return (
-            operations.linear(states, with_bias, norm, activation),
-            operations.linear(states, plain, None, activation, residual, 0.5),
+            operations.linear(states, with_bias, num_finished, norm, activation),
+            operations.linear(states, plain, num_finished, None, activation, residual, 0.5),
         )
 
     assert_same(monkeypatch, compute, dtype)
+    assert not num_finished.any()

@@ -367,3 +367,19 @@ def test_drafts_wider_than_a_graph_are_scored(runtime, row):
     logits = runtime.score([row], Draft.chains([nodes])).logits
     runtime.rewind([row], [len(PROMPT) - 1])
     torch.testing.assert_close(logits[:, :4], runtime.score([row], Draft.chains([nodes[:3]])).logits)
+
+
+@pytest.mark.skipif(GRAPHS_DEVICE == "cpu", reason="this machine has no CUDA device")
+def test_the_bits_of_a_token_do_not_depend_on_what_follows_it(tmp_path):
+    """In bfloat16, with products whose inputs several programs share, and passes of up to 32 tokens."""
+    config = FAMILIES["llama"]()
+    config.hidden_size = config.intermediate_size = 2048
+    config.initializer_range = 0.02
+    runtime = graphs_of(write_checkpoint(config, tmp_path), torch.bfloat16)
+    row, nodes = row_of(PROMPT), random_tokens(31, seed=2)
+    runtime.begin([row])
+    expected = runtime.score([row], Draft.chains([nodes])).logits
+    for length in (0, 3, 7, 12, 20):
+        runtime.rewind([row], [len(PROMPT) - 1])
+        found = runtime.score([row], Draft.chains([nodes[:length]]) if length else Draft.empty(1)).logits
+        assert torch.equal(found, expected[:, : length + 1])

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from secondguess.preparation import preparing
-from secondguess.runtime.graphs.operations import PassInputs
+from secondguess.runtime.graphs.operations import MAX_TILES, PassInputs
 
 Result = TypeVar("Result")
 MAX_GRAPHS = 64
@@ -128,7 +128,8 @@ class StaticInputs:
         )
         self.floats = floats.view(torch.float64)
         tokens, positions, ancestors = (each.view(num_rows, width) for each in of_tokens)
-        self.inputs = PassInputs(slots, starts, tokens, positions, ancestors)
+        num_finished = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        self.inputs = PassInputs(slots, starts, tokens, positions, ancestors, num_finished)
 
     def set(
         self, fields: Sequence[Sequence[int]], integers: Sequence[int] = (), floats: Sequence[float] = ()

@@ -102,8 +102,9 @@ def _following(inputs: PassInputs, tokens: Tensor, num_read: Tensor) -> PassInpu
     """Return the inputs of a pass over one more token per row."""
     starts = torch.where(inputs.starts < 0, inputs.starts, inputs.starts + num_read)
     positions = _last(inputs.positions, num_read) + 1
+    ancestors = torch.ones_like(positions)[:, None]
     return PassInputs(
-        inputs.slots, starts, tokens[:, None], positions[:, None], torch.ones_like(positions)[:, None]
+        inputs.slots, starts, tokens[:, None], positions[:, None], ancestors, inputs.num_finished
     )
 
 

@@ -66,7 +66,8 @@ def _run(
         of_layer = LayerCache(cache.keys[index], cache.values[index])
         states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], of_layer, inputs)
         levels.append(states)
-    logits = decoder.logit_scaling(linear(states if with_logits else states[:0], decoder.head, decoder.norm))
+    read = states if with_logits else states[:0]
+    logits = decoder.logit_scaling(linear(read, decoder.head, inputs.num_finished, decoder.norm))
     if hidden_layers:
         levels[-1] = decoder.norm(states)
     return Output(logits, {layer: levels[layer] for layer in hidden_layers})
@@ -74,18 +75,18 @@ def _run(
 
 def _run_layer(layer: Layer, states: Tensor, rotary: Rotary, cache: LayerCache, inputs: PassInputs) -> Tensor:
     scale = 1.0 if layer.residual_scale is None else layer.residual_scale
-    qkv = linear(states, layer.qkv, layer.attention_norm)
+    qkv = linear(states, layer.qkv, inputs.num_finished, layer.attention_norm)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     if norms is not None and not all(_is_per_head(norm, layer.heads.size) for norm in norms):
         qkv, norms = _normalised(qkv, norms, layer), None
     queries = rotate_and_store(qkv, layer.heads, norms, rotary, cache, inputs)
     mixed = attention(queries, layer.heads, layer.window, cache, inputs)
-    attended = _add(mixed, layer.output, layer.attention_output_norm, states, scale)
+    attended = _add(mixed, layer.output, layer.attention_output_norm, states, scale, inputs)
     # A parallel layer's feed-forward part reads the input of the layer.
     part = layer.feed_forward
     assert isinstance(part, FeedForward)
-    inner = _inner(part, states if layer.is_parallel else attended, layer.mlp_norm)
-    return _add(inner, part.output, layer.mlp_output_norm, attended, scale)
+    inner = _inner(part, states if layer.is_parallel else attended, layer.mlp_norm, inputs)
+    return _add(inner, part.output, layer.mlp_output_norm, attended, scale, inputs)
 
 
 def _is_per_head(norm: Norm, size: int) -> bool:
@@ -104,18 +105,23 @@ def _normalised(qkv: Tensor, norms: tuple[Norm, Norm], layer: Layer) -> Tensor:
     return torch.cat((*found, values), -1)
 
 
-def _inner(part: FeedForward, states: Tensor, norm: Norm | None) -> Tensor:
+def _inner(part: FeedForward, states: Tensor, norm: Norm | None, inputs: PassInputs) -> Tensor:
     """Return the inputs of the second linear layer of a feed-forward part."""
     if part.is_gated and part.activation in GATES:
-        return linear(states, part.inner, norm, part.activation)
-    return part.activate(linear(states, part.inner, norm))
+        return linear(states, part.inner, inputs.num_finished, norm, part.activation)
+    return part.activate(linear(states, part.inner, inputs.num_finished, norm))
 
 
 def _add(
-    values: Tensor, product: PackableLinear, norm: Norm | None, residual: Tensor, scale: float
+    values: Tensor,
+    product: PackableLinear,
+    norm: Norm | None,
+    residual: Tensor,
+    scale: float,
+    inputs: PassInputs,
 ) -> Tensor:
     """Return the residual plus the product, which is normalised if there is a norm after it."""
     if norm is None:
-        return linear(values, product, residual=residual, scale=scale)
-    added = norm(linear(values, product))
+        return linear(values, product, inputs.num_finished, residual=residual, scale=scale)
+    added = norm(linear(values, product, inputs.num_finished))
     return residual + (added if scale == 1.0 else added * scale)

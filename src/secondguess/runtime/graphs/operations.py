@@ -17,7 +17,7 @@ from torch import Tensor
 from secondguess.runtime.attention import explicit_attention
 from secondguess.runtime.families import ACTIVATIONS, LayerNorm, Norm
 from secondguess.runtime.fused_decoder import AttentionHeads
-from secondguess.runtime.graphs.quantised import GROUP, QuantisedProduct
+from secondguess.runtime.graphs.quantised import BLOCK, GROUP, QuantisedProduct
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
 
@@ -27,6 +27,8 @@ MAX_KERNEL_TOKENS = 64
 """Largest number of tokens for which the linear kernel is used; products of more are not bound by reading weights."""
 CHUNK = 128
 """Keys that one program of the attention kernel reads."""
+MAX_TILES = 1024
+"""More than the blocks of outputs of a product whose inputs several programs share, on any device."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Number in the kernels of each activation that they compute."""
 
@@ -48,6 +50,7 @@ class PassInputs(NamedTuple):
     tokens: Tensor
     positions: Tensor
     ancestors: Tensor | None
+    num_finished: Tensor
 
 
 class LayerCache(NamedTuple):
@@ -60,6 +63,7 @@ class LayerCache(NamedTuple):
 def linear(
     states: Tensor,
     product: PackableLinear,
+    num_finished: Tensor,
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -70,6 +74,7 @@ def linear(
     Args:
         states: `[token, input]`.
         product: weight and bias.
+        num_finished: as in `PassInputs`.
         norm: applied to the states; None for none.
         activation: name of the activation of the first half of the outputs, by which the second half is multiplied;
             None to return all outputs.
@@ -83,7 +88,7 @@ def linear(
         states = _norm_kernel(states, norm) if has_kernel else norm(states)
     fits = len(states) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
     if fits and uses_kernels(states):
-        return _linear_kernel(states, product, activation, residual, scale)
+        return _linear_kernel(states, product, num_finished, activation, residual, scale)
     output = product(states)
     if activation is not None:
         gate, value = output.chunk(2, -1)
@@ -172,6 +177,12 @@ def shared_memory(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def uses_kernels(values: Tensor) -> bool:
     """Return whether the Triton kernels compute with these values."""
     return values.is_cuda
@@ -191,80 +202,86 @@ def _norm_kernel(states: Tensor, norm: Norm) -> Tensor:
     return output
 
 
+class Tile(NamedTuple):
+    """Division of a product among programs.
+
+    Args:
+        outputs, inputs: sizes of the blocks of a weight that a program reads.
+        stages: number of pipeline stages.
+        warps: of a program.
+        programs: largest number of programs per multiprocessor if several share the inputs of a block of outputs.
+    """
+
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int = 4
+    programs: int = 2
+
+
 def _linear_kernel(
     states: Tensor,
     product: PackableLinear,
+    num_finished: Tensor,
     activation: str | None,
     residual: Tensor | None,
     scale: float,
 ) -> Tensor:
     num_tokens, num_inputs = states.shape
-    num_parts = 1 if activation is None else 2
-    num_outputs = product.num_outputs // num_parts
+    num_halves = 1 if activation is None else 2
+    num_outputs = product.num_outputs // num_halves
     output = states.new_empty(num_tokens, num_outputs)
-    block_tokens = max(16, _power_of_two(num_tokens))
+    is_quantised = isinstance(product, QuantisedProduct)
+    tile = _tile_in_4_bits(activation) if is_quantised else _tile(num_outputs, activation, states.dtype)
+    block_tokens = max(8 if is_quantised else 16, _power_of_two(num_tokens))
+    weight_bytes = 0.5 if is_quantised else states.dtype.itemsize
+    row_bytes = block_tokens * states.dtype.itemsize + tile.outputs * num_halves * weight_bytes
+    num_tiles = -(-num_outputs // tile.outputs)
+    parts = 1 if activation is not None else _parts(tile, num_tiles, num_inputs, states.device)
+    partial_sums = torch.empty(parts, num_tokens, num_outputs, device=states.device) if parts > 1 else None
+    tensors = (product.bias, residual, output, partial_sums, num_finished, num_tokens, num_outputs, scale)
     options = {
         "NUM_INPUTS": num_inputs,
         "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "ACTIVATION": 0 if activation is None else GATES[activation],
         "BLOCK_TOKENS": block_tokens,
+        "BLOCK_OUTPUTS": tile.outputs,
+        "STAGES": max(1, min(tile.stages, int(shared_memory(states.device) // (tile.inputs * row_bytes)))),
+        "PARTS": parts,
+        "num_warps": tile.warps,
     }
-    tensors = (product.bias, residual, output, num_tokens, num_outputs, scale)
     if isinstance(product, QuantisedProduct):
-        block_outputs, stages = _quantised_tile(num_outputs, activation)
-        stage_bytes = 4 * GROUP * (block_outputs * num_parts + 2 * block_tokens * states.dtype.itemsize)
-        _triton().quantised_linear_kernel[(-(-num_outputs // block_outputs),)](
-            states,
-            product.codes,
-            product.scales,
-            *tensors,
-            **options,
-            GROUP=GROUP,
-            BLOCK_OUTPUTS=block_outputs,
-            STAGES=_stages(stages, stage_bytes, states.device),
-            num_warps=4,
+        _triton().quantised_linear_kernel[num_tiles, parts](
+            states, product.codes, product.scales, *tensors, GROUP=GROUP, **options
         )
-        return output
-    block_outputs, block_inputs, stages = _tile(num_outputs, num_inputs, activation, states.dtype)
-    stage_bytes = (block_tokens + block_outputs * num_parts) * block_inputs * states.dtype.itemsize
-    _triton().linear_kernel[(-(-num_outputs // block_outputs),)](
-        states,
-        product.weight,
-        *tensors,
-        **options,
-        BLOCK_OUTPUTS=block_outputs,
-        BLOCK_INPUTS=block_inputs,
-        STAGES=_stages(stages, stage_bytes, states.device),
-        num_warps=4,
-    )
+    else:
+        _triton().linear_kernel[num_tiles, parts](
+            states, product.weight, *tensors, BLOCK_INPUTS=tile.inputs, **options
+        )
     return output
 
 
-def _stages(wanted: int, stage_bytes: int, device: torch.device) -> int:
-    """Return how many stages of a pipeline a program's shared memory holds, at most as many as wanted."""
-    return max(1, min(wanted, shared_memory(device) // stage_bytes))
-
-
-def _quantised_tile(num_outputs: int, activation: str | None) -> tuple[int, int]:
-    """Return outputs per block and the pipeline stages of the linear kernel of 4 bits, chosen as those of `_tile`."""
-    return (32, 3) if activation is not None else (32, 4)
-
-
-def _tile(
-    num_outputs: int, num_inputs: int, activation: str | None, dtype: torch.dtype
-) -> tuple[int, int, int]:
-    """Return outputs and inputs per block and the pipeline stages of the linear kernel.
-
-    Chosen by the time of a pass of an 8B Llama on an H200.
-    """
+def _tile(num_outputs: int, activation: str | None, dtype: torch.dtype) -> Tile:
+    """Return how a product is divided, chosen by the times of the products of an 8B Llama on an H200."""
     if dtype == torch.float32:
-        return 32, 64, 2
+        return Tile(32, 64, 2)
     if num_outputs > 32768:  # a head
-        return 64, 128, 4
-    if activation is not None:
-        return 32, 128, 3
-    return (32, 256, 4) if num_inputs > 8192 else (32, 128, 5)
+        return Tile(64, 64, 8)
+    return Tile(64, 128, 4) if activation is None else Tile(64, 64, 6)
+
+
+def _tile_in_4_bits(activation: str | None) -> Tile:
+    return Tile(64, BLOCK, 3, programs=3) if activation is None else Tile(32, BLOCK, 4, warps=2)
+
+
+def _parts(tile: Tile, num_tiles: int, num_inputs: int, device: torch.device) -> int:
+    """Return how many programs share the inputs of a block of outputs, a power of two.
+
+    Each reads at least four blocks.
+    """
+    most = min(tile.programs * num_processors(device) // num_tiles, num_inputs // tile.inputs // 4)
+    return 1 << max(0, most.bit_length() - 1)
 
 
 def _rotate_kernel(

@@ -30,7 +30,7 @@ from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes
 from secondguess.runtime.graphs.forward import run_decoder
-from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, PassInputs
+from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
 from secondguess.runtime.hashes import Purpose, scalar_uniforms
 from secondguess.runtime.native.sampling import require_finite
@@ -204,7 +204,7 @@ class GraphRuntime(FusedRuntime):
             self._reserve(num_rows - 1, width)
             slots = torch.arange(num_rows, device=self.device)
             positions = torch.arange(width, device=self.device).repeat(num_rows, 1)
-            inputs = PassInputs(slots, torch.zeros_like(slots), tokens, positions, None)
+            inputs = PassInputs(slots, torch.zeros_like(slots), tokens, positions, None, self._num_finished())
             prefilled = run_decoder(self.decoder, self.cache, inputs).logits
             ancestors = [(2 << query) - 1 for query in range(width)]
             fields = [
@@ -233,13 +233,12 @@ class GraphRuntime(FusedRuntime):
         output = None if self._partial is not None else self._run_captured(queries, width)
         if output is None:
             return super()._run_queries(states, num_uncached, draft)
-        # The next pass overwrites what is not copied; logits of half precision are converted to float32 later.
-        logits = _columns(output.logits, num_uncached, draft.num_nodes)
+        logits = _kept(_columns(output.logits, num_uncached, draft.num_nodes))
         hidden = {
             layer: _columns(each, num_uncached, draft.num_nodes).clone()
             for layer, each in output.hidden.items()
         }
-        return logits.clone() if logits.dtype == torch.float32 else logits, hidden
+        return logits, hidden
 
     def _run_captured(self, queries: Sequence[RowQueries], width: int) -> Output | None:
         """Run a captured pass over at most `width` queries per row; None if a pass of this shape is not captured.
@@ -276,10 +275,14 @@ class GraphRuntime(FusedRuntime):
         self._reserve(max(state.slot for state in states), max(starts) + width)
         slots, firsts = torch.tensor([[state.slot for state in states], starts], device=self.device)
         positions = firsts[:, None] + torch.arange(width, device=self.device)
-        inputs = PassInputs(slots, firsts, tokens, positions.clamp(max=self.context_length - 1), None)
+        positions = positions.clamp(max=self.context_length - 1)
+        inputs = PassInputs(slots, firsts, tokens, positions, None, self._num_finished())
         layers = self.hidden_layers if with_hidden else ()
         hidden = run_decoder(self.decoder, self.cache, inputs, layers, with_logits=False).hidden
         return {layer: of_tokens.view(num_rows, width, -1) for layer, of_tokens in hidden.items()}
+
+    def _num_finished(self) -> Tensor:
+        return torch.zeros(MAX_TILES, dtype=torch.int32, device=self.device)
 
     def _reserve(self, last_slot: int, num_positions: int) -> None:
         """Make room in the cache, and drop the graphs if a tensor that they read was replaced."""
@@ -323,10 +326,10 @@ class GraphRuntime(FusedRuntime):
             if output is None:
                 logits = self._run_queries(states, [1] * len(states), draft)[0][:, num_known:]
             else:
-                logits = output.logits[: len(rows), : draft.num_nodes + 1 - num_known]
+                logits = _kept(output.logits[: len(rows), : draft.num_nodes + 1 - num_known])
         for state in states:
             state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
-        return logits.float()
+        return logits
 
     @exclusive
     def draw_after_pending(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
@@ -502,6 +505,11 @@ class GraphCopy(QuantisedCopy):
     def _draw(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
         self._runtime.share_cache(self._target)
         return self._runtime.draw_after_pending(rows, decisions)
+
+
+def _kept(logits: Tensor) -> Tensor:
+    """Return a copy in float32, which the next pass does not overwrite."""
+    return logits.to(torch.float32, copy=True)
 
 
 def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:

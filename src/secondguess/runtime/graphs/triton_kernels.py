@@ -41,30 +41,56 @@ def store_product(
     bias,
     residual,
     output,
-    tokens,
-    outputs,
+    partial_sums,
+    num_finished,
     num_tokens,
     num_outputs,
     scale,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Write `residual + scale * activation(sums + bias)`; with an activation, `values` are those without one."""
-    token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
-    if HAS_BIAS:
-        sums += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION:
-            added = tl.load(bias + num_outputs + outputs, mask=output_mask, other=0.0)
-            values += added.to(tl.float32)[None, :]
-    if ACTIVATION:
-        sums = gated(sums, values, ACTIVATION)
+    """Write `residual + scale * activation(sums + bias)`, from sums `[output, token]`.
+
+    With an activation, `values` are the sums by which activated ones are multiplied. With several parts the program that
+    finishes last adds up those of all, in their order; `num_finished` is zero before and after, and `partial_sums` are
+    `[part, token, output]` in float32.
+    """
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    output_mask = outputs < num_outputs
     places = tokens[:, None] * num_outputs + outputs[None, :]
-    mask = token_mask[:, None] & output_mask[None, :]
-    sums *= scale
-    if HAS_RESIDUAL:
-        sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
+    mask = (tokens < num_tokens)[:, None] & output_mask[None, :]
+    sums, values = tl.trans(sums), tl.trans(values)
+    is_last = True
+    if PARTS > 1:
+        size = num_tokens * num_outputs
+        tl.store(partial_sums + tl.program_id(1) * size + places, sums, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(num_finished + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1
+        if is_last:
+            tl.store(num_finished + tl.program_id(0), 0)
+            sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
+            for part in tl.static_range(PARTS):
+                # Past the cache of the multiprocessor, which does not see what others have written.
+                sums += tl.load(
+                    partial_sums + part * size + places, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+    if is_last:
+        if HAS_BIAS:
+            sums += tl.load(bias + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION:
+                added = tl.load(bias + num_outputs + outputs, mask=output_mask, other=0.0)
+                values += added.to(tl.float32)[None, :]
+        if ACTIVATION:
+            sums = gated(sums, values, ACTIVATION)
+        sums *= scale
+        if HAS_RESIDUAL:
+            sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -74,6 +100,8 @@ def linear_kernel(
     bias,
     residual,
     output,
+    partial_sums,
+    num_finished,
     num_tokens,
     num_outputs,
     scale,
@@ -85,10 +113,12 @@ def linear_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Write `residual + scale * activation(states @ weight.T + bias)`.
 
-    With an activation the second half of the weight's outputs is multiplied by the activated first half.
+    With an activation the second half of the weight's outputs is multiplied by the activated first half. The inputs are
+    shared by `PARTS` programs, of which there is one with an activation.
     """
     tokens = tl.arange(0, BLOCK_TOKENS)
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -96,9 +126,12 @@ def linear_kernel(
     token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
     rows = weight + outputs.to(tl.int64)[:, None] * NUM_INPUTS
     second_rows = weight + (outputs.to(tl.int64) + num_outputs)[:, None] * NUM_INPUTS
-    sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
-    values = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
-    for first in tl.range(0, NUM_INPUTS, BLOCK_INPUTS, num_stages=STAGES):
+    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
+    values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
+    part_size: tl.constexpr = tl.cdiv(tl.cdiv(NUM_INPUTS, BLOCK_INPUTS), PARTS) * BLOCK_INPUTS
+    begin = tl.program_id(1) * part_size
+    end = tl.minimum(begin + part_size, NUM_INPUTS)
+    for first in tl.range(begin, end, BLOCK_INPUTS, num_stages=STAGES):
         columns = first + inputs
         # Without a mask of the columns, blocks are copied asynchronously in vectors of 16 bytes.
         if NUM_INPUTS % BLOCK_INPUTS == 0:
@@ -108,24 +141,27 @@ def linear_kernel(
             part_mask, tile_mask = token_mask[:, None] & column_mask, output_mask[:, None] & column_mask
         part = tl.load(states + tokens[:, None] * NUM_INPUTS + columns, mask=part_mask, other=0.0)
         tile = tl.load(rows + columns, mask=tile_mask, other=0.0)
-        sums = tl.dot(part, tl.trans(tile), sums, input_precision="ieee")
+        sums = tl.dot(tile, tl.trans(part), sums, input_precision="ieee")
         if ACTIVATION:
             second = tl.load(second_rows + columns, mask=tile_mask, other=0.0)
-            values = tl.dot(part, tl.trans(second), values, input_precision="ieee")
+            values = tl.dot(second, tl.trans(part), values, input_precision="ieee")
     store_product(
         sums,
         values,
         bias,
         residual,
         output,
-        tokens,
-        outputs,
+        partial_sums,
+        num_finished,
         num_tokens,
         num_outputs,
         scale,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
+        BLOCK_TOKENS,
+        BLOCK_OUTPUTS,
+        PARTS,
     )
 
 
@@ -173,9 +209,9 @@ def scale_of(pairs, HALF: tl.constexpr):
 
 @triton.jit
 def add_products(sums, part, weights, pairs, HALF: tl.constexpr):
-    """Return `sums + (part @ (weights - 136).T) * scales`."""
+    """Return `sums + ((weights - 136) @ part) * scales`."""
     weights = (weights - 136.0).to(part.dtype)
-    return sums + tl.dot(part, tl.trans(weights), input_precision="ieee") * scale_of(pairs, HALF)[None, :]
+    return sums + tl.dot(weights, part, input_precision="ieee") * scale_of(pairs, HALF)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -186,6 +222,8 @@ def quantised_linear_kernel(
     bias,
     residual,
     output,
+    partial_sums,
+    num_finished,
     num_tokens,
     num_outputs,
     scale,
@@ -197,6 +235,7 @@ def quantised_linear_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Write what `linear_kernel` does, for weights as in `QuantisedProduct`."""
     tokens = tl.arange(0, BLOCK_TOKENS)
@@ -207,18 +246,22 @@ def quantised_linear_kernel(
     num_rows = num_outputs * 2 if ACTIVATION else num_outputs
     rows = codes + outputs.to(tl.int64)[:, None] * (num_blocks * GROUP) + words
     second_rows = rows + num_outputs.to(tl.int64) * (num_blocks * GROUP)
-    sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
-    values = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), tl.float32)
-    for block in tl.range(0, num_blocks, num_stages=STAGES):
+    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
+    values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
+    part_size: tl.constexpr = tl.cdiv(num_blocks, PARTS)
+    begin = tl.program_id(1) * part_size
+    end = tl.minimum(begin + part_size, num_blocks)
+    for block in tl.range(begin, end, num_stages=STAGES):
         weights = weights_of(tl.load(rows + block * GROUP, mask=output_mask[:, None], other=0))
         if ACTIVATION:
             second = weights_of(tl.load(second_rows + block * GROUP, mask=output_mask[:, None], other=0))
         for group in tl.static_range(8):
             columns = (block * 8 + group) * GROUP + words
-            part_mask = token_mask[:, None]
+            part_mask = token_mask[None, :]
             if NUM_INPUTS % (8 * GROUP) != 0:
-                part_mask = part_mask & (columns < NUM_INPUTS)
-            part = tl.load(states + tokens[:, None] * NUM_INPUTS + columns, mask=part_mask, other=0.0)
+                part_mask = part_mask & (columns < NUM_INPUTS)[:, None]
+            places = tokens[None, :] * NUM_INPUTS + columns[:, None]
+            part = tl.load(states + places, mask=part_mask, other=0.0)
             pairs = tl.load(scales + (block * 4 + group // 2) * num_rows + outputs, mask=output_mask, other=0)
             sums = add_products(sums, part, weights[group], pairs, group % 2)
             if ACTIVATION:
@@ -232,14 +275,17 @@ def quantised_linear_kernel(
         bias,
         residual,
         output,
-        tokens,
-        outputs,
+        partial_sums,
+        num_finished,
         num_tokens,
         num_outputs,
         scale,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
+        BLOCK_TOKENS,
+        BLOCK_OUTPUTS,
+        PARTS,
     )
 
 
