@@ -445,6 +445,42 @@ def test_rows_with_good_drafts_are_drafted_for_and_others_are_not() -> None:
     assert min(drafted[:2]) > 5 * max(drafted[2:])
 
 
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_batches_find_the_best_length_in_few_rounds(num_rows: int) -> None:
+    """With equal confidences the best policy has one length, which follows from the highest rate, not the recent one.
+
+    A drafter is tried on more rows in each round, and its steps are not taken for free in batches of new sizes.
+    """
+    controller, rng, chance, step = CostController(), random.Random(1), 0.8, 0.1
+    rows = [
+        Row([number] * 20, SamplingParams(max_tokens=10**6, temperature=1.0)) for number in range(num_rows)
+    ]
+    confidences = FixedConfidences([chance] * num_rows)
+    tokens, seconds = [], []
+    for _ in range(60):
+        plans = controller.plan(rows, [(Candidate(),)] * num_rows)
+        lengths = [min(plan.length, 1) for plan in plans]
+        for depth in range(max(plan.length for plan in plans) - 1):
+            kept = controller.keep_drafting(rows, confidences, depth)
+            if not any(kept):
+                break
+            lengths = [length + goes_on for length, goes_on in zip(lengths, kept, strict=True)]
+        accepted = [
+            next((depth for depth in range(length) if rng.random() >= chance), length) for length in lengths
+        ]
+        drafting = step * max(lengths)
+        time = RoundTime(0.0, drafting, 1 + drafting)
+        draft, verdict = (
+            Draft.chains([[0] * length for length in lengths]),
+            Verdict.from_chain(accepted, [0] * num_rows),
+        )
+        controller.learn(rows, draft, verdict, time)
+        tokens.append(num_rows + sum(accepted))
+        seconds.append(time.total)
+    found = sum(tokens[20:]) / sum(seconds[20:]) / num_rows
+    assert found > 0.9 * best_fixed(chance, step, 0.0)
+
+
 def first_plans(
     texts: Sequence[Sequence[int]], accepted: bool = True, num_rounds: int = 1
 ) -> list[list[int]]:

@@ -135,6 +135,11 @@ class LinearCost:
         self._line = DecayedLine()
         self.start = self.slope = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        """True from the second draft on."""
+        return self.count > 1
+
     def at(self, num_steps: float) -> float:
         """Return the cost of a draft of `num_steps` steps; 0 while unknown."""
         return self.start + self.slope * num_steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.proposals import DraftProposal
@@ -20,55 +21,76 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Maximum draft lengths that are considered for a batch."""
 
 
-def worthwhile(
-    proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_model: CostModel
-) -> list[DraftProposal]:
-    """Return the candidates that pay together, with lengths cut to the best one for the batch."""
+def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_model: CostModel) -> Drafts:
+    """Return the drafts that pay together, with lengths cut to the best one for the batch.
+
+    In a batch, the rate of the cost model is raised to the one that they are expected to reach.
+    """
     if len(rows) == 1:
-        return [proposal for proposal in proposals if proposal.net > 0]
+        return Drafts([proposal for proposal in proposals if proposal.net > 0])
     # The exploration bonus counts once, however many rows are drafted for.
     exploration_bonus = max((proposal.exploration_bonus for proposal in proposals), default=0.0)
     longest = max((proposal.width for proposal in proposals), default=0)
-    best, taken, best_width = 0.0, [], 0
+    best, best_drafts, best_width = 0.0, Drafts([]), 0
     for width in WIDTHS:
-        net, chosen = _together(proposals, rows, width, cost_model)
-        if chosen and net + exploration_bonus > best:
-            best, taken, best_width = net + exploration_bonus, chosen, width
+        drafts = _together(proposals, rows, width, cost_model)
+        net = drafts.tokens - cost_model.rate * drafts.seconds + exploration_bonus
+        if drafts.chosen and net > best:
+            best, best_drafts, best_width = net, drafts, width
         if width >= longest:
             break
-    for proposal in taken:
+    for proposal in best_drafts.chosen:
         if proposal.deterministic:
             proposal.length = min(proposal.length, best_width, proposal.num_likely)
-    return [proposal for proposal in taken if proposal.length]
+    cost_model.expect(best_drafts.tokens, best_drafts.seconds)
+    return best_drafts._replace(chosen=[proposal for proposal in best_drafts.chosen if proposal.length])
+
+
+class Drafts(NamedTuple):
+    """Drafts of a round.
+
+    Args:
+        chosen: their proposals.
+        tokens: expected number of tokens gained by all.
+        seconds: that they add to the round.
+        is_trial: whether there would be more if the drafter had been tried on more rows.
+    """
+
+    chosen: list[DraftProposal]
+    tokens: float = 0.0
+    seconds: float = 0.0
+    is_trial: bool = False
 
 
 def _together(
     proposals: Sequence[DraftProposal], rows: Sequence[Row], width: int, cost_model: CostModel
-) -> tuple[float, list[DraftProposal]]:
-    """Return the net gain in tokens of drafts of at most `width` nodes, and the candidates."""
+) -> Drafts:
+    """Return the drafts of at most `width` nodes with the largest net gain."""
     rate = cost_model.rate
     chosen = [proposal for proposal in proposals if proposal.deterministic]
-    net = sum(proposal.expected_tokens(width) for proposal in chosen) - rate * cost_model.extra_pass_seconds(
-        0, width
-    )
+    tokens = sum(proposal.expected_tokens(width) for proposal in chosen)
+    seconds = cost_model.extra_pass_seconds(0, width)
     models = [
         (proposal.expected_tokens(width), proposal) for proposal in proposals if not proposal.deterministic
     ]
     models.sort(key=itemgetter(0), reverse=True)
-    total, best, best_count = 0.0, 0.0, 0
+    prefill, total, best = 0.0, 0.0, (0.0, 0, 0.0, 0.0)
     for count, (expected_tokens, proposal) in enumerate(models, start=1):
-        total += expected_tokens - rate * proposal.prefill_seconds
-        with_these = total - rate * cost_model.drafting(proposal.part, count, min(width, proposal.width))
-        if with_these > best:
-            best, best_count = with_these, count
+        total += expected_tokens
+        prefill += proposal.prefill_seconds
+        spent = prefill + cost_model.drafting(proposal.part, count, min(width, proposal.width))
+        best = max(best, (total - rate * spent, count, total, spent), key=itemgetter(0))
+    _, best_count, of_models, spent = best
     best_count = _with_equals([expected_tokens for expected_tokens, _ in models], best_count)
+    is_trial = False
     if models:
         # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
         # expensive: it is tried on one row first, then on at most twice as many as before. (The
         # net gain is that of all rows.)
         most = max(2 * cost_model.times.most_rows(models[0][1].part), 1)
+        is_trial = most < best_count
         chosen += best_with_ties(models[:best_count], most, rows)
-    return net + best, chosen
+    return Drafts(chosen, tokens + of_models, seconds + spent, is_trial)
 
 
 def best_with_ties(

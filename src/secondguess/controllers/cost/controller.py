@@ -195,8 +195,9 @@ class CostController(Controller):
             return Decision(place), []
         self._cost_model.enter(len(rows), place)
         proposals = self._best_proposals(rows, candidates)
-        taken = worthwhile(proposals, rows, self._cost_model)
-        is_settled = bool(taken) and all(map(_is_settled, taken))
+        drafts = worthwhile(proposals, rows, self._cost_model)
+        taken = drafts.chosen
+        is_settled = bool(taken) and all(map(_is_settled, taken)) and not drafts.is_trial
         return Decision(place, self._cost_model.rate, taken, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision) -> None:

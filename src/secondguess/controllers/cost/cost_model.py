@@ -77,6 +77,15 @@ class CostModel:
         self._num_rows = num_rows
         self.rate = speedup * num_rows / self.times.plain(num_rows)
 
+    def expect(self, tokens: float, seconds: float) -> None:
+        """Raise the rate to that of a round with drafts that are expected to gain tokens and add seconds.
+
+        Drafting on until the gain per second falls below the rate of recent rounds gives a higher rate; the highest
+        one is found in a few rounds (Dinkelbach 1967), while that of recent rounds follows slowly.
+        """
+        expected = (self._num_rows + tokens) / (self.times.plain(self._num_rows) + seconds)
+        self.rate = max(self.rate, expected)
+
     def book(self, place: Hashable, seconds: float, tokens: float, worthwhile: bool) -> None:
         """Record a round with drafts.
 

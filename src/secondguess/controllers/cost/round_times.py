@@ -222,17 +222,26 @@ class RoundTimes:
 
     def step(self, part: Hashable, num_rows: int) -> float:
         """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""
-        line = _at_nearest(self._steps.get(part), num_rows)
+        line = self._step_line(part, num_rows)
         return line.slope * self.plain(num_rows) if line else 0.0
 
     def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
         """Return the seconds of a draft of `num_steps` steps; 0 while unknown."""
-        line = _at_nearest(self._steps.get(part), num_rows)
+        line = self._step_line(part, num_rows)
         return line.at(num_steps) * self.plain(num_rows) if line else 0.0
+
+    def _step_line(self, part: Hashable, num_rows: int) -> LinearCost | None:
+        """Return the costs of draft steps over about `num_rows` rows; None while unknown."""
+        lines = self._steps.get(part, {})
+        line = lines.get(num_rows)
+        if line is not None and line.is_known:
+            return line
+        return _at_nearest({size: line for size, line in lines.items() if line.is_known}, num_rows)
 
     def is_new(self, part: Hashable) -> bool:
         """Return whether too few drafts of a drafter have been timed to trust their cost."""
-        return sum(line.count for line in self._steps.get(part, {}).values()) < NUM_NEW
+        lines = self._steps.get(part, {}).values()
+        return sum(line.count for line in lines) < NUM_NEW or not any(line.is_known for line in lines)
 
     @property
     def has_timed_drafts(self) -> bool:

@@ -211,7 +211,7 @@ def scale_of(pairs, HALF: tl.constexpr):
 def add_products(sums, part, weights, pairs, HALF: tl.constexpr):
     """Return `sums + ((weights - 136) @ part) * scales`."""
     weights = (weights - 136.0).to(part.dtype)
-    return sums + tl.dot(weights, part, input_precision="ieee") * scale_of(pairs, HALF)[:, None]
+    return sums + tl.dot(weights, part, input_precision="tf32") * scale_of(pairs, HALF)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
