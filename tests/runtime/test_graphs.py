@@ -344,6 +344,22 @@ def test_a_pass_is_not_captured_if_memory_is_short(runtime, row, monkeypatch):
     torch.testing.assert_close(runtime.score([row], nodes).logits, expected)
 
 
+def test_large_passes_are_not_captured(runtime, monkeypatch):
+    rows = [row_of(PROMPT), row_of(PROMPT[:5])]
+    runtime.begin(rows)
+    nodes = Draft.chains([random_tokens(6, seed=3), random_tokens(4, seed=4)])
+    expected = runtime.score(rows, nodes).logits
+    runtime.rewind(rows, [len(PROMPT) - 1, 4])
+    monkeypatch.setattr(graphs, "MAX_TOKENS", 4)
+    monkeypatch.setattr(runtime, "_scoring_pass", None)
+    monkeypatch.setattr(graphs.FusedRuntime, "_run_queries", None)
+    found = runtime.score(rows, nodes).logits
+    for row, length in enumerate((6, 4)):
+        torch.testing.assert_close(found[row, : length + 1], expected[row, : length + 1])
+    for row in rows:
+        runtime.release(row)
+
+
 def test_scratch_memory_is_bounded(runtime, row, monkeypatch):
     expected = runtime.score([row], Draft.chains([PROMPT])).logits
     runtime.rewind([row], [len(PROMPT) - 1])

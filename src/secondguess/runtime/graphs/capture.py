@@ -11,7 +11,7 @@ from secondguess.preparation import preparing
 from secondguess.runtime.graphs.operations import MAX_TILES, PassInputs
 
 Result = TypeVar("Result")
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 """Largest number of graphs that a runtime keeps; the one that was used least recently is dropped."""
 ALIGNMENT = 2
 """Multiple of 8 bytes at which the fields of inputs begin, so that kernels are compiled for one alignment."""
@@ -20,7 +20,7 @@ ALIGNMENT = 2
 class Graph(Generic[Result]):
     """Function without arguments, captured on a CUDA device; on a CPU it is called.
 
-    Capturing calls it once.
+    Capturing calls it, more than once.
 
     Args:
         function: reads tensors whose values change between calls, and returns tensors. It must not read values back
@@ -53,6 +53,7 @@ class Graph(Generic[Result]):
                     self._result = self._function()
                 finally:
                     graph.capture_end()
+                graph.replay()  # the first time loads the graph to the device
         finally:
             stream.synchronize()
         self._graph = graph

@@ -30,7 +30,7 @@ from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes
 from secondguess.runtime.graphs.forward import run_decoder
-from secondguess.runtime.graphs.operations import CHUNK, MAX_QUERIES, MAX_TILES, PassInputs
+from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
 from secondguess.runtime.hashes import Purpose, scalar_uniforms
 from secondguess.runtime.native.sampling import require_finite
@@ -41,6 +41,8 @@ from secondguess.runtime.weight_format import INT4, WeightFormat
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
 """Numbers of rows and of queries per row to which a pass is padded."""
+WIDTHS_OF_FEW = (1, 2, 4, 8, 16, 32, MAX_QUERIES)
+"""Numbers of queries in passes of at most `MAX_KERNEL_TOKENS` tokens, where padding costs less than more graphs."""
 MAX_TOKENS = 512
 """Largest number of tokens of a captured pass; larger ones are not bound by the time of launching kernels."""
 MAX_ATTENTION_BYTES = 2**30
@@ -230,7 +232,7 @@ class GraphRuntime(FusedRuntime):
             for state, nodes, shape in rows
         ]
         width = max(num_uncached) + draft.num_nodes
-        output = None if self._partial is not None else self._run_captured(queries, width)
+        output = None if self._partial is not None else self._run_by_kernels(queries, width)
         if output is None:
             return super()._run_queries(states, num_uncached, draft)
         logits = _kept(_columns(output.logits, num_uncached, draft.num_nodes))
@@ -240,30 +242,38 @@ class GraphRuntime(FusedRuntime):
         }
         return logits, hidden
 
-    def _run_captured(self, queries: Sequence[RowQueries], width: int) -> Output | None:
-        """Run a captured pass over at most `width` queries per row; None if a pass of this shape is not captured.
+    def _run_by_kernels(self, queries: Sequence[RowQueries], width: int) -> Output | None:
+        """Run a pass over at most `width` queries per row, captured if it is small; None if it needs too much memory.
 
         Returns:
             Logits and hidden states `[row, query, ...]` with padding, which the next pass overwrites.
         """
-        size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS)
-        if width > MAX_QUERIES or size * num_queries > MAX_TOKENS:
-            return None
+        size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS_OF_FEW)
+        if size * num_queries > MAX_KERNEL_TOKENS:
+            num_queries = bucket(width, WIDTHS)
+        is_captured = size * num_queries <= MAX_TOKENS
+        if not is_captured:
+            size, num_queries = len(queries), width
         num_positions = max(row.start for row in queries) + num_queries
         self._reserve(max(row.slot for row in queries), num_positions)
-        if self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
+        if width > MAX_QUERIES or self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
             return None
         fields = _scoring_fields(queries, size, num_queries, self.context_length)
         layers = self.hidden_layers
-        try:
-            scoring = self._graphs.get(
-                (size, num_queries, layers), lambda: self._scoring_pass(size, num_queries, layers, fields)
-            )
-        except torch.OutOfMemoryError:  # without graphs there may be room for this pass
-            self._graphs.clear()
-            return None
-        scoring.static.set(fields)
-        output = scoring.graph()
+        if is_captured:
+            try:
+                scoring = self._graphs.get(
+                    (size, num_queries, layers), lambda: self._scoring_pass(size, num_queries, layers, fields)
+                )
+            except torch.OutOfMemoryError:  # without graphs there may be room for this pass
+                self._graphs.clear()
+                return None
+            scoring.static.set(fields)
+            output = scoring.graph()
+        else:
+            static = StaticInputs(size, num_queries, self.device)
+            static.set(fields)
+            output = run_decoder(self.decoder, self.cache, static.inputs, layers)
         of_rows = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
         return Output(output.logits.view(size, num_queries, -1), of_rows)
 
@@ -322,7 +332,7 @@ class GraphRuntime(FusedRuntime):
                     RowQueries(state.slot, state.length + num_known, [state.row.pending, *nodes][num_known:])
                     for state, nodes in zip(states, draft.token_lists, strict=True)
                 ]
-                output = self._run_captured(queries, draft.num_nodes + 1 - num_known)
+                output = self._run_by_kernels(queries, draft.num_nodes + 1 - num_known)
             if output is None:
                 logits = self._run_queries(states, [1] * len(states), draft)[0][:, num_known:]
             else:
