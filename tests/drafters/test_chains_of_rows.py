@@ -25,6 +25,8 @@ from secondguess.sampling.noise import KeyedNoise
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device(GRAPHS_DEVICE)
+TOLERANCE = 1e-5 if GRAPHS_DEVICE == "cpu" else 2e-3
+"""The kernels round states to the precision of TF32 in products with weights in 4 bits."""
 NUM_ROUNDS = 5
 SETTINGS = [
     # temperatures of the rows, min-p, whether tokens are drawn by races
@@ -106,16 +108,18 @@ def test_chains_drawn_at_once_are_those_drawn_token_by_token(make, settings, che
             if draft.probs is None:
                 assert other.probs is None
             else:
-                assert_near(draft.probs.cpu()[draft.mask.cpu()], other.probs.cpu()[other.mask.cpu()])
+                assert_near(
+                    draft.probs.cpu()[draft.mask.cpu()], other.probs.cpu()[other.mask.cpu()], TOLERANCE
+                )
             assert [depth for depth, *_ in calls] == [depth for depth, *_ in other_calls]
             for (depth, logits, confidences), (_, other_logits, _) in zip(calls, other_calls, strict=True):
                 is_drawn = draft.lengths.cpu() > depth
-                assert_near(logits[is_drawn], other_logits[is_drawn])
+                assert_near(logits[is_drawn], other_logits[is_drawn], TOLERANCE)
                 if (
                     confidences is not None
                 ):  # rows with more than two uncached tokens are drawn for one by one
                     found = torch.tensor(confidences)[is_drawn]
-                    assert_near(found, logits.softmax(-1).amax(-1)[is_drawn])
+                    assert_near(found, logits.softmax(-1).amax(-1)[is_drawn], TOLERANCE)
 
 
 @pytest.mark.parametrize("make", [model, copy], ids=["model", "self:int4"])

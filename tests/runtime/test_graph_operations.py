@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 0.012}
+TOLERANCES_IN_4_BITS = TOLERANCES | {torch.float32: 1e-3}  # states are rounded to the precision of TF32
 CAPACITY = 600
 
 
@@ -36,13 +37,13 @@ def norm_of(size, dtype):
     return Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6))
 
 
-def assert_same(monkeypatch, compute, dtype):
+def assert_same(monkeypatch, compute, tolerance):
     """Compare what the kernels and torch return, tensor by tensor, by the norm of the difference."""
     found = compute()
     monkeypatch.setattr(operations, "uses_kernels", lambda _: False)
     for own, expected in zip(found, compute(), strict=True):
         error = (own.float() - expected.float()).norm() / expected.float().norm()
-        assert error < TOLERANCES[dtype]
+        assert error < tolerance
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
@@ -65,7 +66,7 @@ def test_linear(dtype, num_tokens, sizes, activation, monkeypatch):
             operations.linear(states, plain, num_finished, None, activation, residual, 0.5),
         )
 
-    assert_same(monkeypatch, compute, dtype)
+    assert_same(monkeypatch, compute, TOLERANCES[dtype])
     assert not num_finished.any()
 
 
@@ -107,7 +108,7 @@ def test_attention(dtype, width, has_extras, num_queries, num_keys, size, num_ro
         # the last rows of padding are undefined
         return queries, *cache, found.view(4, width, -1)[[0, 1, 3]]
 
-    assert_same(monkeypatch, compute, dtype)
+    assert_same(monkeypatch, compute, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -130,5 +131,5 @@ def test_linear_in_4_bits(dtype, num_tokens, sizes, activation, monkeypatch):
             operations.linear(states, plain, num_finished, None, activation, residual, 0.5),
         )
 
-    assert_same(monkeypatch, compute, dtype)
+    assert_same(monkeypatch, compute, TOLERANCES_IN_4_BITS[dtype])
     assert not num_finished.any()

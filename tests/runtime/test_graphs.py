@@ -166,13 +166,14 @@ def test_chains_end_where_the_rule_says(runtime, row):
     assert whole.groups == [0] * (NUM_NODES - 1)
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
-def test_drawn_chains_keep_the_distribution(verifier):
-    """Single rows, whose chains of two nodes are drawn at once."""
+def test_drawn_chains_keep_the_distribution(verifier, batch_size):
+    """Chains of two nodes, those of a batch drawn together."""
     system = tiny_system(verifier=verifier)
     drafter = TokenDrafter(tiny_runtime(1), "model:tiny", 3)
     system = replace(system, components=replace(system.components, target=tiny_runtime(0), drafter=drafter))
-    certificate = certify(system, CertifyOptions(num_samples=2000, limit=0.12, batch_size=1))
+    certificate = certify(system, CertifyOptions(num_samples=2000, limit=0.12, batch_size=batch_size))
     assert certificate.passed, str(certificate)
     assert certificate.acceptance_length > 1.5
 

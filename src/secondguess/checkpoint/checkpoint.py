@@ -376,14 +376,15 @@ class Checkpoint:
         return is_module and can_quantise(self.device) and self._linear_counts.are_most
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
-        """Return whether this model can be copied and memory holds the copy beside it.
+        """Return whether a copy of this model drafts by default and memory holds it beside the model.
 
-        The copy must leave as much memory for longer KV caches as it takes itself.
+        The copy must leave as much memory for longer KV caches as it takes itself. With graphs, where it gains less
+        (docs/benchmarks.md, "On a GPU"), it drafts only on request.
 
         Args:
             weight_format: encoding of the copy's weights.
         """
-        if not self._can_be_copied:
+        if not self._can_be_copied or self.runtimes[0] == "graphs":
             return False
         available = available_memory(self.device)
         copy = head_memory(self.name, self.copy_bytes(weight_format))

@@ -118,7 +118,7 @@ def _random_subject(drafter: str | None, verifier: str, controller: str | None) 
 def _runtime_for(settings: Mapping[str, Any]) -> str:
     """Return the runtime for settings that name none.
 
-    In float32 a copy of the target, as the default drafter may be one, drafts only if the target runs as a
+    On a CPU in float32 a copy of the target, as the default drafter may be one, drafts only if the target runs as a
     Transformers module.
     """
     from secondguess.checkpoint.checkpoint import Checkpoint
@@ -127,14 +127,14 @@ def _runtime_for(settings: Mapping[str, Any]) -> str:
 
     if settings["dtype"] not in ("float32", "float64"):
         return "auto"
-    drafter = settings.get("drafter")
+    drafter, model = settings.get("drafter"), settings["model"]
+    places = {key: settings[key] for key in ("dtype", "device") if key in settings}
     if drafter is None:
-        places = {key: settings[key] for key in ("dtype", "device") if key in settings}
-        model = settings["model"]
         drafter = default_drafter(model, Checkpoint.resolve(model, runtime="transformers", **places))
     parts = [(name, drafter_class(name.kind)) for name in parse_drafter_name(drafter)]
     copies = [part.requirements(name).target_copy is not None for name, part in parts]
-    return "transformers" if any(copies) else "auto"
+    needs_module = any(copies) and Checkpoint.resolve(model, **places).runtimes[0] != "graphs"
+    return "transformers" if needs_module else "auto"
 
 
 def _loaded_subject(settings: dict[str, Any], prompt: str, params: SamplingParams) -> CertifiedSystem:
