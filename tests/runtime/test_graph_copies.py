@@ -19,6 +19,7 @@ from families import (
     trees,
     write_checkpoint,
 )
+from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.read import read_module
 from secondguess.cli.verify import _runtime_for as runtime_for
@@ -73,6 +74,14 @@ def begun(target):
     rows = [row_of(TOKENS[:9]), row_of(TOKENS[:14])]
     target.begin(rows)
     return rows
+
+
+def noise_of(row):
+    return KeyedNoise.from_rows([row], torch.device(GRAPHS_DEVICE))
+
+
+def request_for(row, num_nodes, vocab_size):
+    return ChainRequest(num_nodes, vocab_size, kernel_settings(row.params), noise_of(row).of_row(), None)
 
 
 def entries(target):
@@ -136,12 +145,12 @@ def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(target, temperatu
     copy, params = target.quantised_copy(INT4), SamplingParams(temperature=temperature)
     row = Row(TOKENS[:9], params, seed=7)
     target.begin([row])
-    noise = KeyedNoise.from_rows([row], torch.device(GRAPHS_DEVICE))
+    noise = noise_of(row)
     expected: list[int] = []
     for depth in range(6):
         logits = copy.draft_logits([row], chains(expected), depth)[:, -1]
         expected.append(int(noise.draft(logits.softmax(-1) if temperature else logits, depth)))
-    request = ChainRequest(6, VOCAB_SIZE, kernel_settings(params), noise.of_row(), None)
+    request = request_for(row, 6, VOCAB_SIZE)
     for _ in range(2):  # captured, then replayed
         assert copy.draft_chain(row, request).tokens == expected
     assert row.tokens == TOKENS[:9]
@@ -205,3 +214,19 @@ def test_the_memory_of_a_copy_is_estimated(monkeypatch):
     assert runtime_for(settings) == "auto"
     with pytest.raises(UnsupportedModelError, match="int8"):
         Checkpoint.resolve("builtin", dtype="bfloat16", device="cpu", quantize="int8").copy_bytes(INT4)
+
+
+def test_a_copy_agrees_with_a_trained_target():
+    module = read_module(str(builtin_paths().target), torch.float32).to(GRAPHS_DEVICE).eval()
+    target = to_graphs(fuse_for_kernels(module))
+    copy, row = target.quantised_copy(INT4), row_of(range(300, 304))
+    target.begin([row])
+    written = copy.draft_chain(row, request_for(row, 40, target.vocab_size)).tokens
+    probs = [
+        found.softmax(-1)
+        for found in (
+            copy.draft_logits([row], chains(written), 0),
+            target.score([row], chains(written)).logits,
+        )
+    ]
+    assert torch.minimum(*probs).sum(-1).mean() > 0.8

@@ -33,7 +33,7 @@ class Draws(NamedTuple):
 
 
 class Modes(NamedTuple):
-    """How nodes are drawn.
+    """Rules by which nodes are drawn.
 
     Args:
         all_greedy, some_greedy: whether all rows, or some, draw the most likely token.

@@ -131,7 +131,7 @@ class DrawingPass(NamedTuple):
 
 
 class Decisions(NamedTuple):
-    """What chains are drawn for.
+    """Requests for chains, and the decision which of them go on.
 
     Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
     depends on a token, and none on what follows it.
