@@ -321,9 +321,8 @@ class GraphRuntime(FusedRuntime):
         graph = self._graphs.capture(lambda: run_decoder(decoder, cache, static.inputs, layers))
         return ScoringPass(static, graph)
 
-    @exclusive
     def run_nodes(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        """Run pending and nodes in a shared cache, as in `QuantisedCopy.draft_logits`."""
+        """Run pending and nodes in a shared cache, as in `QuantisedCopy.draft_logits`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
         with without_gradients():
             output = None
@@ -341,9 +340,8 @@ class GraphRuntime(FusedRuntime):
             state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
         return logits
 
-    @exclusive
     def draw_after_pending(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
-        """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`."""
+        """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
         drawn = self._draw_chains(states, decisions)
         for state, chain in zip(states, drawn or [], strict=drawn is not None):
@@ -423,9 +421,11 @@ class GraphRuntime(FusedRuntime):
                     chains[index].append(tokens[node][place])
                     if kept is not None:
                         probs[index].append(kept[node, place])
+                # A view if all rows are left, as the only one is.
+                which = slice(len(active)) if len(places) == len(active) else list(places)
                 going_on = decisions.going_on(
                     list(places.values()),
-                    drawn.logits[node, list(places)],
+                    drawn.logits[node, which],
                     depth + node,
                     [confidences[node][place] for place in places],
                 )
@@ -494,11 +494,12 @@ class GraphCopy(QuantisedCopy):
     def __init__(self, target: GraphRuntime) -> None:
         self._target = target
         self._runtime = GraphRuntime(quantised_copy(target.decoder))
-        self._runtime.lock = target.lock
+        self.lock = self._runtime.lock = target.lock
 
     def free(self) -> None:
         self._runtime.free()
 
+    @exclusive
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         self._runtime.share_cache(self._target)
         return self._runtime.run_nodes(rows, draft, num_known)
@@ -512,6 +513,7 @@ class GraphCopy(QuantisedCopy):
     ) -> list[DrawnChain] | None:
         return self._draw(rows, Decisions(requests, keep_drafting))
 
+    @exclusive
     def _draw(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
         self._runtime.share_cache(self._target)
         return self._runtime.draw_after_pending(rows, decisions)
