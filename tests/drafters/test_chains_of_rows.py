@@ -28,13 +28,13 @@ DEVICE = torch.device(GRAPHS_DEVICE)
 TOLERANCE = 1e-5 if GRAPHS_DEVICE == "cpu" else 2e-3
 """The kernels round states to the precision of TF32 in products with weights in 4 bits."""
 NUM_ROUNDS = 5
-SETTINGS = [
-    # temperatures of the rows, min-p, whether tokens are drawn by races
-    ([0.0, 0.0, 0.0], 0.0, False),
-    ([1.0, 1.0, 0.7], 0.0, False),
-    ([1.0, 0.0, 0.7], 0.05, False),
-    ([1.3, 1.0, 1.0], 0.0, True),
-]
+SETTINGS = {
+    # temperatures of the rows, min-p, whether their tokens are drawn by races
+    "greedy": ([0.0, 0.0, 0.0], 0.0, [False, False, False]),
+    "sampled": ([1.0, 1.0, 0.7], 0.0, [False, False, False]),
+    "mixed": ([1.0, 0.0, 0.7], 0.05, [False, True, False]),
+    "races": ([1.3, 0.0, 1.0], 0.0, [True, False, True]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def run_rounds(drafter, target, case, settings, keeps=True, shortest=3):
             random_tokens(rng.randrange(shortest, 24), seed=case + index),
             SamplingParams(temperature=temperature, min_p=min_p),
             seed=index,
-            coupled=races,
+            coupled=is_race,
         )
-        for index, temperature in enumerate(temperatures)
+        for index, (temperature, is_race) in enumerate(zip(temperatures, races, strict=True))
     ]
     if target is not None:
         target.begin(rows)
@@ -93,10 +93,10 @@ def run_rounds(drafter, target, case, settings, keeps=True, shortest=3):
     return found
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "mixed", "races"])
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("make", [model, copy], ids=["model", "self:int4"])
-def test_chains_drawn_at_once_are_those_drawn_token_by_token(make, settings, checkpoint, monkeypatch):
-    drafter, target = make(checkpoint)
+def test_chains_drawn_at_once_are_those_drawn_token_by_token(make, name, checkpoint, monkeypatch):
+    (drafter, target), settings = make(checkpoint), SETTINGS[name]
     for case in range(4):
         drawn = run_rounds(drafter, target, case, settings)
         with monkeypatch.context() as patched:
@@ -127,7 +127,7 @@ def test_chains_are_drawn_at_once(make, checkpoint, monkeypatch):
     """Otherwise the test above compares nothing."""
     drafter, target = make(checkpoint)
     monkeypatch.setattr(drafter, "chain_logits", lambda *_: pytest.fail("a step per token"))
-    for settings in SETTINGS:
+    for settings in SETTINGS.values():
         assert any(
             draft.num_nodes > 4
             for draft, _ in run_rounds(drafter, target, 0, settings, keeps=False, shortest=17)
@@ -141,15 +141,20 @@ def test_rows_that_graphs_do_not_draw_for_together_are_drawn_token_by_token(chec
     monkeypatch.setattr(
         drafter, "chain_logits", lambda *arguments: called.append(1) or chain_logits(*arguments)
     )
-    params = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)]
-    for coupled in ([False, False], [True, False]):
+    sampled, truncated = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)
+    cases = [
+        ((sampled, sampled), (False, False), 0),
+        ((sampled, truncated), (False, False), 3),
+        ((sampled, sampled), (True, False), 3),
+    ]
+    for params, coupled, num_steps in cases:
         called.clear()
         rows = [
-            Row(random_tokens(5, seed=1), each, coupled=is_coupled)
-            for each, is_coupled in zip(params if not any(coupled) else params[:1] * 2, coupled, strict=True)
+            Row(random_tokens(20, seed=1), each, coupled=is_coupled)
+            for each, is_coupled in zip(params, coupled, strict=True)
         ]
         drafter.prepare(rows, [0, 0])
         budgets = Budgets([3, 3], lambda *_: [True, True], False)
         draft = drafter.propose(rows, budgets, KeyedNoise.from_rows(rows, DEVICE))
         assert draft.lengths.tolist() == [3, 3]
-        assert len(called) == 3
+        assert len(called) == num_steps

@@ -31,7 +31,7 @@ from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
 from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs.quantised import BLOCK, GROUP, QuantisedProduct, quantised_copy
-from secondguess.runtime.graphs.runtime import to_graphs
+from secondguess.runtime.graphs.runtime import GraphRuntime, to_graphs
 from secondguess.runtime.packing import PackableLinear
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.weight_format import INT4, INT8
@@ -183,6 +183,51 @@ def test_a_copy_follows_the_cache_when_it_is_replaced(checkpoint, target):
 def test_copies_are_in_4_bits(target):
     with pytest.raises(UnsupportedModelError, match="int8"):
         target.quantised_copy(INT8)
+
+
+def fail(*_):
+    raise RuntimeError("out of resource")
+
+
+def zeros(_, tokens):
+    return torch.zeros(2, *tokens.shape, VOCAB_SIZE, device=GRAPHS_DEVICE)
+
+
+@pytest.mark.parametrize(("broken", "reason"), [(fail, "out of resource"), (zeros, "other logits")])
+def test_a_copy_whose_kernels_fail_is_refused(target, monkeypatch, broken, reason):
+    monkeypatch.setattr(GraphRuntime, "read_twice", broken)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        target.quantised_copy(INT4)
+
+
+def test_a_row_with_other_tokens_to_run_is_left_to_the_loop(target):
+    """As after an interrupted round."""
+    copy, row = target.quantised_copy(INT4), row_of(TOKENS[:9])
+    target.begin([row])
+    for length in (0, 5, 9):
+        target.slots[row].length = length
+        assert copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE)) is None
+
+
+def test_graphs_are_dropped_if_the_cache_finds_no_room(target, monkeypatch):
+    copy, row = target.quantised_copy(INT4), row_of(TOKENS[:9])
+    target.begin([row])
+    copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE))
+    target.score([row], chains(TOKENS[9:12]))
+    reserve, dropped = target.cache.reserve, []
+
+    def fail_once(*arguments):
+        if not dropped:
+            dropped.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return reserve(*arguments)
+
+    monkeypatch.setattr(target.cache, "reserve", fail_once)
+    target.reserve(2, 40)
+    assert not target._graphs._graphs
+    assert not copy._runtime._graphs._graphs
+    target.rewind([row], [8])
+    assert copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE)).tokens
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])

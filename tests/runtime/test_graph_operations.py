@@ -40,6 +40,9 @@ def norm_of(size, dtype):
 def assert_same(monkeypatch, compute, tolerance):
     """Compare what the kernels and torch return, tensor by tensor, by the norm of the difference."""
     found = compute()
+    assert all(
+        map(torch.equal, compute(), found)
+    )  # after the programs of the first ones have counted themselves
     monkeypatch.setattr(operations, "uses_kernels", lambda _: False)
     for own, expected in zip(found, compute(), strict=True):
         error = (own.float() - expected.float()).norm() / expected.float().norm()
@@ -47,7 +50,7 @@ def assert_same(monkeypatch, compute, tolerance):
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (40960, 64)])
+@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (512, 4096), (1000, 4104), (40960, 64)])
 @pytest.mark.parametrize("num_tokens", [1, 5, 33, 64])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_linear(dtype, num_tokens, sizes, activation, monkeypatch):
@@ -111,8 +114,15 @@ def test_attention(dtype, width, has_extras, num_queries, num_keys, size, num_ro
     assert_same(monkeypatch, compute, TOLERANCES[dtype])
 
 
+def test_several_programs_share_the_inputs_of_products_with_few_outputs():
+    """Some of the tests above and below have such products."""
+    tiles = [operations._tile(512, None, torch.bfloat16), operations._tile_in_4_bits(None)]
+    for tile in (*tiles, operations._tile(512, None, torch.float32)):
+        assert operations._parts(tile, -(-512 // tile.outputs), 4096, torch.device("cuda")) > 1
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (192, 520)])
+@pytest.mark.parametrize("sizes", [(96, 80), (4096, 512), (192, 520), (512, 4096), (1000, 4104)])
 @pytest.mark.parametrize("num_tokens", [1, 5, 33, 64])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_linear_in_4_bits(dtype, num_tokens, sizes, activation, monkeypatch):

@@ -134,8 +134,9 @@ class DrawnChain:
 
 
 KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
-"""Decides which chains go on: called with the rows in question, the logits `[row, vocab]` of their last nodes, the depth
-of these nodes and the probabilities of the most likely tokens."""
+"""Decides which chains go on: called with the rows in question, the logits `[row, vocab]` of their last nodes, which are
+valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
+no node at this depth are meaningless."""
 
 
 class QuantisedCopy(ABC):

@@ -118,27 +118,30 @@ class DecayedLine:
 class LinearCost:
     """Cost of a draft: a fixed cost plus a cost per step.
 
-    Fitted to recent drafts by least squares. The first draft is left out: it fills caches and
-    allocates memory.
+    Fitted to recent drafts by least squares.
+
+    Args:
+        leaves_out_first: whether the first draft is left out, which fills caches and allocates memory.
 
     Attributes:
         count: number of drafts added.
-        start: fixed cost; 0 before the second draft.
-        slope: cost per step; 0 before the second draft.
+        start: fixed cost; 0 while unknown.
+        slope: cost per step; 0 while unknown.
     """
 
-    __slots__ = ("_line", "_was_fast", "count", "slope", "start")
+    __slots__ = ("_leaves_out_first", "_line", "_was_fast", "count", "slope", "start")
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out_first: bool = True) -> None:
         self.count = 0
+        self._leaves_out_first = leaves_out_first
         self._was_fast = False
         self._line = DecayedLine()
         self.start = self.slope = 0.0
 
     @property
     def is_known(self) -> bool:
-        """True from the second draft on."""
-        return self.count > 1
+        """True once a draft was not left out."""
+        return self._line.weight > 0
 
     def at(self, num_steps: float) -> float:
         """Return the cost of a draft of `num_steps` steps; 0 while unknown."""
@@ -146,7 +149,7 @@ class LinearCost:
 
     def add(self, num_steps: int, cost: float) -> None:
         self.count += 1
-        if self.count == 1:
+        if self.count == 1 and self._leaves_out_first:
             return
         line = self._line
         if line.weight:

@@ -42,7 +42,8 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
     for proposal in best_drafts.chosen:
         if proposal.deterministic:
             proposal.length = min(proposal.length, best_width, proposal.num_likely)
-    cost_model.expect(best_drafts.tokens, best_drafts.seconds)
+    if not best_drafts.is_trial:
+        cost_model.expect(best_drafts.tokens, best_drafts.seconds)
     return best_drafts._replace(chosen=[proposal for proposal in best_drafts.chosen if proposal.length])
 
 
@@ -74,14 +75,15 @@ def _together(
         (proposal.expected_tokens(width), proposal) for proposal in proposals if not proposal.deterministic
     ]
     models.sort(key=itemgetter(0), reverse=True)
-    prefill, total, best = 0.0, 0.0, (0.0, 0, 0.0, 0.0)
+    total, prefill, sums = 0.0, 0.0, [(0.0, 0.0)]
     for count, (expected_tokens, proposal) in enumerate(models, start=1):
         total += expected_tokens
         prefill += proposal.prefill_seconds
-        spent = prefill + cost_model.drafting(proposal.part, count, min(width, proposal.width))
-        best = max(best, (total - rate * spent, count, total, spent), key=itemgetter(0))
-    _, best_count, of_models, spent = best
-    best_count = _with_equals([expected_tokens for expected_tokens, _ in models], best_count)
+        drafting = cost_model.drafting(proposal.part, count, min(width, proposal.width))
+        sums.append((total, prefill + drafting))
+    nets = [gained - rate * spent for gained, spent in sums]
+    best_count = _with_equals([expected_tokens for expected_tokens, _ in models], nets.index(max(nets)))
+    of_models, spent = sums[best_count]
     is_trial = False
     if models:
         # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is

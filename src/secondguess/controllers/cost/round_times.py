@@ -172,7 +172,7 @@ class RoundTimes:
         seen = self._steps.setdefault(part, {})
         line = seen.get(num_rows)
         if line is None:
-            line = seen[num_rows] = LinearCost()
+            line = seen[num_rows] = LinearCost(leaves_out_first=not seen)
         plain = self.plain(num_rows)
         cost, expected = seconds / plain, line.at(num_steps)
         is_new = line.count < NUM_NEW
@@ -233,9 +233,6 @@ class RoundTimes:
     def _step_line(self, part: Hashable, num_rows: int) -> LinearCost | None:
         """Return the costs of draft steps over about `num_rows` rows; None while unknown."""
         lines = self._steps.get(part, {})
-        line = lines.get(num_rows)
-        if line is not None and line.is_known:
-            return line
         return _at_nearest({size: line for size, line in lines.items() if line.is_known}, num_rows)
 
     def is_new(self, part: Hashable) -> bool:

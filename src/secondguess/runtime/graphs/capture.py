@@ -11,7 +11,7 @@ from secondguess.preparation import preparing
 from secondguess.runtime.graphs.operations import MAX_TILES, PassInputs
 
 Result = TypeVar("Result")
-MAX_GRAPHS = 128
+MAX_GRAPHS = 64
 """Largest number of graphs that a runtime keeps; the one that was used least recently is dropped."""
 ALIGNMENT = 2
 """Multiple of 8 bytes at which the fields of inputs begin, so that kernels are compiled for one alignment."""
@@ -20,7 +20,7 @@ ALIGNMENT = 2
 class Graph(Generic[Result]):
     """Function without arguments, captured on a CUDA device; on a CPU it is called.
 
-    Capturing calls it, more than once.
+    Capturing runs it several times.
 
     Args:
         function: reads tensors whose values change between calls, and returns tensors. It must not read values back
@@ -40,7 +40,7 @@ class Graph(Generic[Result]):
             if device.type == "cuda":
                 self._capture(pool, stream)
             else:
-                function()  # as often as on a CUDA device, so that tests see what it changes
+                function()  # so that tests see what capturing changes
 
     def _capture(self, pool: Any, stream: Any) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -43,6 +43,8 @@ class PassInputs(NamedTuple):
         positions: `[row, query]`, text positions.
         ancestors: `[row, query]`, bit i is set at the query's ancestors among the queries, and at itself; None if each
             query follows the one before it, as in prefills.
+        num_finished: `[MAX_TILES]` in int32, programs of a product that have finished, by block of outputs; zeros between
+            products.
     """
 
     slots: Tensor

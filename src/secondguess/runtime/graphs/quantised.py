@@ -33,7 +33,7 @@ class QuantisedProduct(PackableLinear):
         scales: `[block, 4, output]` in int32, each word the bfloat16 scales of two groups, the first in the lower bits.
     """
 
-    def __init__(self, product: PackableLinear) -> None:
+    def __init__(self, product: PackableLinear) -> None:  # without the weight of the base class
         self.num_outputs, self.num_inputs = product.weight.shape
         self.bias, self.packed = product.bias, False
         self._dtype = product.weight.dtype

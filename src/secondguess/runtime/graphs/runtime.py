@@ -7,7 +7,6 @@ by graphs, too, several passes and draws in each.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from bisect import bisect_right
@@ -21,11 +20,24 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, StoppingRule
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, KeepChains, QuantisedCopy
+from secondguess.runtime.base import (
+    ChainRequest,
+    DrawnChain,
+    HiddenStates,
+    KeepChains,
+    QuantisedCopy,
+    quantised_copy_error,
+)
 from secondguess.runtime.cached import Output
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.families import why_not_described
-from secondguess.runtime.fused import PROBE_TOLERANCE, CheckedDecoder, FusedRuntime, probe_passes
+from secondguess.runtime.fused import (
+    PROBE_TOLERANCE,
+    PROBE_WIDTH,
+    CheckedDecoder,
+    FusedRuntime,
+    probe_passes,
+)
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes
@@ -49,6 +61,8 @@ MAX_ATTENTION_BYTES = 2**30
 """Largest size of the unmerged attention outputs of a captured pass, which grow with the capacity of the cache."""
 MAX_CATCH_UP = 2
 """Largest number of uncached tokens with which a chain is drawn at once: a draft that was accepted whole leaves two."""
+MAX_DRAWN_BYTES = 2**27
+"""Largest size of the logits and probabilities that a graph returns which draws more than one node."""
 SEGMENT = 4
 """Largest number of nodes that one graph draws, after which the host decides whether to go on."""
 PREFILL_CHUNK = 2048
@@ -130,31 +144,6 @@ class DrawingPass(NamedTuple):
     graph: Graph[Draws]
 
 
-class Decisions(NamedTuple):
-    """Requests for chains, and the decision which of them go on.
-
-    Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
-    depends on a token, and none on what follows it.
-
-    Args:
-        requests: one per row.
-        keep_drafting: as in `Runtime.draft_chains`.
-    """
-
-    requests: Sequence[ChainRequest]
-    keep_drafting: KeepChains | None
-
-    def going_on(
-        self, rows: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
-    ) -> list[bool]:
-        """Return for these rows whether another node is drafted after those at a depth."""
-        have_room = [depth + 1 < self.requests[row].num_nodes for row in rows]
-        if self.keep_drafting is None or not any(have_room):
-            return have_room
-        kept = self.keep_drafting(rows, logits, depth, confidences)
-        return [each and has_room for each, has_room in zip(kept, have_room, strict=True)]
-
-
 class GraphRuntime(FusedRuntime):
     """Runtime over a fused decoder without mixtures of experts.
 
@@ -183,8 +172,37 @@ class GraphRuntime(FusedRuntime):
     def why_not_copied(self) -> str:
         return ""
 
+    @exclusive
+    def reserve(self, num_rows: int, longest: int) -> None:
+        try:
+            super().reserve(num_rows, longest)
+        except torch.OutOfMemoryError:  # without graphs there may be room
+            self._graphs.clear()
+            for each in self._copies.values():
+                each.free()
+            super().reserve(num_rows, longest)
+
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        return GraphCopy(self) if weight_format == INT4 else super()._make_copy(weight_format)
+        if weight_format != INT4:
+            return super()._make_copy(weight_format)
+        runtime = GraphRuntime(quantised_copy(self.decoder))
+        if why_not := runtime.why_not_reproduced():
+            raise quantised_copy_error(weight_format, f"one for which {why_not}")
+        return GraphCopy(self, runtime)
+
+    def why_not_reproduced(self) -> str:
+        """Return why the kernels do not give the logits of torch's operations; empty if they do."""
+        width = min(PROBE_WIDTH, self.context_length)
+        tokens = torch.arange(2 * width, device=self.device).remainder(self.vocab_size).view(2, width)
+        try:
+            found = self.read_twice(tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler's errors are of many kinds
+            return f"the kernels fail on this device ({type(error).__name__}: {error})"
+        expected = FusedRuntime(self.decoder).read(tokens).logits.expand_as(found)
+        tolerance = PROBE_TOLERANCE[torch.bfloat16]  # states are rounded in products with weights in 4 bits
+        return "" if probe_passes("graphs", found, expected, tolerance) else "the kernels give other logits"
 
     def share_cache(self, owner: GraphRuntime) -> None:
         """Run in the cache of another runtime of the same shapes from now on."""
@@ -251,11 +269,13 @@ class GraphRuntime(FusedRuntime):
         size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS_OF_FEW)
         if size * num_queries > MAX_KERNEL_TOKENS:
             num_queries = bucket(width, WIDTHS)
+        longest = max(row.start for row in queries)
+        if longest + width <= self.cache.capacity < longest + num_queries:
+            num_queries = width  # padding alone would make the cache grow
         is_captured = size * num_queries <= MAX_TOKENS
         if not is_captured:
             size, num_queries = len(queries), width
-        num_positions = max(row.start for row in queries) + num_queries
-        self._reserve(max(row.slot for row in queries), num_positions)
+        self._reserve(max(row.slot for row in queries), longest + num_queries)
         if width > MAX_QUERIES or self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
             return None
         fields = _scoring_fields(queries, size, num_queries, self.context_length)
@@ -296,7 +316,7 @@ class GraphRuntime(FusedRuntime):
 
     def _reserve(self, last_slot: int, num_positions: int) -> None:
         """Make room in the cache, and drop the graphs if a tensor that they read was replaced."""
-        self.cache.reserve(last_slot + 1, num_positions)
+        self.reserve(last_slot + 1, num_positions)
         heads = self.decoder.layers[0].heads
         self.cache.allocate(self.num_layers, heads.num_keys, heads.size, self.decoder.embedding.dtype)
         captured = None if self._captured_cache is None else self._captured_cache()
@@ -340,33 +360,39 @@ class GraphRuntime(FusedRuntime):
             state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
         return logits
 
-    def draw_after_pending(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
+    def draw_after_pending(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
         """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
-        drawn = self._draw_chains(states, decisions)
+        if any(state.length != len(state.row.tokens) - 1 for state in states):
+            return None
+        drawn = self._draw_chains(states, requests, keep_drafting)
         for state, chain in zip(states, drawn or [], strict=drawn is not None):
             state.num_nodes = len(chain.tokens)  # moved with the row's slot until the owner overwrites them
         return drawn
 
     @exclusive
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._append_chains([row], Decisions([request], _own_decision(request)))
+        drawn = self._append_chains([row], [request], _own_decision(request))
         return None if drawn is None else drawn[0]
 
     @exclusive
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
-        return self._append_chains(rows, Decisions(requests, keep_drafting))
+        return self._append_chains(rows, requests, keep_drafting)
 
-    def _append_chains(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
-        if not self._draws(decisions.requests):
+    def _append_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        if not self._draws(requests):
             return None
         self._partial = None
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
             return None
-        drawn = self._draw_chains(states, decisions)
+        drawn = self._draw_chains(states, requests, keep_drafting)
         for row, state, chain in zip(rows, states, drawn or [], strict=drawn is not None):
             row.tokens += chain.tokens
             state.length = len(row.tokens) - 1
@@ -381,19 +407,32 @@ class GraphRuntime(FusedRuntime):
             and len({request.noise.races for request in samples}) < 2
         )
 
-    def _draw_chains(self, states: Sequence[CachedRow], decisions: Decisions) -> list[DrawnChain] | None:
-        """Draw chains after the tokens of rows; None if graphs do not draw them, or memory does not hold the graphs."""
-        requests = decisions.requests
-        if not self._draws(requests) or len(states) > ROWS[-1]:
+    def _draw_chains(
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
+        """Draw chains after the tokens of rows; None if graphs do not draw them, or memory does not hold the graphs.
+
+        Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
+        depends on a token, and none on what follows it.
+        """
+        size = bucket(len(states), ROWS)
+        if (
+            not self._draws(requests)
+            or size > ROWS[-1]
+            or self._attention_bytes(size * MAX_CATCH_UP) > MAX_ATTENTION_BYTES
+        ):
             return None
+        node_bytes = 2 * 4 * size * requests[0].vocab_size  # of logits and probabilities
+        segment = max(1, min(SEGMENT, MAX_DRAWN_BYTES // node_bytes))
         temperatures = [request.settings.temperature for request in requests]
-        modes = Modes(not any(temperatures), 0 in temperatures, any(each.noise.races for each in requests))
+        races = any(each.noise.races for each in requests if each.settings.temperature > 0)
+        modes = Modes(not any(temperatures), 0 in temperatures, races)
         chains: list[list[int]] = [[] for _ in states]
         probs: list[list[Tensor]] = [[] for _ in states]
         active = list(range(len(states)))
         while active:
             depth = len(chains[active[0]])
-            count = min(SEGMENT, *(requests[index].num_nodes - depth for index in active))
+            count = min(segment, *(requests[index].num_nodes - depth for index in active))
             try:
                 drawn = self._draw_segment(
                     [states[i] for i in active],
@@ -421,15 +460,17 @@ class GraphRuntime(FusedRuntime):
                     chains[index].append(tokens[node][place])
                     if kept is not None:
                         probs[index].append(kept[node, place])
-                # A view if all rows are left, as the only one is.
-                which = slice(len(active)) if len(places) == len(active) else list(places)
-                going_on = decisions.going_on(
-                    list(places.values()),
-                    drawn.logits[node, which],
-                    depth + node,
-                    [confidences[node][place] for place in places],
-                )
-                places = dict(itertools.compress(places.items(), going_on))
+                open_places = [
+                    place for place, index in places.items() if depth + node + 1 < requests[index].num_nodes
+                ]
+                if open_places and keep_drafting is not None:
+                    # Rows that ended in this segment are asked about, too, but their answers do not count.
+                    of_rows = slice(len(active))
+                    kept_on = keep_drafting(
+                        active, drawn.logits[node, of_rows], depth + node, confidences[node][of_rows]
+                    )
+                    open_places = [place for place in open_places if kept_on[place]]
+                places = {place: places[place] for place in open_places}
             active = list(places.values())
         return [
             DrawnChain(chain, torch.stack(dists) if dists else None)
@@ -489,11 +530,11 @@ class GraphCopy(QuantisedCopy):
 
     Args:
         target: with weights that are not quantised.
+        runtime: of the copy.
     """
 
-    def __init__(self, target: GraphRuntime) -> None:
-        self._target = target
-        self._runtime = GraphRuntime(quantised_copy(target.decoder))
+    def __init__(self, target: GraphRuntime, runtime: GraphRuntime) -> None:
+        self._target, self._runtime = target, runtime
         self.lock = self._runtime.lock = target.lock
 
     def free(self) -> None:
@@ -505,18 +546,20 @@ class GraphCopy(QuantisedCopy):
         return self._runtime.run_nodes(rows, draft, num_known)
 
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._draw([row], Decisions([request], _own_decision(request)))
+        drawn = self._draw([row], [request], _own_decision(request))
         return None if drawn is None else drawn[0]
 
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
-        return self._draw(rows, Decisions(requests, keep_drafting))
+        return self._draw(rows, requests, keep_drafting)
 
     @exclusive
-    def _draw(self, rows: Sequence[Row], decisions: Decisions) -> list[DrawnChain] | None:
+    def _draw(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
+    ) -> list[DrawnChain] | None:
         self._runtime.share_cache(self._target)
-        return self._runtime.draw_after_pending(rows, decisions)
+        return self._runtime.draw_after_pending(rows, requests, keep_drafting)
 
 
 def _kept(logits: Tensor) -> Tensor:
@@ -579,12 +622,14 @@ def _draw_parameters(
         return integers, [1.0] * 2 * (len(requests) + padding)
     nodes = range(depth, depth + count)
     of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
-    columns = [
-        [request.settings.temperature for request in requests],
-        [request.settings.log_min_p for request in requests],
-        *map(list, zip(*of_rows, strict=True)),
+    settings = [
+        *(request.settings.temperature for request in requests),
+        *([1.0] * padding),
+        *(request.settings.log_min_p for request in requests),
+        *([-math.inf] * padding),
     ]
-    return integers, [value for column in columns for value in (*column, *([0.5] * padding))]
+    uniforms = [value for of_node in zip(*of_rows, strict=True) for value in (*of_node, *([0.5] * padding))]
+    return integers, settings + uniforms
 
 
 def _own_decision(request: ChainRequest) -> KeepChains | None:

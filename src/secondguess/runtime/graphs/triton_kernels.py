@@ -1,7 +1,7 @@
 """Triton kernels of a decoder's forward pass over few tokens.
 
-Products are summed in an order that the shapes of the weights fix, and attention in chunks of fixed length, so that a
-token's values do not depend on how many tokens follow it in the pass.
+Products are summed in an order that the shapes of the weights and the device fix, and attention in chunks of fixed
+length, so that a token's values do not depend on how many tokens follow it in the pass.
 """
 
 # Triton compiles these functions from their source: they have no annotations of values.
