@@ -90,6 +90,10 @@ class MirroringDrafter(SamplingDrafter):
     def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
         return self.runtime.draft_chain(self._mirror_rows[row].row, request)
 
+    @property
+    def draws_batches(self) -> bool:
+        return self.runtime.draws_batches
+
     def whole_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:

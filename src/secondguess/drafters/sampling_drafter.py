@@ -107,6 +107,11 @@ class SamplingDrafter(Drafter):
         """Draw a chain of the only row at once, extended as by `extend`; None to draw it token by token."""
         return None
 
+    @property
+    def draws_batches(self) -> bool:
+        """True if `whole_chains` is supported."""
+        return False
+
     def whole_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
@@ -222,7 +227,7 @@ class SamplingDrafter(Drafter):
         self, rows: Sequence[Row], active: list[int], limits: list[int], budgets: Budgets, noise: Noise
     ) -> Draft | None:
         """Return the drafts of several rows if their drafter can draw them at once."""
-        row_noises = noise.of_rows()
+        row_noises = noise.of_rows() if self.draws_batches else None
         if row_noises is None:
             return None
 

@@ -65,6 +65,10 @@ class SelfDrafter(SamplingDrafter):
     def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
         return self._copy.draft_chain(row, request)
 
+    @property
+    def draws_batches(self) -> bool:
+        return self._copy.draws_batches
+
     def whole_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:

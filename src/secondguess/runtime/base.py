@@ -144,7 +144,12 @@ class QuantisedCopy(ABC):
 
     The entries of committed tokens are the target's. The copy writes those of pending and of nodes
     after them, where the target's next pass overwrites them.
+
+    Attributes:
+        draws_batches: True if `draft_chains` is supported.
     """
+
+    draws_batches: bool = False
 
     @abstractmethod
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
@@ -185,6 +190,7 @@ class Runtime(ABC):
         num_layers: number of decoder layers.
         device: device of the input tensors.
         supports_partial_forward: True if `run_first_layers` and `skip_layers` are supported.
+        draws_batches: True if `draft_chains` is supported.
         num_prefilled: number of tokens that prefills have run through the model so far.
     """
 
@@ -193,6 +199,7 @@ class Runtime(ABC):
     num_layers: int
     device: torch.device
     supports_partial_forward: bool = False
+    draws_batches: bool = False
     num_prefilled: int = 0
 
     @property
@@ -349,6 +356,9 @@ class Runtime(ABC):
             rows: at least one.
             requests: one per row, without rules and callbacks of their own.
             keep_drafting: decides after each level but the last of a row; None to draw all nodes.
+
+        Returns:
+            The chains; None if `score` must be called per level.
         """
         return None
 

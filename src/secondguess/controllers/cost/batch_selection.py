@@ -21,6 +21,22 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Maximum draft lengths that are considered for a batch."""
 
 
+class Drafts(NamedTuple):
+    """Drafts of a round.
+
+    Args:
+        chosen: their proposals.
+        tokens: expected number of tokens gained by all.
+        seconds: that they add to the round.
+        is_trial: whether there would be more if the drafter had been tried on more rows.
+    """
+
+    chosen: list[DraftProposal]
+    tokens: float = 0.0
+    seconds: float = 0.0
+    is_trial: bool = False
+
+
 def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_model: CostModel) -> Drafts:
     """Return the drafts that pay together, with lengths cut to the best one for the batch.
 
@@ -45,22 +61,6 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
     if not best_drafts.is_trial:
         cost_model.expect(best_drafts.tokens, best_drafts.seconds)
     return best_drafts._replace(chosen=[proposal for proposal in best_drafts.chosen if proposal.length])
-
-
-class Drafts(NamedTuple):
-    """Drafts of a round.
-
-    Args:
-        chosen: their proposals.
-        tokens: expected number of tokens gained by all.
-        seconds: that they add to the round.
-        is_trial: whether there would be more if the drafter had been tried on more rows.
-    """
-
-    chosen: list[DraftProposal]
-    tokens: float = 0.0
-    seconds: float = 0.0
-    is_trial: bool = False
 
 
 def _together(

@@ -15,7 +15,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import ChainRequest, KeepChains, Runtime, VocabularyMap
+from secondguess.runtime.base import ChainRequest, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, require_finite, with_confidences
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
@@ -119,10 +119,9 @@ class IntersectionDrafter(TranslatingDrafter):
     def whole_chain(self, row: Row, request: ChainRequest) -> None:
         """Return None: each token is translated before the model reads it."""
 
-    def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> None:
-        """Return None, as for one row."""
+    @property
+    def draws_batches(self) -> bool:
+        return False
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         super().extend(rows, active, [self._translated_list[token] for token in tokens])

@@ -153,6 +153,8 @@ class GraphRuntime(FusedRuntime):
         decoder: from `fuse`.
     """
 
+    draws_batches = True
+
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(decoder)
         self.prefill_chunk = PREFILL_CHUNK
@@ -532,6 +534,8 @@ class GraphCopy(QuantisedCopy):
         target: with weights that are not quantised.
         runtime: of the copy.
     """
+
+    draws_batches = True
 
     def __init__(self, target: GraphRuntime, runtime: GraphRuntime) -> None:
         self._target, self._runtime = target, runtime
