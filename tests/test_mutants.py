@@ -44,7 +44,7 @@ from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.medusa import MedusaDrafter
-from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.drafters.mirroring import FeatureDrafter, TokenDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
@@ -65,6 +65,8 @@ from secondguess.runtime import cached, tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.graphs import draws
+from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
@@ -209,6 +211,32 @@ def native_trees_are_chains() -> bool:
     runtime.begin([row])
     siblings = Draft(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([2]))
     return torch.equal(runtime.score([row], siblings).logits[0, 2], expected)
+
+
+def batches_draw_as_token_by_token() -> bool:
+    """Return whether graphs draw the same chains for a batch, whose rows have one and two tokens to read."""
+    (_, model) = tiny_pair(vocab_size=5)
+    drafter = TokenDrafter(graphs.GraphRuntime(FusedDecoder(model, packed=False)), "model:tiny", 5)
+    params = [SAMPLED, SamplingParams(temperature=0.0), SAMPLED]
+    found = []
+    for at_once in (True, False):
+        rows = [Row([number, 1, 2] * 6, each, seed=number) for number, each in enumerate(params)]
+        for _ in range(2):
+            noise = KeyedNoise.from_rows(rows)
+            if not at_once:
+                noise.of_rows = lambda: None
+            drafter.prepare(rows, [0] * 3)
+            draft = drafter.propose(rows, Budgets([3] * 3, lambda *_: [True] * 3, uses_probs=False), noise)
+            found.append((draft.token_lists, draft.probs))
+            for row, nodes, length in zip(rows, draft.token_lists, (3, 3, 0), strict=True):
+                row.tokens += [*nodes[:length], 3]
+        for row in rows:
+            drafter.release(row)
+        drafter.reset_prefix_cache()
+    return all(
+        tokens == others and torch.allclose(probs, expected, atol=1e-5)
+        for (tokens, probs), (others, expected) in zip(found[:2], found[2:], strict=True)
+    )
 
 
 def heads_draft_as_they_learn(kind: str) -> bool:
@@ -820,6 +848,19 @@ def rounds_share_numbers(patch: Patch) -> None:
     patch.setattr(KeyedNoise, "uniforms", uniforms)
 
 
+def rows_of_a_batch_share_uniforms(patch: Patch) -> None:
+    original = graphs._draw_parameters
+
+    def parameters(requests, *rest):
+        return original([replace(request, noise=requests[0].noise) for request in requests], *rest)
+
+    patch.setattr(graphs, "_draw_parameters", parameters)
+
+
+def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:
+    patch.setattr(draws, "_last", lambda of_tokens, num_read: of_tokens[:, -1])
+
+
 def race_forgets_the_position(patch: Patch) -> None:
     original = KeyedNoise._race
 
@@ -1064,6 +1105,8 @@ MUTANTS = [
     ),
     Mutant(places_share_accept_numbers, check(keyed_dist_holds, "rejection")),
     Mutant(rounds_share_numbers, check(keyed_dist_holds, "block")),
+    Mutant(rows_of_a_batch_share_uniforms, check(batches_draw_as_token_by_token)),
+    Mutant(rows_of_a_batch_are_read_up_to_the_longest, check(batches_draw_as_token_by_token)),
     Mutant(race_forgets_the_position, check(keyed_dist_holds, "coupled", coupled=True)),
     Mutant(neighbouring_races_are_the_same, check(keyed_dist_holds, "coupled", coupled=True)),
     Mutant(race_is_off_by_one_from_the_draft, check(acceptance_holds, "coupled", coupled=True)),
