@@ -849,12 +849,12 @@ def rounds_share_numbers(patch: Patch) -> None:
 
 
 def rows_of_a_batch_share_uniforms(patch: Patch) -> None:
-    original = graphs._draw_parameters
+    original = graphs.draw_parameters
 
     def parameters(requests, *rest):
         return original([replace(request, noise=requests[0].noise) for request in requests], *rest)
 
-    patch.setattr(graphs, "_draw_parameters", parameters)
+    patch.setattr(graphs, "draw_parameters", parameters)
 
 
 def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from secondguess.core import StoppingRule
+from secondguess.runtime.base import ChainRequest, KeepChains
 from secondguess.runtime.graphs.capture import StaticInputs
 from secondguess.runtime.graphs.operations import PassInputs
-from secondguess.runtime.hashes import Purpose, hash_of, uniform_per_token_on_device
+from secondguess.runtime.hashes import Purpose, hash_of, scalar_uniforms, uniform_per_token_on_device
 
 
 class Draws(NamedTuple):
@@ -43,6 +47,42 @@ class Modes(NamedTuple):
     all_greedy: bool
     some_greedy: bool
     races: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[ChainRequest]) -> Modes:
+        """Return the rules for requests whose sampled rows are all drawn by races, or none."""
+        temperatures = [request.settings.temperature for request in requests]
+        races = any(request.noise.races for request in requests if request.settings.temperature > 0)
+        return cls(not any(temperatures), 0 in temperatures, races)
+
+
+def draw_parameters(
+    requests: Sequence[ChainRequest], nums_read: Sequence[int], nodes: range, modes: Modes
+) -> tuple[list[int], list[float]]:
+    """Return the integers and floats of `draw_nodes`.
+
+    Args:
+        requests: one per row.
+        nums_read: number of tokens of each row, then of padding.
+        nodes: places of the nodes in their chains.
+        modes: how they are drawn.
+    """
+    padding = len(nums_read) - len(requests)
+    noises = [request.noise for request in requests]
+    keys = [noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key for noise in noises]
+    places = [noise.position + nodes.start for noise in noises]
+    integers = [*nums_read, *keys, *([0] * padding), *places, *([0] * padding)]
+    if modes.all_greedy:
+        return integers, [1.0] * 2 * len(nums_read)
+    of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
+    settings = [
+        *(request.settings.temperature for request in requests),
+        *([1.0] * padding),
+        *(request.settings.log_min_p for request in requests),
+        *([-math.inf] * padding),
+    ]
+    uniforms = [value for of_node in zip(*of_rows, strict=True) for value in (*of_node, *([0.5] * padding))]
+    return integers, settings + uniforms
 
 
 def draw_nodes(
@@ -124,3 +164,19 @@ def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     totals = probs.cumsum(-1, dtype=torch.float64)
     places = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
     return places[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
+def own_decision(request: ChainRequest) -> KeepChains | None:
+    """Return the decision about the only row by its request's own rule or callback."""
+    rule, keep_drafting = request.stopping_rule, request.keep_drafting
+    if rule is not None:
+        return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
+    if keep_drafting is not None:
+        return lambda _, logits, depth, confidences: [keep_drafting(logits, depth, confidences[0])]
+    return None
+
+
+def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:
+    rule.groups.append(bisect_right(rule.edges, confidence))
+    groups = rule.groups[-depth - 1 :]
+    return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

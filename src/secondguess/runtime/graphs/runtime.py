@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, StoppingRule
+from secondguess.core import Draft, Row
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.base import (
     ChainRequest,
@@ -40,11 +39,10 @@ from secondguess.runtime.fused import (
 )
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
-from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes
+from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters, own_decision
 from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
-from secondguess.runtime.hashes import Purpose, scalar_uniforms
 from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import without_gradients
@@ -367,7 +365,7 @@ class GraphRuntime(FusedRuntime):
     ) -> list[DrawnChain] | None:
         """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
-        if any(state.length != len(state.row.tokens) - 1 for state in states):
+        if not self._draws(requests) or any(state.length != len(state.row.tokens) - 1 for state in states):
             return None
         drawn = self._draw_chains(states, requests, keep_drafting)
         for state, chain in zip(states, drawn or [], strict=drawn is not None):
@@ -376,7 +374,7 @@ class GraphRuntime(FusedRuntime):
 
     @exclusive
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._append_chains([row], [request], _own_decision(request))
+        drawn = self._append_chains([row], [request], own_decision(request))
         return None if drawn is None else drawn[0]
 
     @exclusive
@@ -412,23 +410,17 @@ class GraphRuntime(FusedRuntime):
     def _draw_chains(
         self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
-        """Draw chains after the tokens of rows; None if graphs do not draw them, or memory does not hold the graphs.
+        """Draw chains after the tokens of rows; None if they are too many, or memory does not hold the graphs.
 
         Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
         depends on a token, and none on what follows it.
         """
         size = bucket(len(states), ROWS)
-        if (
-            not self._draws(requests)
-            or size > ROWS[-1]
-            or self._attention_bytes(size * MAX_CATCH_UP) > MAX_ATTENTION_BYTES
-        ):
+        if size > ROWS[-1] or self._attention_bytes(size * MAX_CATCH_UP) > MAX_ATTENTION_BYTES:
             return None
         node_bytes = 2 * 4 * size * requests[0].vocab_size  # of logits and probabilities
         segment = max(1, min(SEGMENT, MAX_DRAWN_BYTES // node_bytes))
-        temperatures = [request.settings.temperature for request in requests]
-        races = any(each.noise.races for each in requests if each.settings.temperature > 0)
-        modes = Modes(not any(temperatures), 0 in temperatures, races)
+        modes = Modes.of(requests)
         chains: list[list[int]] = [[] for _ in states]
         probs: list[list[Tensor]] = [[] for _ in states]
         active = list(range(len(states)))
@@ -500,9 +492,8 @@ class GraphRuntime(FusedRuntime):
             max(row.slot for row in queries), max(row.start + len(row.tokens) for row in queries) + count
         )
         fields = _scoring_fields(queries, size, width, self.context_length)
-        padding = size - len(queries)
-        integers, floats = _draw_parameters(requests, depth, count, padding, modes)
-        integers = [*(len(row.tokens) for row in queries), *([1] * padding), *integers]
+        nums_read = [len(row.tokens) for row in queries] + [1] * (size - len(queries))
+        integers, floats = draw_parameters(requests, nums_read, range(depth, depth + count), modes)
         decoder, cache = self.decoder, self.cache
 
         def make() -> DrawingPass:
@@ -550,7 +541,7 @@ class GraphCopy(QuantisedCopy):
         return self._runtime.run_nodes(rows, draft, num_known)
 
     def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._draw([row], [request], _own_decision(request))
+        drawn = self._draw([row], [request], own_decision(request))
         return None if drawn is None else drawn[0]
 
     def draft_chains(
@@ -613,40 +604,3 @@ def _scoring_fields(
     for field in (tokens, positions, ancestors):
         field += [0] * (num_padded * width)
     return [slots, starts, tokens, positions, ancestors]
-
-
-def _draw_parameters(
-    requests: Sequence[ChainRequest], depth: int, count: int, padding: int, modes: Modes
-) -> tuple[list[int], list[float]]:
-    """Return the keys and positions of the rows' noise, and the numbers by which nodes are drawn, as `draw_nodes` takes."""
-    noises = [request.noise for request in requests]
-    keys = [noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key for noise in noises]
-    integers = [*keys, *([0] * padding), *(noise.position + depth for noise in noises), *([0] * padding)]
-    if modes.all_greedy:
-        return integers, [1.0] * 2 * (len(requests) + padding)
-    nodes = range(depth, depth + count)
-    of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
-    settings = [
-        *(request.settings.temperature for request in requests),
-        *([1.0] * padding),
-        *(request.settings.log_min_p for request in requests),
-        *([-math.inf] * padding),
-    ]
-    uniforms = [value for of_node in zip(*of_rows, strict=True) for value in (*of_node, *([0.5] * padding))]
-    return integers, settings + uniforms
-
-
-def _own_decision(request: ChainRequest) -> KeepChains | None:
-    """Return the decision about the only row by its request's own rule or callback."""
-    rule, keep_drafting = request.stopping_rule, request.keep_drafting
-    if rule is not None:
-        return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
-    if keep_drafting is not None:
-        return lambda _, logits, depth, confidences: [keep_drafting(logits, depth, confidences[0])]
-    return None
-
-
-def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:
-    rule.groups.append(bisect_right(rule.edges, confidence))
-    groups = rule.groups[-depth - 1 :]
-    return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]
