@@ -13,7 +13,7 @@ from torch import Tensor
 from secondguess.core import StoppingRule
 from secondguess.runtime.base import ChainRequest, KeepChains
 from secondguess.runtime.graphs.capture import StaticInputs
-from secondguess.runtime.graphs.operations import PassInputs
+from secondguess.runtime.graphs.operations import PassInputs, most_likely
 from secondguess.runtime.hashes import Purpose, hash_of, scalar_uniforms, uniform_per_token_on_device
 
 
@@ -110,15 +110,18 @@ def draw_nodes(
     found: list[Tensor] = []
     dists: list[Tensor] = []
     drawn: list[Tensor] = []
+    confidences: list[Tensor] = []
     for node in range(count):
         if node:
             inputs = _following(inputs, drawn[-1], num_read if node == 1 else torch.ones_like(num_read))
         of_tokens = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
         logits = of_tokens[:, 0] if inputs.tokens.shape[1] == 1 else _last(of_tokens, num_read)
-        logits = logits.float()
+        logits = logits.float().contiguous()
         found.append(logits)
+        largest, confidence = most_likely(logits, inputs.num_finished)
+        confidences.append(confidence)
         if modes.all_greedy:
-            drawn.append(logits.argmax(-1))
+            drawn.append(largest)
             continue
         probs = _probs(logits, temperatures[:, None], log_min_ps[:, None], modes.some_greedy)
         dists.append(probs)
@@ -128,9 +131,8 @@ def draw_nodes(
             drawn.append(times.argmin(-1))
         else:
             drawn.append(_inverted(probs, uniforms[node][:, None]))
-    logits = torch.stack(found)
-    chosen = torch.stack((torch.stack(drawn).double(), logits.softmax(-1).amax(-1).double()))
-    return Draws(chosen, logits, torch.stack(dists) if dists else None)
+    chosen = torch.stack((torch.stack(drawn).double(), torch.stack(confidences)))
+    return Draws(chosen, torch.stack(found), torch.stack(dists) if dists else None)
 
 
 def _last(of_tokens: Tensor, num_read: Tensor) -> Tensor:

@@ -27,8 +27,12 @@ MAX_KERNEL_TOKENS = 64
 """Largest number of tokens for which the linear kernel is used; products of more are not bound by reading weights."""
 CHUNK = 128
 """Keys that one program of the attention kernel reads."""
+MERGED_VALUES = 4096
+"""Numbers of unmerged attention outputs that a program reads at a time."""
 MAX_TILES = 1024
 """More than the blocks of outputs of a product whose inputs several programs share, on any device."""
+LOGITS_BLOCK = 2048
+"""Logits that one program reads to find the most likely token."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 """Number in the kernels of each activation that they compute."""
 
@@ -62,15 +66,32 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
+class States(NamedTuple):
+    """States of tokens, and what the product that computed them prepared for the norm of them that follows.
+
+    Args:
+        values: `[token, width]`.
+        norm: that was prepared; None for none.
+        weighted: `[token, width]`, values times the norm's weight.
+        squares: `[token, block]` in float32, sums of squares of the values.
+    """
+
+    values: Tensor
+    norm: Norm | None = None
+    weighted: Tensor | None = None
+    squares: Tensor | None = None
+
+
 def linear(
-    states: Tensor,
+    states: States,
     product: PackableLinear,
     num_finished: Tensor,
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
-) -> Tensor:
+    next_norm: Norm | None = None,
+) -> States:
     """Return `residual + scale * activation(norm(states) @ weight.T + bias)`, `[token, output]`.
 
     Args:
@@ -82,21 +103,60 @@ def linear(
             None to return all outputs.
         residual: `[token, output]`; None for zeros.
         scale: factor on what is added to the residual.
+        next_norm: norm of the result to prepare if there is a kernel for it; without an activation.
     """
-    if not len(states):
-        return states.new_empty(0, product.num_outputs)
-    if norm is not None:
-        has_kernel = uses_kernels(states) and not isinstance(norm, LayerNorm)
-        states = _norm_kernel(states, norm) if has_kernel else norm(states)
-    fits = len(states) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
-    if fits and uses_kernels(states):
-        return _linear_kernel(states, product, num_finished, activation, residual, scale)
-    output = product(states)
+    values, squares = states.values, None
+    fits = len(values) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
+    has_kernel = fits and uses_kernels(values)
+    if has_kernel and norm is not None and norm is states.norm:
+        assert states.weighted is not None
+        values, squares = states.weighted, states.squares
+    elif norm is not None:
+        has_norm_kernel = uses_kernels(values) and not isinstance(norm, LayerNorm)
+        values = _norm_kernel(values, norm) if has_norm_kernel else norm(values)
+    if has_kernel:
+        eps = 0.0 if norm is None else norm.eps
+        next_norm = next_norm if next_norm is not None and _can_prepare(next_norm, values) else None
+        return _linear_kernel(
+            values, squares, eps, product, num_finished, activation, residual, scale, next_norm
+        )
+    output = product(values)
     if activation is not None:
         gate, value = output.chunk(2, -1)
         output = ACTIVATIONS[activation](gate) * value
     output = output if scale == 1.0 else output * scale
-    return output if residual is None else residual + output
+    return States(output if residual is None else residual + output)
+
+
+def _can_prepare(norm: Norm, values: Tensor) -> bool:
+    """Return whether states may be multiplied by a norm's weight before they are normalised."""
+    return not isinstance(norm, LayerNorm) and values.dtype != torch.float16  # which could overflow
+
+
+def most_likely(logits: Tensor, num_finished: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens, the lowest among equals, and their softmax in float64, `[row]` each.
+
+    Args:
+        logits: `[row, vocab]` in float32, contiguous; where one is not finite, the softmax is NaN.
+        num_finished: as in `PassInputs`.
+    """
+    if not uses_kernels(logits):
+        return logits.argmax(-1), logits.softmax(-1).amax(-1).double()
+    num_rows, num_logits = logits.shape
+    parts = -(-num_logits // LOGITS_BLOCK)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    confidences = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    _triton().most_likely_kernel[num_rows, parts](
+        logits,
+        torch.empty(num_rows, parts, 3, device=logits.device),
+        num_finished,
+        tokens,
+        confidences,
+        num_logits,
+        BLOCK=LOGITS_BLOCK,
+        PARTS=parts,
+    )
+    return tokens, confidences
 
 
 def rotate_and_store(
@@ -223,12 +283,15 @@ class Tile(NamedTuple):
 
 def _linear_kernel(
     states: Tensor,
+    squares: Tensor | None,
+    eps: float,
     product: PackableLinear,
     num_finished: Tensor,
     activation: str | None,
     residual: Tensor | None,
     scale: float,
-) -> Tensor:
+    next_norm: Norm | None,
+) -> States:
     num_tokens, num_inputs = states.shape
     num_halves = 1 if activation is None else 2
     num_outputs = product.num_outputs // num_halves
@@ -241,9 +304,29 @@ def _linear_kernel(
     num_tiles = -(-num_outputs // tile.outputs)
     parts = 1 if activation is not None else _parts(tile, num_tiles, num_inputs, states.device)
     partial_sums = torch.empty(parts, num_tokens, num_outputs, device=states.device) if parts > 1 else None
-    tensors = (product.bias, residual, output, partial_sums, num_finished, num_tokens, num_outputs, scale)
+    result = States(output)
+    if next_norm is not None:
+        found = torch.empty(num_tokens, num_tiles, device=states.device)
+        result = States(output, next_norm, torch.empty_like(output), found)
+    tensors = (
+        squares,
+        product.bias,
+        residual,
+        output,
+        partial_sums,
+        num_finished,
+        None if next_norm is None else next_norm.weight,
+        result.weighted,
+        result.squares,
+        num_tokens,
+        num_outputs,
+        scale,
+        eps,
+    )
     options = {
         "NUM_INPUTS": num_inputs,
+        "NUM_SQUARES": 0 if squares is None else squares.shape[1],
+        "HAS_NEXT": next_norm is not None,
         "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "ACTIVATION": 0 if activation is None else GATES[activation],
@@ -261,7 +344,7 @@ def _linear_kernel(
         _triton().linear_kernel[num_tiles, parts](
             states, product.weight, *tensors, BLOCK_INPUTS=tile.inputs, **options
         )
-    return output
+    return result
 
 
 def _tile(num_outputs: int, activation: str | None, dtype: torch.dtype) -> Tile:
@@ -376,7 +459,8 @@ def _attention_kernel(
         num_chunks,
         chunk,
         NUM_HEADS=heads.num_queries,
-        num_warps=1,
+        BLOCK_CHUNKS=MERGED_VALUES // sizes["BLOCK_SIZE"],
+        num_warps=4,
         **sizes,
     )
     return output

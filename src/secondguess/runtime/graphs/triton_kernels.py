@@ -35,17 +35,37 @@ def norm_kernel(states, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def load_squares(squares, num_tokens, BLOCK_TOKENS: tl.constexpr, NUM_SQUARES: tl.constexpr):
+    """Return sums of squares `[token, block of inputs]`; zeros if there are none."""
+    if NUM_SQUARES > 0:
+        tokens = tl.arange(0, BLOCK_TOKENS)[:, None]
+        blocks = tl.arange(0, triton.next_power_of_2(NUM_SQUARES))
+        mask = (tokens < num_tokens) & (blocks < NUM_SQUARES)
+        return tl.load(squares + tokens * NUM_SQUARES + blocks, mask=mask, other=0.0)
+    else:
+        return tl.zeros((BLOCK_TOKENS, 1), tl.float32)
+
+
+@triton.jit
 def store_product(
     sums,
     values,
+    found_squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
+    next_weight,
+    weighted,
+    next_squares,
     num_tokens,
     num_outputs,
     scale,
+    eps,
+    NUM_INPUTS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -55,9 +75,12 @@ def store_product(
 ):
     """Write `residual + scale * activation(sums + bias)`, from sums `[output, token]`.
 
-    With an activation, `values` are the sums by which activated ones are multiplied. With several parts the program that
-    finishes last adds up those of all, in their order; `num_finished` is zero before and after, and `partial_sums` are
-    `[part, token, output]` in float32.
+    With an activation, `values` are the sums by which activated ones are multiplied. With squares, the inputs were the
+    states times the weight of their norm, and the sums are divided by the states' root mean square. If a norm follows,
+    what is written is also written times its weight, with the sum of the squares of this block of outputs.
+
+    With several parts the program that finishes last adds up the sums of all, in their order; `num_finished` is zero
+    before and after, and `partial_sums` are `[part, token, output]` in float32.
     """
     tokens = tl.arange(0, BLOCK_TOKENS)
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -65,6 +88,9 @@ def store_product(
     places = tokens[:, None] * num_outputs + outputs[None, :]
     mask = (tokens < num_tokens)[:, None] & output_mask[None, :]
     sums, values = tl.trans(sums), tl.trans(values)
+    if NUM_SQUARES > 0:
+        factors = tl.rsqrt(tl.sum(found_squares, 1) / NUM_INPUTS + eps)[:, None]
+        sums, values = sums * factors, values * factors
     is_last = True
     if PARTS > 1:
         size = num_tokens * num_outputs
@@ -90,22 +116,38 @@ def store_product(
         sums *= scale
         if HAS_RESIDUAL:
             sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-        tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
+        written = sums.to(output.dtype.element_ty)
+        tl.store(output + places, written, mask=mask)
+        if HAS_NEXT:
+            exact = written.to(tl.float32)
+            found = (
+                exact * tl.load(next_weight + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
+            )
+            tl.store(weighted + places, found.to(weighted.dtype.element_ty), mask=mask)
+            into = next_squares + tokens * tl.num_programs(0) + tl.program_id(0)
+            tl.store(into, tl.sum(exact * exact, 1), mask=tokens < num_tokens)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     states,
     weight,
+    squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
+    next_weight,
+    weighted,
+    next_squares,
     num_tokens,
     num_outputs,
     scale,
+    eps,
     NUM_INPUTS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -118,7 +160,7 @@ def linear_kernel(
     """Write `residual + scale * activation(states @ weight.T + bias)`.
 
     With an activation the second half of the weight's outputs is multiplied by the activated first half. The inputs are
-    shared by `PARTS` programs, of which there is one with an activation.
+    shared by `PARTS` programs, of which there is one with an activation. Norms are as in `store_product`.
     """
     tokens = tl.arange(0, BLOCK_TOKENS)
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -126,6 +168,7 @@ def linear_kernel(
     token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
     rows = weight + outputs.to(tl.int64)[:, None] * NUM_INPUTS
     second_rows = weight + (outputs.to(tl.int64) + num_outputs)[:, None] * NUM_INPUTS
+    found_squares = load_squares(squares, num_tokens, BLOCK_TOKENS, NUM_SQUARES)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     part_size: tl.constexpr = tl.cdiv(tl.cdiv(NUM_INPUTS, BLOCK_INPUTS), PARTS) * BLOCK_INPUTS
@@ -148,14 +191,22 @@ def linear_kernel(
     store_product(
         sums,
         values,
+        found_squares,
         bias,
         residual,
         output,
         partial_sums,
         num_finished,
+        next_weight,
+        weighted,
+        next_squares,
         num_tokens,
         num_outputs,
         scale,
+        eps,
+        NUM_INPUTS,
+        NUM_SQUARES,
+        HAS_NEXT,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
@@ -219,15 +270,22 @@ def quantised_linear_kernel(
     states,
     codes,
     scales,
+    squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
+    next_weight,
+    weighted,
+    next_squares,
     num_tokens,
     num_outputs,
     scale,
+    eps,
     NUM_INPUTS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -246,6 +304,7 @@ def quantised_linear_kernel(
     num_rows = num_outputs * 2 if ACTIVATION else num_outputs
     rows = codes + outputs.to(tl.int64)[:, None] * (num_blocks * GROUP) + words
     second_rows = rows + num_outputs.to(tl.int64) * (num_blocks * GROUP)
+    found_squares = load_squares(squares, num_tokens, BLOCK_TOKENS, NUM_SQUARES)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     part_size: tl.constexpr = tl.cdiv(num_blocks, PARTS)
@@ -272,14 +331,22 @@ def quantised_linear_kernel(
     store_product(
         sums,
         values,
+        found_squares,
         bias,
         residual,
         output,
         partial_sums,
         num_finished,
+        next_weight,
+        weighted,
+        next_squares,
         num_tokens,
         num_outputs,
         scale,
+        eps,
+        NUM_INPUTS,
+        NUM_SQUARES,
+        HAS_NEXT,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
@@ -472,27 +539,73 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
 ):
     """Write a token's attention output of one head, joined from the chunks; zeros for padding."""
     token, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + token // width)
-    places = tl.arange(0, BLOCK_SIZE)
-    mask = places < SIZE
-    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
-    largest = -float("inf")
-    weight = 0.0
+    places, chunks = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_CHUNKS)
+    is_place = places < SIZE
     at = (token * NUM_HEADS + head).to(tl.int64) * num_chunks
     num_read = tl.where(start < 0, 0, tl.cdiv(start + width, chunk_size))
-    for chunk in range(0, num_read):
-        maximum = tl.load(statistics + (at + chunk) * 2)
-        total = tl.load(statistics + (at + chunk) * 2 + 1)
-        found = tl.load(sums + (at + chunk) * SIZE + places, mask=mask, other=0.0)
-        larger = tl.maximum(largest, maximum)
-        shift = tl.where(larger == -float("inf"), 0.0, larger)
-        kept, added = tl.exp(largest - shift), tl.exp(maximum - shift)
-        mixed = mixed * kept + found * added
-        weight = weight * kept + total * added
-        largest = larger
+    largest = tl.full((BLOCK_CHUNKS,), -float("inf"), tl.float32)
+    for first in range(0, num_read, BLOCK_CHUNKS):
+        maxima = statistics + (at + first + chunks) * 2
+        largest = tl.maximum(largest, tl.load(maxima, mask=first + chunks < num_read, other=-float("inf")))
+    shift = tl.max(largest, 0)
+    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
+    weight = 0.0
+    for first in range(0, num_read, BLOCK_CHUNKS):
+        of_chunks, is_read = at + first + chunks, first + chunks < num_read
+        maxima = tl.load(statistics + of_chunks * 2, mask=is_read, other=-float("inf"))
+        factors = tl.exp(maxima - shift)
+        weight += tl.sum(factors * tl.load(statistics + of_chunks * 2 + 1, mask=is_read, other=0.0), 0)
+        found = tl.load(
+            sums + of_chunks[:, None] * SIZE + places, mask=is_read[:, None] & is_place, other=0.0
+        )
+        mixed += tl.sum(factors[:, None] * found, 0)
     mixed = tl.where(weight > 0, mixed / weight, 0.0)
     into = output + (token * NUM_HEADS + head) * SIZE + places
-    tl.store(into, mixed.to(output.dtype.element_ty), mask=mask)
+    tl.store(into, mixed.to(output.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def most_likely_kernel(
+    logits,
+    partial,
+    num_finished,
+    tokens,
+    confidences,
+    num_logits,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write the most likely token of a row, the lowest among equals, and its softmax, NaN if a logit is not finite.
+
+    Each program reads a block of logits; the one of a row that finishes last joins what all have written to `partial`,
+    `[row, part, 3]` in float32: their largest logit, its token, and the sum of exponentials.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    places = part * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(
+        logits + row.to(tl.int64) * num_logits + places, mask=places < num_logits, other=-float("inf")
+    )
+    largest = tl.max(found, 0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    into = partial + (row * PARTS + part) * 3
+    tl.store(into, largest)
+    tl.store(into + 1, tl.min(tl.where(found == largest, places, num_logits), 0).to(tl.float32))
+    tl.store(into + 2, tl.sum(tl.exp(found - shift), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(num_finished + row, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(num_finished + row, 0)
+        parts = tl.arange(0, triton.next_power_of_2(PARTS))
+        of_parts, is_part = partial + (row * PARTS + parts) * 3, parts < PARTS
+        # Past the cache of the multiprocessor, which does not see what others have written.
+        maxima = tl.load(of_parts, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+        candidates = tl.load(of_parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+        totals = tl.load(of_parts + 2, mask=is_part, other=0.0, cache_modifier=".cg")
+        largest = tl.max(maxima, 0)
+        token = tl.min(tl.where(maxima == largest, candidates.to(tl.int32), num_logits), 0)
+        tl.store(tokens + row, tl.minimum(token, num_logits - 1).to(tl.int64))
+        tl.store(confidences + row, (1.0 / tl.sum(totals * tl.exp(maxima - largest), 0)).to(tl.float64))
