@@ -17,7 +17,6 @@ from secondguess.runtime.graphs.operations import (
     GATES,
     LayerCache,
     PassInputs,
-    States,
     attention,
     linear,
     rotate_and_store,
@@ -61,45 +60,33 @@ def _run(
     hidden_layers: Sequence[int],
     with_logits: bool,
 ) -> Output:
-    states = States(decoder.embed(inputs.tokens.flatten()))
-    levels = [states.values]
-    next_norms = [*(layer.attention_norm for layer in decoder.layers[1:]), decoder.norm]
-    for index, (layer, next_norm) in enumerate(zip(decoder.layers, next_norms, strict=True)):
+    states = decoder.embed(inputs.tokens.flatten())
+    levels = [states]
+    for index, layer in enumerate(decoder.layers):
         of_layer = LayerCache(cache.keys[index], cache.values[index])
-        rotary = decoder.rotaries[layer.rotary_kind]
-        states = _run_layer(layer, states, rotary, of_layer, inputs, next_norm)
-        levels.append(states.values)
-    logits = states.values.new_empty(0, decoder.head.num_outputs)
-    if with_logits:
-        head = linear(states, decoder.head, inputs.num_finished, decoder.norm)
-        logits = decoder.logit_scaling(head.values)
+        states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], of_layer, inputs)
+        levels.append(states)
+    read = states if with_logits else states[:0]
+    logits = decoder.logit_scaling(linear(read, decoder.head, inputs.num_finished, decoder.norm))
     if hidden_layers:
-        levels[-1] = decoder.norm(states.values)
+        levels[-1] = decoder.norm(states)
     return Output(logits, {layer: levels[layer] for layer in hidden_layers})
 
 
-def _run_layer(
-    layer: Layer,
-    states: States,
-    rotary: Rotary,
-    cache: LayerCache,
-    inputs: PassInputs,
-    next_norm: Norm | None,
-) -> States:
+def _run_layer(layer: Layer, states: Tensor, rotary: Rotary, cache: LayerCache, inputs: PassInputs) -> Tensor:
     scale = 1.0 if layer.residual_scale is None else layer.residual_scale
-    qkv = linear(states, layer.qkv, inputs.num_finished, layer.attention_norm).values
+    qkv = linear(states, layer.qkv, inputs.num_finished, layer.attention_norm)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     if norms is not None and not all(_is_per_head(norm, layer.heads.size) for norm in norms):
         qkv, norms = _normalised(qkv, norms, layer), None
     queries = rotate_and_store(qkv, layer.heads, norms, rotary, cache, inputs)
-    mixed = States(attention(queries, layer.heads, layer.window, cache, inputs))
-    own_norm = layer.attention_output_norm
-    attended = _add(mixed, layer.output, own_norm, states.values, scale, inputs, layer.mlp_norm)
+    mixed = attention(queries, layer.heads, layer.window, cache, inputs)
+    attended = _add(mixed, layer.output, layer.attention_output_norm, states, scale, inputs)
     # A parallel layer's feed-forward part reads the input of the layer.
     part = layer.feed_forward
     assert isinstance(part, FeedForward)
     inner = _inner(part, states if layer.is_parallel else attended, layer.mlp_norm, inputs)
-    return _add(inner, part.output, layer.mlp_output_norm, attended.values, scale, inputs, next_norm)
+    return _add(inner, part.output, layer.mlp_output_norm, attended, scale, inputs)
 
 
 def _is_per_head(norm: Norm, size: int) -> bool:
@@ -118,26 +105,23 @@ def _normalised(qkv: Tensor, norms: tuple[Norm, Norm], layer: Layer) -> Tensor:
     return torch.cat((*found, values), -1)
 
 
-def _inner(part: FeedForward, states: States, norm: Norm | None, inputs: PassInputs) -> States:
+def _inner(part: FeedForward, states: Tensor, norm: Norm | None, inputs: PassInputs) -> Tensor:
     """Return the inputs of the second linear layer of a feed-forward part."""
     if part.is_gated and part.activation in GATES:
         return linear(states, part.inner, inputs.num_finished, norm, part.activation)
-    return States(part.activate(linear(states, part.inner, inputs.num_finished, norm).values))
+    return part.activate(linear(states, part.inner, inputs.num_finished, norm))
 
 
 def _add(
-    states: States,
+    values: Tensor,
     product: PackableLinear,
     norm: Norm | None,
     residual: Tensor,
     scale: float,
     inputs: PassInputs,
-    next_norm: Norm | None,
-) -> States:
+) -> Tensor:
     """Return the residual plus the product, which is normalised if there is a norm after it."""
     if norm is None:
-        return linear(
-            states, product, inputs.num_finished, residual=residual, scale=scale, next_norm=next_norm
-        )
-    added = norm(linear(states, product, inputs.num_finished).values)
-    return States(residual + (added if scale == 1.0 else added * scale))
+        return linear(values, product, inputs.num_finished, residual=residual, scale=scale)
+    added = norm(linear(values, product, inputs.num_finished))
+    return residual + (added if scale == 1.0 else added * scale)

@@ -27,10 +27,10 @@ MAX_KERNEL_TOKENS = 64
 """Largest number of tokens for which the linear kernel is used; products of more are not bound by reading weights."""
 CHUNK = 128
 """Keys that one program of the attention kernel reads."""
-MERGED_VALUES = 4096
-"""Numbers of unmerged attention outputs that a program reads at a time."""
 MAX_TILES = 1024
 """More than the blocks of outputs of a product whose inputs several programs share, on any device."""
+MERGED_CHUNKS, MERGED_SIZE = 64, 32
+"""Chunks, and places of their outputs, that one program of the merge kernel reads at a time."""
 LOGITS_BLOCK = 2048
 """Logits that one program reads to find the most likely token."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
@@ -66,32 +66,15 @@ class LayerCache(NamedTuple):
     values: Tensor
 
 
-class States(NamedTuple):
-    """States of tokens, and what the product that computed them prepared for the norm of them that follows.
-
-    Args:
-        values: `[token, width]`.
-        norm: that was prepared; None for none.
-        weighted: `[token, width]`, values times the norm's weight.
-        squares: `[token, block]` in float32, sums of squares of the values.
-    """
-
-    values: Tensor
-    norm: Norm | None = None
-    weighted: Tensor | None = None
-    squares: Tensor | None = None
-
-
 def linear(
-    states: States,
+    states: Tensor,
     product: PackableLinear,
     num_finished: Tensor,
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
-    next_norm: Norm | None = None,
-) -> States:
+) -> Tensor:
     """Return `residual + scale * activation(norm(states) @ weight.T + bias)`, `[token, output]`.
 
     Args:
@@ -103,34 +86,21 @@ def linear(
             None to return all outputs.
         residual: `[token, output]`; None for zeros.
         scale: factor on what is added to the residual.
-        next_norm: norm of the result to prepare if there is a kernel for it; without an activation.
     """
-    values, squares = states.values, None
-    fits = len(values) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
-    has_kernel = fits and uses_kernels(values)
-    if has_kernel and norm is not None and norm is states.norm:
-        assert states.weighted is not None
-        values, squares = states.weighted, states.squares
-    elif norm is not None:
-        has_norm_kernel = uses_kernels(values) and not isinstance(norm, LayerNorm)
-        values = _norm_kernel(values, norm) if has_norm_kernel else norm(values)
-    if has_kernel:
-        eps = 0.0 if norm is None else norm.eps
-        next_norm = next_norm if next_norm is not None and _can_prepare(next_norm, values) else None
-        return _linear_kernel(
-            values, squares, eps, product, num_finished, activation, residual, scale, next_norm
-        )
-    output = product(values)
+    if not len(states):
+        return states.new_empty(0, product.num_outputs)
+    if norm is not None:
+        has_kernel = uses_kernels(states) and not isinstance(norm, LayerNorm)
+        states = _norm_kernel(states, norm) if has_kernel else norm(states)
+    fits = len(states) <= MAX_KERNEL_TOKENS and (activation is None or activation in GATES)
+    if fits and uses_kernels(states):
+        return _linear_kernel(states, product, num_finished, activation, residual, scale)
+    output = product(states)
     if activation is not None:
         gate, value = output.chunk(2, -1)
         output = ACTIVATIONS[activation](gate) * value
     output = output if scale == 1.0 else output * scale
-    return States(output if residual is None else residual + output)
-
-
-def _can_prepare(norm: Norm, values: Tensor) -> bool:
-    """Return whether states may be multiplied by a norm's weight before they are normalised."""
-    return not isinstance(norm, LayerNorm) and values.dtype != torch.float16  # which could overflow
+    return output if residual is None else residual + output
 
 
 def most_likely(logits: Tensor, num_finished: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,15 +253,12 @@ class Tile(NamedTuple):
 
 def _linear_kernel(
     states: Tensor,
-    squares: Tensor | None,
-    eps: float,
     product: PackableLinear,
     num_finished: Tensor,
     activation: str | None,
     residual: Tensor | None,
     scale: float,
-    next_norm: Norm | None,
-) -> States:
+) -> Tensor:
     num_tokens, num_inputs = states.shape
     num_halves = 1 if activation is None else 2
     num_outputs = product.num_outputs // num_halves
@@ -304,29 +271,9 @@ def _linear_kernel(
     num_tiles = -(-num_outputs // tile.outputs)
     parts = 1 if activation is not None else _parts(tile, num_tiles, num_inputs, states.device)
     partial_sums = torch.empty(parts, num_tokens, num_outputs, device=states.device) if parts > 1 else None
-    result = States(output)
-    if next_norm is not None:
-        found = torch.empty(num_tokens, num_tiles, device=states.device)
-        result = States(output, next_norm, torch.empty_like(output), found)
-    tensors = (
-        squares,
-        product.bias,
-        residual,
-        output,
-        partial_sums,
-        num_finished,
-        None if next_norm is None else next_norm.weight,
-        result.weighted,
-        result.squares,
-        num_tokens,
-        num_outputs,
-        scale,
-        eps,
-    )
+    tensors = (product.bias, residual, output, partial_sums, num_finished, num_tokens, num_outputs, scale)
     options = {
         "NUM_INPUTS": num_inputs,
-        "NUM_SQUARES": 0 if squares is None else squares.shape[1],
-        "HAS_NEXT": next_norm is not None,
         "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "ACTIVATION": 0 if activation is None else GATES[activation],
@@ -344,7 +291,7 @@ def _linear_kernel(
         _triton().linear_kernel[num_tiles, parts](
             states, product.weight, *tensors, BLOCK_INPUTS=tile.inputs, **options
         )
-    return result
+    return output
 
 
 def _tile(num_outputs: int, activation: str | None, dtype: torch.dtype) -> Tile:
@@ -416,10 +363,10 @@ def _attention_kernel(
     # With many queries there is work for all processors without chunks, whose sums need memory.
     chunk = capacity if is_causal else CHUNK
     num_chunks = -(-capacity // chunk)
-    sizes = {"SIZE": heads.size, "BLOCK_SIZE": max(16, _power_of_two(heads.size))}
     shape = (num_tokens, heads.num_queries, num_chunks)
     sums = torch.empty(*shape, heads.size, device=queries.device)
     statistics = torch.empty(*shape, 2, device=queries.device)
+    block_size = max(16, _power_of_two(heads.size))
     # The same for every width of a draft, as the sums of a query depend on it.
     block = 64 if is_causal and heads.size <= 128 else 32
     _triton().attention_kernel[(num_rows * heads.num_keys, num_chunks, -(-width * heads.group // block))](
@@ -447,10 +394,12 @@ def _attention_kernel(
         BLOCK_KEYS=32 if queries.dtype == torch.float32 else 64,
         num_warps=4,
         num_stages=2 if heads.size <= 128 else 1,
-        **sizes,
+        SIZE=heads.size,
+        BLOCK_SIZE=block_size,
     )
     output = queries.new_empty(num_tokens, heads.num_queries * heads.size)
-    _triton().merge_kernel[(num_tokens, heads.num_queries)](
+    merged_size, merged_chunks = (MERGED_SIZE, MERGED_CHUNKS) if num_chunks > 1 else (block_size, 1)
+    _triton().merge_kernel[(num_tokens, heads.num_queries, -(-heads.size // merged_size))](
         sums,
         statistics,
         inputs.starts,
@@ -459,9 +408,10 @@ def _attention_kernel(
         num_chunks,
         chunk,
         NUM_HEADS=heads.num_queries,
-        BLOCK_CHUNKS=MERGED_VALUES // sizes["BLOCK_SIZE"],
-        num_warps=4,
-        **sizes,
+        SIZE=heads.size,
+        BLOCK_SIZE=merged_size,
+        BLOCK_CHUNKS=merged_chunks,
+        num_warps=2,
     )
     return output
 

@@ -35,37 +35,17 @@ def norm_kernel(states, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def load_squares(squares, num_tokens, BLOCK_TOKENS: tl.constexpr, NUM_SQUARES: tl.constexpr):
-    """Return sums of squares `[token, block of inputs]`; zeros if there are none."""
-    if NUM_SQUARES > 0:
-        tokens = tl.arange(0, BLOCK_TOKENS)[:, None]
-        blocks = tl.arange(0, triton.next_power_of_2(NUM_SQUARES))
-        mask = (tokens < num_tokens) & (blocks < NUM_SQUARES)
-        return tl.load(squares + tokens * NUM_SQUARES + blocks, mask=mask, other=0.0)
-    else:
-        return tl.zeros((BLOCK_TOKENS, 1), tl.float32)
-
-
-@triton.jit
 def store_product(
     sums,
     values,
-    found_squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
-    next_weight,
-    weighted,
-    next_squares,
     num_tokens,
     num_outputs,
     scale,
-    eps,
-    NUM_INPUTS: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -75,12 +55,9 @@ def store_product(
 ):
     """Write `residual + scale * activation(sums + bias)`, from sums `[output, token]`.
 
-    With an activation, `values` are the sums by which activated ones are multiplied. With squares, the inputs were the
-    states times the weight of their norm, and the sums are divided by the states' root mean square. If a norm follows,
-    what is written is also written times its weight, with the sum of the squares of this block of outputs.
-
-    With several parts the program that finishes last adds up the sums of all, in their order; `num_finished` is zero
-    before and after, and `partial_sums` are `[part, token, output]` in float32.
+    With an activation, `values` are the sums by which activated ones are multiplied. With several parts the program that
+    finishes last adds up those of all, in their order; `num_finished` is zero before and after, and `partial_sums` are
+    `[part, token, output]` in float32.
     """
     tokens = tl.arange(0, BLOCK_TOKENS)
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -88,9 +65,6 @@ def store_product(
     places = tokens[:, None] * num_outputs + outputs[None, :]
     mask = (tokens < num_tokens)[:, None] & output_mask[None, :]
     sums, values = tl.trans(sums), tl.trans(values)
-    if NUM_SQUARES > 0:
-        factors = tl.rsqrt(tl.sum(found_squares, 1) / NUM_INPUTS + eps)[:, None]
-        sums, values = sums * factors, values * factors
     is_last = True
     if PARTS > 1:
         size = num_tokens * num_outputs
@@ -116,38 +90,22 @@ def store_product(
         sums *= scale
         if HAS_RESIDUAL:
             sums += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-        written = sums.to(output.dtype.element_ty)
-        tl.store(output + places, written, mask=mask)
-        if HAS_NEXT:
-            exact = written.to(tl.float32)
-            found = (
-                exact * tl.load(next_weight + outputs, mask=output_mask, other=0.0).to(tl.float32)[None, :]
-            )
-            tl.store(weighted + places, found.to(weighted.dtype.element_ty), mask=mask)
-            into = next_squares + tokens * tl.num_programs(0) + tl.program_id(0)
-            tl.store(into, tl.sum(exact * exact, 1), mask=tokens < num_tokens)
+        tl.store(output + places, sums.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     states,
     weight,
-    squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
-    next_weight,
-    weighted,
-    next_squares,
     num_tokens,
     num_outputs,
     scale,
-    eps,
     NUM_INPUTS: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -160,7 +118,7 @@ def linear_kernel(
     """Write `residual + scale * activation(states @ weight.T + bias)`.
 
     With an activation the second half of the weight's outputs is multiplied by the activated first half. The inputs are
-    shared by `PARTS` programs, of which there is one with an activation. Norms are as in `store_product`.
+    shared by `PARTS` programs, of which there is one with an activation.
     """
     tokens = tl.arange(0, BLOCK_TOKENS)
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
@@ -168,7 +126,6 @@ def linear_kernel(
     token_mask, output_mask = tokens < num_tokens, outputs < num_outputs
     rows = weight + outputs.to(tl.int64)[:, None] * NUM_INPUTS
     second_rows = weight + (outputs.to(tl.int64) + num_outputs)[:, None] * NUM_INPUTS
-    found_squares = load_squares(squares, num_tokens, BLOCK_TOKENS, NUM_SQUARES)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     part_size: tl.constexpr = tl.cdiv(tl.cdiv(NUM_INPUTS, BLOCK_INPUTS), PARTS) * BLOCK_INPUTS
@@ -191,22 +148,14 @@ def linear_kernel(
     store_product(
         sums,
         values,
-        found_squares,
         bias,
         residual,
         output,
         partial_sums,
         num_finished,
-        next_weight,
-        weighted,
-        next_squares,
         num_tokens,
         num_outputs,
         scale,
-        eps,
-        NUM_INPUTS,
-        NUM_SQUARES,
-        HAS_NEXT,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
@@ -270,22 +219,15 @@ def quantised_linear_kernel(
     states,
     codes,
     scales,
-    squares,
     bias,
     residual,
     output,
     partial_sums,
     num_finished,
-    next_weight,
-    weighted,
-    next_squares,
     num_tokens,
     num_outputs,
     scale,
-    eps,
     NUM_INPUTS: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -304,7 +246,6 @@ def quantised_linear_kernel(
     num_rows = num_outputs * 2 if ACTIVATION else num_outputs
     rows = codes + outputs.to(tl.int64)[:, None] * (num_blocks * GROUP) + words
     second_rows = rows + num_outputs.to(tl.int64) * (num_blocks * GROUP)
-    found_squares = load_squares(squares, num_tokens, BLOCK_TOKENS, NUM_SQUARES)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     values = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), tl.float32)
     part_size: tl.constexpr = tl.cdiv(num_blocks, PARTS)
@@ -331,22 +272,14 @@ def quantised_linear_kernel(
     store_product(
         sums,
         values,
-        found_squares,
         bias,
         residual,
         output,
         partial_sums,
         num_finished,
-        next_weight,
-        weighted,
-        next_squares,
         num_tokens,
         num_outputs,
         scale,
-        eps,
-        NUM_INPUTS,
-        NUM_SQUARES,
-        HAS_NEXT,
         HAS_BIAS,
         HAS_RESIDUAL,
         ACTIVATION,
@@ -541,29 +474,28 @@ def merge_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """Write a token's attention output of one head, joined from the chunks; zeros for padding."""
+    """Write a block of a token's attention output of one head, joined from the chunks; zeros for padding."""
     token, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + token // width)
-    places, chunks = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_CHUNKS)
+    places, chunks = tl.program_id(2) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_CHUNKS)
     is_place = places < SIZE
+    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
+    largest = -float("inf")
+    weight = 0.0
     at = (token * NUM_HEADS + head).to(tl.int64) * num_chunks
     num_read = tl.where(start < 0, 0, tl.cdiv(start + width, chunk_size))
-    largest = tl.full((BLOCK_CHUNKS,), -float("inf"), tl.float32)
-    for first in range(0, num_read, BLOCK_CHUNKS):
-        maxima = statistics + (at + first + chunks) * 2
-        largest = tl.maximum(largest, tl.load(maxima, mask=first + chunks < num_read, other=-float("inf")))
-    shift = tl.max(largest, 0)
-    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
-    weight = 0.0
     for first in range(0, num_read, BLOCK_CHUNKS):
         of_chunks, is_read = at + first + chunks, first + chunks < num_read
         maxima = tl.load(statistics + of_chunks * 2, mask=is_read, other=-float("inf"))
-        factors = tl.exp(maxima - shift)
-        weight += tl.sum(factors * tl.load(statistics + of_chunks * 2 + 1, mask=is_read, other=0.0), 0)
-        found = tl.load(
-            sums + of_chunks[:, None] * SIZE + places, mask=is_read[:, None] & is_place, other=0.0
-        )
-        mixed += tl.sum(factors[:, None] * found, 0)
+        totals = tl.load(statistics + of_chunks * 2 + 1, mask=is_read, other=0.0)
+        block = of_chunks[:, None] * SIZE + places
+        found = tl.load(sums + block, mask=is_read[:, None] & is_place, other=0.0)
+        larger = tl.maximum(largest, tl.max(maxima, 0))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        kept, factors = tl.exp(largest - shift), tl.exp(maxima - shift)
+        mixed = mixed * kept + tl.sum(factors[:, None] * found, 0)
+        weight = weight * kept + tl.sum(factors * totals, 0)
+        largest = larger
     mixed = tl.where(weight > 0, mixed / weight, 0.0)
     into = output + (token * NUM_HEADS + head) * SIZE + places
     tl.store(into, mixed.to(output.dtype.element_ty), mask=is_place)
