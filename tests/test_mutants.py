@@ -65,7 +65,7 @@ from secondguess.runtime import cached, tree
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.graphs import draws
+from secondguess.runtime.graphs import chains, draws
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -849,12 +849,12 @@ def rounds_share_numbers(patch: Patch) -> None:
 
 
 def rows_of_a_batch_share_uniforms(patch: Patch) -> None:
-    original = graphs.draw_parameters
+    original = chains.draw_parameters
 
     def parameters(requests, *rest):
         return original([replace(request, noise=requests[0].noise) for request in requests], *rest)
 
-    patch.setattr(graphs, "draw_parameters", parameters)
+    patch.setattr(chains, "draw_parameters", parameters)
 
 
 def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:

@@ -257,6 +257,11 @@ def test_the_memory_of_a_copy_is_estimated(monkeypatch):
     assert default_drafter("other", target) == "suffix"
     settings = {"model": "builtin", "dtype": "float32", "device": "cpu", "drafter": "self:int4"}
     assert runtime_for(settings) == "auto"
+
+
+def test_a_quantised_target_has_no_copy(monkeypatch):
+    pytest.importorskip("torchao", reason="needs the extra quant")
+    monkeypatch.setattr(Checkpoint, "runtimes", ["graphs"])
     with pytest.raises(UnsupportedModelError, match="int8"):
         Checkpoint.resolve("builtin", dtype="bfloat16", device="cpu", quantize="int8").copy_bytes(INT4)
 

@@ -19,6 +19,7 @@ from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
 from secondguess.runtime import cache
 from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
+from secondguess.runtime.graphs import chains
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
 from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
@@ -96,9 +97,10 @@ def drawn_one_by_one(runtime, params, coupled, num_nodes=NUM_NODES):
     ids=str,
 )
 def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(runtime, row, params, coupled):
-    expected, dists = drawn_one_by_one(runtime, params, coupled)
+    num_nodes = chains.UNDECIDED_SEGMENT + 2
+    expected, dists = drawn_one_by_one(runtime, params, coupled, num_nodes)
     for _ in range(2):  # captured, then replayed
-        found = runtime.draft_chain(row, request(params, coupled))
+        found = runtime.draft_chain(row, request(params, coupled, num_nodes))
         assert found.tokens == expected
         assert row.tokens == PROMPT + expected
         if params.temperature:

@@ -13,6 +13,8 @@ from secondguess.runtime.graphs.operations import MAX_TILES, PassInputs
 Result = TypeVar("Result")
 MAX_GRAPHS = 64
 """Largest number of graphs that a runtime keeps; the one that was used least recently is dropped."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows to which a pass is padded."""
 ALIGNMENT = 2
 """Multiple of 8 bytes at which the fields of inputs begin, so that kernels are compiled for one alignment."""
 

@@ -8,7 +8,6 @@ by graphs, too, several passes and draws in each.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.errors import SecondGuessError
 from secondguess.runtime.base import (
     ChainRequest,
     DrawnChain,
@@ -38,31 +36,25 @@ from secondguess.runtime.fused import (
     probe_passes,
 )
 from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.graphs.capture import Graph, GraphCache, StaticInputs, bucket
-from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters, own_decision
+from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
+from secondguess.runtime.graphs.chains import MAX_CATCH_UP, ChainModel, can_draw, draw_chains
+from secondguess.runtime.graphs.draws import own_decision
 from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
-from secondguess.runtime.native.sampling import require_finite
+from secondguess.runtime.graphs.queries import RowQueries, fields_of
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import INT4, WeightFormat
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
-"""Numbers of rows and of queries per row to which a pass is padded."""
+"""Numbers of queries per row to which a pass is padded."""
 WIDTHS_OF_FEW = (1, 2, 4, 8, 16, 32, MAX_QUERIES)
 """Numbers of queries in passes of at most `MAX_KERNEL_TOKENS` tokens, where padding costs less than more graphs."""
 MAX_TOKENS = 512
 """Largest number of tokens of a captured pass; larger ones are not bound by the time of launching kernels."""
 MAX_ATTENTION_BYTES = 2**30
 """Largest size of the unmerged attention outputs of a captured pass, which grow with the capacity of the cache."""
-MAX_CATCH_UP = 2
-"""Largest number of uncached tokens with which a chain is drawn at once: a draft that was accepted whole leaves two."""
-MAX_DRAWN_BYTES = 2**27
-"""Largest size of the logits and probabilities that a graph returns which draws more than one node."""
-SEGMENT = 4
-"""Largest number of nodes that one graph draws, after which the host decides whether to go on."""
 PREFILL_CHUNK = 2048
 
 logger = logging.getLogger(__name__)
@@ -102,22 +94,6 @@ def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
     return runtime if probe_passes("graphs", found, expected, tolerance) else None
 
 
-class RowQueries(NamedTuple):
-    """Tokens of a row that a pass runs.
-
-    Args:
-        slot: cache slot of the row.
-        start: number of cached tokens, which all of these tokens see.
-        tokens: tokens that follow each other, then nodes.
-        parents: those of the nodes, counted among the nodes; -1 for the last of the tokens before.
-    """
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    parents: Sequence[int] = ()
-
-
 class ScoringPass(NamedTuple):
     """Captured forward pass over the nodes of drafts.
 
@@ -128,18 +104,6 @@ class ScoringPass(NamedTuple):
 
     static: StaticInputs
     graph: Graph[Any]
-
-
-class DrawingPass(NamedTuple):
-    """Captured passes of a draft model that draw several nodes.
-
-    Args:
-        static: its inputs, as `draw_nodes` takes them.
-        graph: returns the drawn nodes.
-    """
-
-    static: StaticInputs
-    graph: Graph[Draws]
 
 
 class GraphRuntime(FusedRuntime):
@@ -278,7 +242,7 @@ class GraphRuntime(FusedRuntime):
         self._reserve(max(row.slot for row in queries), longest + num_queries)
         if width > MAX_QUERIES or self._attention_bytes(size * num_queries) > MAX_ATTENTION_BYTES:
             return None
-        fields = _scoring_fields(queries, size, num_queries, self.context_length)
+        fields = fields_of(queries, size, num_queries, self.context_length)
         layers = self.hidden_layers
         if is_captured:
             try:
@@ -365,7 +329,7 @@ class GraphRuntime(FusedRuntime):
     ) -> list[DrawnChain] | None:
         """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
-        if not self._draws(requests) or any(state.length != len(state.row.tokens) - 1 for state in states):
+        if any(state.length != len(state.row.tokens) - 1 for state in states):
             return None
         drawn = self._draw_chains(states, requests, keep_drafting)
         for state, chain in zip(states, drawn or [], strict=drawn is not None):
@@ -386,8 +350,6 @@ class GraphRuntime(FusedRuntime):
     def _append_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
-        if not self._draws(requests):
-            return None
         self._partial = None
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
@@ -398,124 +360,21 @@ class GraphRuntime(FusedRuntime):
             state.length = len(row.tokens) - 1
         return drawn
 
-    def _draws(self, requests: Sequence[ChainRequest]) -> bool:
-        """Return whether graphs draw chains with these settings."""
-        samples = [request for request in requests if request.settings.temperature > 0]
-        return (
-            all(request.vocab_size <= self.vocab_size and request.vocabulary is None for request in requests)
-            and not any(request.settings.truncates for request in samples)
-            and len({request.noise.races for request in samples}) < 2
-        )
-
     def _draw_chains(
         self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
-        """Draw chains after the tokens of rows; None if they are too many, or memory does not hold the graphs.
-
-        Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
-        depends on a token, and none on what follows it.
-        """
-        size = bucket(len(states), ROWS)
-        if size > ROWS[-1] or self._attention_bytes(size * MAX_CATCH_UP) > MAX_ATTENTION_BYTES:
+        num_tokens = bucket(len(states), ROWS) * MAX_CATCH_UP
+        if not can_draw(requests, self.vocab_size) or self._attention_bytes(num_tokens) > MAX_ATTENTION_BYTES:
             return None
-        node_bytes = 2 * 4 * size * requests[0].vocab_size  # of logits and probabilities
-        segment = max(1, min(SEGMENT, MAX_DRAWN_BYTES // node_bytes))
-        modes = Modes.of(requests)
-        chains: list[list[int]] = [[] for _ in states]
-        probs: list[list[Tensor]] = [[] for _ in states]
-        active = list(range(len(states)))
-        while active:
-            depth = len(chains[active[0]])
-            count = min(segment, *(requests[index].num_nodes - depth for index in active))
-            try:
-                drawn = self._draw_segment(
-                    [states[i] for i in active],
-                    [chains[i] for i in active],
-                    [requests[i] for i in active],
-                    count,
-                    modes,
-                )
-            except torch.OutOfMemoryError:  # without graphs there may be room for these passes
-                self._graphs.clear()
-                if depth == 0:
-                    return None
-                break
-            tokens, confidences = drawn.on_host()
-            if any(math.isnan(each) for of_node in confidences for each in of_node[: len(active)]):
-                require_finite(drawn.logits)
-                raise SecondGuessError(
-                    "expected a finite logit from the draft model, got none; its weights are broken, or overflow in this "
-                    "precision: try another dtype or another draft model"
-                )
-            kept = None if drawn.probs is None else drawn.probs.clone()  # the next segment overwrites them
-            places = dict(enumerate(active))
-            for node in range(count):
-                for place, index in places.items():
-                    chains[index].append(tokens[node][place])
-                    if kept is not None:
-                        probs[index].append(kept[node, place])
-                open_places = [
-                    place for place, index in places.items() if depth + node + 1 < requests[index].num_nodes
-                ]
-                if open_places and keep_drafting is not None:
-                    # Rows that ended in this segment are asked about, too, but their answers do not count.
-                    of_rows = slice(len(active))
-                    kept_on = keep_drafting(
-                        active, drawn.logits[node, of_rows], depth + node, confidences[node][of_rows]
-                    )
-                    open_places = [place for place in open_places if kept_on[place]]
-                places = {place: places[place] for place in open_places}
-            active = list(places.values())
-        return [
-            DrawnChain(chain, torch.stack(dists) if dists else None)
-            for chain, dists in zip(chains, probs, strict=True)
-        ]
-
-    def _draw_segment(
-        self,
-        states: Sequence[CachedRow],
-        chains: Sequence[Sequence[int]],
-        requests: Sequence[ChainRequest],
-        count: int,
-        modes: Modes,
-    ) -> Draws:
-        """Run a graph that draws `count` nodes after the nodes of each row so far."""
-        depth, vocab_size = len(chains[0]), requests[0].vocab_size
-        queries = [
-            RowQueries(state.slot, state.length, state.row.tokens[state.length :])
-            if not chain
-            else RowQueries(state.slot, len(state.row.tokens) + depth - 1, chain[-1:])
-            for state, chain in zip(states, chains, strict=True)
-        ]
-        size, width = bucket(len(queries), ROWS), max(len(row.tokens) for row in queries)
-        self._reserve(
-            max(row.slot for row in queries), max(row.start + len(row.tokens) for row in queries) + count
-        )
-        fields = _scoring_fields(queries, size, width, self.context_length)
-        nums_read = [len(row.tokens) for row in queries] + [1] * (size - len(queries))
-        integers, floats = draw_parameters(requests, nums_read, range(depth, depth + count), modes)
         decoder, cache = self.decoder, self.cache
-
-        def make() -> DrawingPass:
-            static = StaticInputs(size, width, self.device, len(integers), len(floats))
-            # Capturing runs the passes, which must write to the right places.
-            static.set(fields, integers, floats)
-
-            def draw() -> Draws:
-                return draw_nodes(
-                    lambda inputs: run_decoder(decoder, cache, inputs).logits,
-                    static,
-                    count,
-                    vocab_size,
-                    modes=modes,
-                )
-
-            return DrawingPass(static, self._graphs.capture(draw))
-
-        with without_gradients():
-            drawing = self._graphs.get((size, width, count, modes, vocab_size), make)
-            drawing.static.set(fields, integers, floats)
-            return drawing.graph()
+        model = ChainModel(
+            self._graphs,
+            self._reserve,
+            lambda inputs: run_decoder(decoder, cache, inputs).logits,
+            self.device,
+            self.context_length,
+        )
+        return draw_chains(model, states, requests, keep_drafting)
 
 
 class GraphCopy(QuantisedCopy):
@@ -570,37 +429,3 @@ def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Te
     firsts = torch.tensor(num_uncached, device=of_rows.device)[:, None] - 1
     rows = torch.arange(len(num_uncached), device=of_rows.device)[:, None]
     return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=of_rows.device)]
-
-
-def _scoring_fields(
-    queries: Sequence[RowQueries], num_rows: int, width: int, context_length: int
-) -> list[list[int]]:
-    """Return the fields of `PassInputs`, flat.
-
-    Args:
-        queries: of the rows.
-        num_rows, width: padded shape.
-        context_length: padding has smaller positions.
-    """
-    num_padded = num_rows - len(queries)
-    slots = [row.slot for row in queries] + [0] * num_padded
-    starts = [row.start for row in queries] + [-1] * num_padded
-    tokens: list[int] = []
-    positions: list[int] = []
-    ancestors: list[int] = []
-    for row in queries:
-        count = len(row.tokens) - len(row.parents)
-        seen = [(2 << query) - 1 for query in range(count)]
-        depths = list(range(count))
-        for parent in row.parents:
-            query = count - 1 if parent < 0 else count + parent
-            seen.append(seen[query] | 1 << len(seen))
-            depths.append(depths[query] + 1)
-        padding = range(len(seen), width)
-        tokens += [*row.tokens, *([0] * len(padding))]
-        ancestors += [*seen, *(1 << query for query in padding)]
-        depths += [0] * len(padding)
-        positions += [min(row.start + depth, context_length - 1) for depth in depths]
-    for field in (tokens, positions, ancestors):
-        field += [0] * (num_padded * width)
-    return [slots, starts, tokens, positions, ancestors]
