@@ -229,7 +229,7 @@ def test_paused_rounds_change_no_decision(num_rows: int, step: float) -> None:
 
     drafted = [
         Simulation(lambda number, depth: 0.1, step=step, delay=delay, pauses=pauses)
-        .play(CostController(), 3000, num_rows)
+        .play(CostController(), 5000, num_rows)
         .drafted
         for pauses in (True, False)
     ]
