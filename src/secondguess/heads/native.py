@@ -195,6 +195,7 @@ class NativeFeatureRuntime(FeatureRuntime):
 
     min_logits = 0
     cache_class = IndexedCache
+    orders_rows = False
 
     def __init__(self, head: FeatureHead, target: NativeDecoder, context_length: int) -> None:
         super().__init__(head, context_length, target.embedding.device)

@@ -81,6 +81,7 @@ class CachedRuntime(Runtime):
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
         cache_class: class of the cache.
+        orders_rows: True if passes copy the cache unless rows are in the order of their slots.
         hidden_layers: layers whose hidden states `score` returns, numbered as in
             `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
             last layer, normalised); set by `request_hidden_states`.
@@ -96,6 +97,7 @@ class CachedRuntime(Runtime):
     takes_images = False
     min_logits = 1
     cache_class: type[KeyValueCache] = KeyValueCache
+    orders_rows = True
 
     def __init__(
         self,
@@ -249,10 +251,9 @@ class CachedRuntime(Runtime):
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         states = [self.slots[row] for row in rows]
         slots = [state.slot for state in states]
-        if slots == sorted(slots):
+        # Ended rows change the order of the slots.
+        if not self.orders_rows or slots == sorted(slots):
             return self._score(states, draft)
-        # Ended rows change the slot order. With rows in slot order the cache is read without a
-        # copy.
         order = sorted(range(len(slots)), key=slots.__getitem__)
         back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=self.device)
         members = draft.select(torch.tensor(order, device=self.device))

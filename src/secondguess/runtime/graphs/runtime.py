@@ -116,6 +116,7 @@ class GraphRuntime(FusedRuntime):
     """
 
     draws_batches = True
+    orders_rows = False
 
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(decoder)

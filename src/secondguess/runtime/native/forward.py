@@ -98,7 +98,7 @@ class PreparedCall(NamedTuple):
     """Outputs of a call of the kernels, and its inputs.
 
     Args:
-        logits: `[row, column, vocab]`.
+        logits: `[row, column, vocab]`; zeros in columns that are not selected.
         levels: requested levels of hidden states.
         shown: their hidden states `[level, token, width]`; None if none was requested.
         held: inputs, which are kept until the call has ended.
@@ -320,7 +320,8 @@ class KernelForward:
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
         addresses, shown = self._room_for(num_tokens + num_more, asked) if asked else (self._no_levels, None)
-        logits = torch.empty(rows, layout.num_columns, self.decoder.described.head.num_outputs)
+        make = torch.empty if len(layout.selected) == rows * layout.num_columns else torch.zeros
+        logits = make(rows, layout.num_columns, self.decoder.described.head.num_outputs)
         slots = cache.placement.slots
         if slots is None:
             slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)

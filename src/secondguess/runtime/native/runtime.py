@@ -62,6 +62,7 @@ class NativeRuntime(LayeredRuntime):
 
     min_logits = 0
     cache_class = IndexedCache
+    orders_rows = False
 
     def __init__(self, decoder: NativeDecoder) -> None:
         super().__init__(
@@ -195,12 +196,11 @@ class NativeRuntime(LayeredRuntime):
         output = self._forward(
             self.cache, tokens[is_real], layout, step, range(self.num_layers), self.hidden_layers
         )
-        padding = ~torch.cat((torch.ones(len(states), 1, dtype=torch.bool), draft.mask), 1)
-        output.logits[padding] = 0
         hidden = {}
         for layer, of_tokens in output.hidden.items():
-            hidden[layer] = of_tokens.new_zeros(*padding.shape, of_tokens.shape[-1])
-            hidden[layer][~padding] = of_tokens[torch.tensor(layout.selected[:])]
+            padded = of_tokens.new_zeros(len(states) * layout.num_columns, of_tokens.shape[-1])
+            padded[torch.tensor(layout.places[:])] = of_tokens[torch.tensor(layout.selected[:])]
+            hidden[layer] = padded.view(len(states), layout.num_columns, -1)
         return output.logits, hidden
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
