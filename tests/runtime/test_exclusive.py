@@ -16,6 +16,7 @@ import torch
 
 from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
 from secondguess.core import Draft
+from secondguess.runtime import exclusive
 
 SOAK_SECONDS = os.environ.get("SECONDGUESS_SOAK_SECONDS")
 SECONDS = {"graphs": 2, "native": 2.0, "fused": 0.5, "transformers": 0.5} | (
@@ -121,6 +122,25 @@ def test_runtimes_that_share_weights_run_in_two_threads(checkpoint):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_thread_that_is_about_to_call_waits_until_the_process_ends(monkeypatch):
+    lock, entered = exclusive.CallLock(), threading.Event()
+    monkeypatch.setattr(exclusive, "_all", {lock})
+    monkeypatch.setattr(exclusive, "_exiting", False)
+    before_exit = lock.exclusive()
+
+    def call():
+        with before_exit:
+            entered.set()
+
+    exclusive._finish_calls()
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    assert not entered.wait(0.2)
+    lock.release()  # so that this process can go on
+    assert entered.wait(10)
+    thread.join()
 
 
 SCRIPT = """

@@ -86,11 +86,14 @@ def _after_fork_in_child() -> None:
 
 
 def _finish_calls() -> None:
+    """Wait for the calls in progress, and keep the locks: a thread that was about to call waits until the process ends.
+
+    A thread that is ended within an operation of torch, when it takes the interpreter's lock again, aborts the process.
+    """
     global _exiting
     _exiting = True
     for lock in list(_all):
-        if lock.acquire(timeout=EXIT_TIMEOUT):
-            lock.release()
+        lock.acquire(timeout=EXIT_TIMEOUT)
 
 
 if hasattr(os, "register_at_fork"):
