@@ -172,12 +172,12 @@ ADVERSARIES: dict[str, Chance] = {
 
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("step", [0.02, 0.3, 2.0])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "num_rows"), [(False, 1), (False, 4), (True, 1)])
 def test_row_01_slower_the_loss_over_any_stretch_is_within_the_bound(
-    adversary: str, step: float, deterministic: bool
+    adversary: str, step: float, deterministic: bool, num_rows: int
 ) -> None:
     simulation = Simulation(ADVERSARIES[adversary], step=step, deterministic=deterministic, confidence=0.9)
-    lost = simulation.play(CostController(), 1500).lost
+    lost = simulation.play(CostController(), 1500, num_rows).lost
     for start in range(0, 1500, 50):
         for stretch in (10, 50, 128, 400, 1000):
             if start + stretch <= 1500:
@@ -482,6 +482,17 @@ def test_batches_find_the_best_length_in_few_rounds(num_rows: int, any_node: flo
         seconds.append(time.total)
     found = sum(tokens[20:]) / sum(seconds[20:]) / num_rows
     assert found > 0.9 * best_fixed(chance, step, 0.0, any_node)
+
+
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_batches_notice_that_a_drafter_has_become_good(num_rows: int) -> None:
+    """A series of probes is only begun with a budget for all of them: one that ends early does not find out."""
+
+    def chance(number: int, depth: int) -> float:
+        return 0.02 if number < 3000 else 0.95
+
+    drafted = Simulation(chance, step=0.1).play(CostController(), 4500, num_rows).drafted
+    assert sum(map(any, drafted[4000:])) > 450
 
 
 def first_plans(

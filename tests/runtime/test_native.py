@@ -663,6 +663,7 @@ padding is made of."""
 
 
 def test_first_layers_are_not_run_again(llama):
+    """The rows' slots are not in their order, since an earlier row has ended."""
     runtime = native_runtime(llama)
     calls = []
     run = runtime._forward._kernels.secondguess_run
@@ -675,13 +676,16 @@ def test_first_layers_are_not_run_again(llama):
             calls.append((forward.num_tokens, forward.first_layer, forward.last_layer))
             return run(decoder, forward, workspace)
 
-    row = row_of(TOKENS[0].tolist()[:20])
-    runtime.begin([row])
+    ended, *rows = (row_of(TOKENS[0].tolist()[:20]) for _ in range(3))
+    runtime.begin([ended, *rows])
+    runtime.release(ended)
+    assert [runtime.slots[row].slot for row in rows] == [1, 0]
     runtime._forward._kernels = Counting
+    two = torch.tensor([0, 0])
     for draft in GROWING[0][:3]:
-        runtime.run_first_layers([row], draft.select(torch.tensor([0])), 1)
-    runtime.score([row], GROWING[0][2].select(torch.tensor([0])))
-    assert calls == [(1, 0, 1), (1, 0, 1), (1, 0, 1), (3, 1, runtime.num_layers)]
+        runtime.run_first_layers(rows, draft.select(two), 1)
+    runtime.score(rows, GROWING[0][2].select(two))
+    assert calls == [(2, 0, 1), (2, 0, 1), (2, 0, 1), (6, 1, runtime.num_layers)]
 
 
 @every_format

@@ -250,16 +250,21 @@ class CachedRuntime(Runtime):
     @exclusive
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         states = [self.slots[row] for row in rows]
-        slots = [state.slot for state in states]
-        # Ended rows change the order of the slots.
-        if not self.orders_rows or slots == sorted(slots):
+        order = self._order(states)
+        if order is None:
             return self._score(states, draft)
-        order = sorted(range(len(slots)), key=slots.__getitem__)
         back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=self.device)
         members = draft.select(torch.tensor(order, device=self.device))
         scores = self._score([states[index] for index in order], members)
         hidden = {layer: states[back] for layer, states in scores.hidden.items()}
         return ForwardOutput(scores.logits[back], hidden)
+
+    def _order(self, states: Sequence[CachedRow]) -> list[int] | None:
+        """Return the order in which rows are run, that of their slots, which ended rows change; None for their own."""
+        slots = [state.slot for state in states]
+        if not self.orders_rows or slots == sorted(slots):
+            return None
+        return sorted(range(len(slots)), key=slots.__getitem__)
 
     def _score(self, states: Sequence[CachedRow], draft: Draft) -> ForwardOutput:
         num_uncached = self._catch_up(states)

@@ -133,10 +133,11 @@ class LayeredRuntime(CachedRuntime):
 
     @exclusive
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
-        slots = torch.tensor([self.slots[row].slot for row in rows])
-        order = slots.argsort()
-        members = [self.slots[rows[index]] for index in order.tolist()]
-        draft = draft.select(order.to(self.device))
+        members = [self.slots[row] for row in rows]
+        places = self._order(members)
+        order = None if places is None else torch.tensor(places, device=self.device)
+        if places is not None and order is not None:
+            members, draft = [members[place] for place in places], draft.select(order)
         if any(len(state.row.tokens) - state.length != 1 for state in members):
             raise BadInputError(
                 "expected rows of which all but the last token is cached, got others; score them first"
@@ -150,7 +151,7 @@ class LayeredRuntime(CachedRuntime):
             states = self._extend_first_layers(members, draft, known, num_layers)[2]
         lengths = [state.length for state in members]
         self._partial = PartialForward([state.row for state in members], lengths, draft, states, num_layers)
-        return states[order.argsort()]
+        return states if order is None else states[order.argsort()]
 
     def _extend_first_layers(
         self, members: Sequence[CachedRow], draft: Draft, known: Tensor | None, num_layers: int

@@ -210,7 +210,7 @@ class CostController(Controller):
             is_new = self.times.is_new(proposal.part) and not proposal.deterministic
             if is_new or not self.times.has_timed_drafts:
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
-                decision.explores = True
+                decision.explores, decision.is_settled = True, False
             if proposal.deterministic:
                 decision.longest_lookup = max(decision.longest_lookup, proposal.length)
 
@@ -234,8 +234,9 @@ class CostController(Controller):
 
         Probes come in series: the first one needs a budget for all of them.
         """
-        part = proposals[0].part
-        price = self._cost_model.drafting(part, len(proposals), 1) + self._cost_model.extra_pass_seconds(0, 1)
+        part, model = proposals[0].part, self._cost_model
+        num_levels = PROBE_LENGTH if len(rows) > 1 else 1  # those that are certainly drafted
+        price = model.drafting(part, len(proposals), num_levels) + model.extra_pass_seconds(0, num_levels)
         num_uncached = sum([proposal.candidate.num_uncached for proposal in proposals])
         price = (price + self.times.prefill_seconds(part, num_uncached) / SERIES) / self.times.plain(
             len(rows)

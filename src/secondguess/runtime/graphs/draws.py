@@ -123,7 +123,10 @@ def draw_nodes(
         if modes.all_greedy:
             drawn.append(largest)
             continue
-        probs = _probs(logits, temperatures[:, None], log_min_ps[:, None], modes.some_greedy)
+        probs = _probs(logits, temperatures[:, None], log_min_ps[:, None])
+        if modes.some_greedy:
+            first = torch.zeros_like(probs).scatter_(-1, largest[:, None], 1.0)
+            probs = torch.where(temperatures[:, None] == 0, first, probs)
         dists.append(probs)
         if modes.races:
             hashes = hash_of(keys, places + node, Purpose.RACE)
@@ -150,15 +153,11 @@ def _following(inputs: PassInputs, tokens: Tensor, num_read: Tensor) -> PassInpu
     )
 
 
-def _probs(logits: Tensor, temperatures: Tensor, log_min_ps: Tensor, some_greedy: bool) -> Tensor:
+def _probs(logits: Tensor, temperatures: Tensor, log_min_ps: Tensor) -> Tensor:
     """Return probabilities `[row, vocab]` after temperature and min-p, as `sampling.truncation` does."""
     scaled = logits / temperatures.float()
     threshold = scaled.amax(-1, keepdim=True) + log_min_ps.float()
-    probs = scaled.masked_fill(scaled < threshold, -torch.inf).softmax(-1)
-    if not some_greedy:
-        return probs
-    first = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(temperatures == 0, first, probs)
+    return scaled.masked_fill(scaled < threshold, -torch.inf).softmax(-1)
 
 
 def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:

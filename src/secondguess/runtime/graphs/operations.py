@@ -28,7 +28,7 @@ MAX_KERNEL_TOKENS = 64
 CHUNK = 128
 """Keys that one program of the attention kernel reads."""
 MAX_TILES = 1024
-"""More than the blocks of outputs of a product whose inputs several programs share, on any device."""
+"""More than the blocks of outputs of a product whose inputs several programs share, on any device, and than rows."""
 MERGED_CHUNKS, MERGED_SIZE = 64, 32
 """Chunks, and places of their outputs, that one program of the merge kernel reads at a time."""
 LOGITS_BLOCK = 2048
@@ -47,8 +47,8 @@ class PassInputs(NamedTuple):
         positions: `[row, query]`, text positions.
         ancestors: `[row, query]`, bit i is set at the query's ancestors among the queries, and at itself; None if each
             query follows the one before it, as in prefills.
-        num_finished: `[MAX_TILES]` in int32, programs of a product that have finished, by block of outputs; zeros between
-            products.
+        num_finished: `[MAX_TILES]` in int32, programs of a kernel that have finished, by block of a product's outputs or by
+            row of logits; zeros between kernels.
     """
 
     slots: Tensor
@@ -107,7 +107,8 @@ def most_likely(logits: Tensor, num_finished: Tensor) -> tuple[Tensor, Tensor]:
     """Return the most likely tokens, the lowest among equals, and their softmax in float64, `[row]` each.
 
     Args:
-        logits: `[row, vocab]` in float32, contiguous; where one is not finite, the softmax is NaN.
+        logits: `[row, vocab]` in float32, contiguous. The softmax is NaN where one is NaN or infinite, or all are minus
+            infinity.
         num_finished: as in `PassInputs`.
     """
     if not uses_kernels(logits):

@@ -116,7 +116,6 @@ class GraphRuntime(FusedRuntime):
     """
 
     draws_batches = True
-    orders_rows = False
 
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(decoder)
@@ -330,7 +329,9 @@ class GraphRuntime(FusedRuntime):
     ) -> list[DrawnChain] | None:
         """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
-        if any(state.length != len(state.row.tokens) - 1 for state in states):
+        if not can_draw(requests, self.vocab_size) or any(
+            state.length != len(state.row.tokens) - 1 for state in states
+        ):
             return None
         drawn = self._draw_chains(states, requests, keep_drafting)
         for state, chain in zip(states, drawn or [], strict=drawn is not None):
@@ -351,6 +352,8 @@ class GraphRuntime(FusedRuntime):
     def _append_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
+        if not can_draw(requests, self.vocab_size):
+            return None
         self._partial = None
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
@@ -365,7 +368,7 @@ class GraphRuntime(FusedRuntime):
         self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
     ) -> list[DrawnChain] | None:
         num_tokens = bucket(len(states), ROWS) * MAX_CATCH_UP
-        if not can_draw(requests, self.vocab_size) or self._attention_bytes(num_tokens) > MAX_ATTENTION_BYTES:
+        if self._attention_bytes(num_tokens) > MAX_ATTENTION_BYTES:
             return None
         decoder, cache = self.decoder, self.cache
         model = ChainModel(

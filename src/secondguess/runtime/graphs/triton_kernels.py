@@ -512,7 +512,9 @@ def most_likely_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Write the most likely token of a row, the lowest among equals, and its softmax, NaN if a logit is not finite.
+    """Write the most likely token of a row, the lowest among equals, and its softmax.
+
+    The softmax is NaN if a logit is NaN or infinite, or all are minus infinity.
 
     Each program reads a block of logits; the one of a row that finishes last joins what all have written to `partial`,
     `[row, part, 3]` in float32: their largest logit, its token, and the sum of exponentials.
