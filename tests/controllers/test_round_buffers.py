@@ -85,7 +85,7 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     """Each kind of candidate gets its own decision and its own statistics."""
     controller, row = settled()
     kinds = [Candidate(kind=kind) for kind in "ab"]
-    for candidate in kinds * 48:  # no plain round is due below
+    for candidate in kinds * 40:
         run_round(controller, row, accepted=2, candidate=candidate)
     controller._learn_drafted()
     counts = [kind.of_kind.count for kind in controller.expectations._kinds.values()]

@@ -172,12 +172,13 @@ class CostController(Controller):
         elif proposals:
             best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
             decision.proposals = self._probe(best, rows, was_probe)
-            decision.explores = decision.is_probe = bool(decision.proposals)
+            decision.is_probe = bool(decision.proposals)
+            decision.explores = decision.is_probe and len(rows) > 1
         if not decision.proposals:
             self._backoffs.begin(rows, candidates)
         elif not decision.is_probe:
             self._backoffs.end()
-        self._limit_lengths(decision)
+        self._limit_lengths(decision, len(rows))
         if decision.is_settled:
             self._drafted.keep(candidates, decision)
         return decision
@@ -201,7 +202,7 @@ class CostController(Controller):
         decision = Decision(place, self._cost_model.rate, taken, drafts.is_trial, is_settled=is_settled)
         return decision, proposals
 
-    def _limit_lengths(self, decision: Decision) -> None:
+    def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
         """Limit drafts whose cost is not known yet, and record the length of the longest lookup.
 
         Lookups cost nothing but a longer target pass.
@@ -210,7 +211,8 @@ class CostController(Controller):
             is_new = self.times.is_new(proposal.part) and not proposal.deterministic
             if is_new or not self.times.has_timed_drafts:
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
-                decision.explores, decision.is_settled = True, False
+                if num_rows > 1:
+                    decision.explores, decision.is_settled = True, False
             if proposal.deterministic:
                 decision.longest_lookup = max(decision.longest_lookup, proposal.length)
 
@@ -267,23 +269,20 @@ class CostController(Controller):
             proposal.goes_on = False
             if depth + 1 < proposal.length:
                 chances.append((proposal.survival * following[level], proposal))
-        for proposal in self._extended(rows, chances, depth):
+        for proposal in self._extended(chances, depth):
             proposal.goes_on = answers[proposal.row] = True
         return answers
 
-    def _extended(
-        self, rows: Sequence[Row], chances: list[tuple[float, DraftProposal]], depth: int
-    ) -> Sequence[DraftProposal]:
+    def _extended(self, chances: list[tuple[float, DraftProposal]], depth: int) -> Sequence[DraftProposal]:
         """Return the drafts that should get a node below this depth.
 
         Args:
-            rows: the batch.
             chances: the probability that the node is accepted, for each draft that could get one.
             depth: depth of the last nodes.
         """
         if not chances:
             return ()
-        if self._decision.explores and len(rows) > 1 and depth + 1 < PROBE_LENGTH:
+        if self._decision.explores and depth + 1 < PROBE_LENGTH:
             return [proposal for _, proposal in chances]
         if len(chances) > 1:
             return select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model)

@@ -32,8 +32,7 @@ class Decision:
         place: key of the token rate that drafts are compared with (`CostModel`).
         rate: tokens per second that drafts have to exceed.
         proposals: the drafts, at most one per row.
-        explores: True if drafts are made to learn what they cost; in a batch they get the nodes of a probe, whatever
-            these seem to cost.
+        explores: True if a batch drafts to learn what drafts cost, with the nodes of a probe, whatever these seem to cost.
         is_probe: True if they are probes.
         is_settled: True if the decision can be repeated before anything is learned from it.
         longest_lookup: number of nodes of the longest lookup draft.
