@@ -199,11 +199,11 @@ class CostController(Controller):
         drafts = worthwhile(proposals, rows, self._cost_model)
         taken = drafts.chosen
         is_settled = bool(taken) and all(map(_is_settled, taken)) and not drafts.is_trial
-        decision = Decision(place, self._cost_model.rate, taken, drafts.is_trial, is_settled=is_settled)
-        return decision, proposals
+        rate, explores = self._cost_model.rate, drafts.is_trial
+        return Decision(place, rate, taken, explores=explores, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
-        """Limit drafts whose cost is not known yet, and record the length of the longest lookup.
+        """Limit drafts whose cost is not known yet, which explore, and record the length of the longest lookup.
 
         Lookups cost nothing but a longer target pass.
         """

@@ -47,7 +47,8 @@ class ChainModel(NamedTuple):
     Args:
         graphs: of the runtime.
         reserve: makes room in the cache for a slot and a number of positions.
-        run: runs a pass and returns its logits `[token, vocab]`; kept by the graphs, so without the runtime.
+        run: runs a pass and returns its logits `[token, vocab]`. The graphs of the runtime keep it, so it does not hold the
+            runtime.
         device: of the runtime.
         context_length: of the model.
     """
@@ -150,8 +151,7 @@ def _draw_segment(
     fields = fields_of(queries, size, width, model.context_length)
     nums_read = [len(row.tokens) for row in queries] + [1] * (size - len(queries))
     integers, floats = draw_parameters(requests, nums_read, range(depth, depth + count), modes)
-
-    run = model.run
+    run = model.run  # without the rest of the model, as the graph keeps it
 
     def make() -> DrawingPass:
         static = StaticInputs(size, width, model.device, len(integers), len(floats))
