@@ -206,9 +206,9 @@ def chain_case(rng: random.Random) -> None:
     decoder = NativeDecoder(*random_decoder(rng)[:2])
     seed, settings, found = rng.getrandbits(30), rng.choice(SETTINGS), []
     vocab_size = decoder.described.head.num_outputs - rng.randint(0, 5)
-    for method in (KeyedNoise.of_row, lambda self: None):
+    for method in (KeyedNoise.of_rows, lambda self: None):
         drafter = ModelDrafter(NativeRuntime(decoder), "model:draft", vocab_size)
-        with patch.object(KeyedNoise, "of_row", method):
+        with patch.object(KeyedNoise, "of_rows", method):
             found.append(run_rounds(drafter, None, random.Random(seed), settings))
     for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
         assert (tokens, decisions) == (own_tokens, own_decisions)
@@ -216,18 +216,17 @@ def chain_case(rng: random.Random) -> None:
 
 
 def verification_case(rng: random.Random) -> None:
-    """Verify a chain at once and in separate steps."""
-    from secondguess.sampling.noise import KeyedNoise
-    from secondguess.sampling.probs import compute_target_probs
-    from secondguess.verifiers import make_verifier
-    from verifiers.test_verification_at_once import SETTINGS, random_case
+    """Verify the chains of a batch at once and in separate steps."""
+    import torch
 
-    row, draft, logits = random_case(rng, rng.choice(SETTINGS))
-    verifier, noise = make_verifier("block"), KeyedNoise.from_rows([row])
-    found = verifier.verify_row(row, draft, logits, noise)
-    expected = verifier.verify(draft, compute_target_probs(logits, [row], draft), noise)
-    assert found is not None
-    assert (found.paths, found.next_tokens) == (expected.paths, expected.next_tokens)
+    from secondguess.verifiers import make_verifier
+    from verifiers.test_verification_at_once import SETTINGS, check_equal, random_case, random_row
+
+    torch.set_num_threads(rng.randint(1, 3))
+    rows = [random_row(rng, rng.choice(SETTINGS), rng.random() < 0.4) for _ in range(rng.randint(1, 9))]
+    has_probs = rng.random() < 0.6
+    draft, logits = random_case(rng, rows, has_probs)
+    check_equal(make_verifier("auto"), rows, draft, logits)
 
 
 def product_case(rng: random.Random) -> None:

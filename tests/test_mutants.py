@@ -7,10 +7,13 @@ check passes on the code as it ships and fails with the mutant in place.
 from __future__ import annotations
 
 import bisect
+import inspect
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy
 import torch
@@ -71,6 +74,7 @@ from secondguess.runtime.hashes import Purpose
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.native.verification import KernelRule
 from secondguess.runtime.recurrent import RecurrentRuntime
 from secondguess.runtime.recurrent_cache import RecurrentCache
 from secondguess.runtime.tiny import tiny_pair
@@ -81,6 +85,7 @@ from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
+from verifiers.test_verification_at_once import random_case, random_row
 
 # Checks: each returns whether the code passes.
 
@@ -237,6 +242,20 @@ def batches_draw_as_token_by_token() -> bool:
         tokens == others and torch.allclose(probs, expected, atol=1e-5)
         for (tokens, probs), (others, expected) in zip(found[:2], found[2:], strict=True)
     )
+
+
+def batches_are_verified_as_in_steps() -> bool:
+    """Return whether the kernels give the verdicts of `Verifier.verify` for chains of unequal lengths."""
+    rng, verifier = random.Random(3), make_verifier("auto")
+    for _ in range(40):
+        rows = [random_row(rng, {"temperature": 1.0}, coupled) for coupled in (False, True, False)]
+        draft, logits = random_case(rng, rows, has_probs=True, sizes=([2, 3, 1], 7))
+        noise = KeyedNoise.from_rows(rows)
+        found = base.verify_by_kernels(verifier, rows, draft, logits, noise)
+        expected = verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
+        if found is None or (found.lengths, found.next_tokens) != (expected.lengths, expected.next_tokens):
+            return False
+    return True
 
 
 def heads_draft_as_they_learn(kind: str) -> bool:
@@ -861,6 +880,37 @@ def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:
     patch.setattr(draws, "_last", lambda of_tokens, num_read: of_tokens[:, -1])
 
 
+def change_verification_by_kernels(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
+    """Return a mutant that changes the named arguments of the kernels' verification."""
+
+    def install(patch: Patch) -> None:
+        original = base.verify_chains
+        names = tuple(inspect.signature(original).parameters)
+
+        def verify(*arguments):
+            named = dict(zip(names, arguments, strict=True))
+            change(named)
+            return original(**named)
+
+        patch.setattr(base, "verify_chains", verify)
+
+    return install
+
+
+def kernels_share_uniforms(arguments: dict[str, Any]) -> None:
+    """The first row's noise serves all rows of a batch."""
+    arguments["noises"] = [arguments["noises"][0]] * len(arguments["noises"])
+
+
+def kernels_verify_padding(arguments: dict[str, Any]) -> None:
+    arguments["lengths"] = torch.full_like(arguments["lengths"], arguments["tokens"].shape[1])
+
+
+def kernels_reject_raced_nodes(arguments: dict[str, Any]) -> None:
+    """Nodes of coupled rows are accepted with a probability, though the text is drawn by the race that drew them."""
+    arguments["rules"] = [KernelRule.BLOCK] * len(arguments["rules"])
+
+
 def race_forgets_the_position(patch: Patch) -> None:
     original = KeyedNoise._race
 
@@ -1107,6 +1157,13 @@ MUTANTS = [
     Mutant(rounds_share_numbers, check(keyed_dist_holds, "block")),
     Mutant(rows_of_a_batch_share_uniforms, check(batches_draw_as_token_by_token)),
     Mutant(rows_of_a_batch_are_read_up_to_the_longest, check(batches_draw_as_token_by_token)),
+    *[
+        Mutant(
+            change_verification_by_kernels(change), check(batches_are_verified_as_in_steps), change.__name__
+        )
+        for change in (kernels_share_uniforms, kernels_verify_padding, kernels_reject_raced_nodes)
+        if units()
+    ],
     Mutant(race_forgets_the_position, check(keyed_dist_holds, "coupled", coupled=True)),
     Mutant(neighbouring_races_are_the_same, check(keyed_dist_holds, "coupled", coupled=True)),
     Mutant(race_is_off_by_one_from_the_draft, check(acceptance_holds, "coupled", coupled=True)),

@@ -98,11 +98,11 @@ CASES: dict[str, Callable[[Path], Pair]] = {
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    original = KeyedNoise.of_row
+    original = KeyedNoise.of_rows
 
     def choose(is_at_once: bool) -> None:
         method = original if is_at_once else (lambda self: None)
-        monkeypatch.setattr(KeyedNoise, "of_row", method)
+        monkeypatch.setattr(KeyedNoise, "of_rows", method)
 
     return choose
 

@@ -81,7 +81,7 @@ def noise_of(row):
 
 
 def request_for(row, num_nodes, vocab_size):
-    return ChainRequest(num_nodes, vocab_size, kernel_settings(row.params), noise_of(row).of_row(), None)
+    return ChainRequest(num_nodes, vocab_size, kernel_settings(row.params), noise_of(row).of_rows()[0], None)
 
 
 def entries(target):

@@ -66,7 +66,7 @@ def noise_of(params, coupled):
 
 def request(params, coupled=False, num_nodes=NUM_NODES, **options):
     options = {"keep_drafting": None} | options
-    noise = noise_of(params, coupled).of_row()
+    noise = noise_of(params, coupled).of_rows()[0]
     return ChainRequest(num_nodes, 300, kernel_settings(params), noise, **options)
 
 

@@ -276,15 +276,15 @@ class SamplingDrafter(Drafter):
         vocabulary: VocabularyMap | None = None,
     ) -> DrawnChain | None:
         """Return a chain of the only row; None if it must be drawn token by token."""
-        row_noise, rule = noise.of_row(), budgets.stopping_rule
-        if row_noise is None:
+        row_noises, rule = noise.of_rows(), budgets.stopping_rule
+        if row_noises is None:
             return None
 
         def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
             return budgets.keep_drafting(logits, depth, None, [confidence])[0]
 
         keep = keep_drafting if budgets.uses_probs and rule is None else None
-        request = ChainRequest(limit, vocab_size, settings, row_noise, keep, rule, vocabulary)
+        request = ChainRequest(limit, vocab_size, settings, row_noises[0], keep, rule, vocabulary)
         return self.whole_chain(row, request)
 
     def _draw_trees(

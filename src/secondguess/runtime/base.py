@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +65,7 @@ class EmbeddingAndHead:
     unembed: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class RowNoise:
+class RowNoise(NamedTuple):
     """Source of the random decisions of one row in a round, which the kernels make like `KeyedNoise`.
 
     Args:

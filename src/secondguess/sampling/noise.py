@@ -88,13 +88,6 @@ class Noise(ABC):
                 whose arrival time in the race each token has, or an id beyond them. None for the target's.
         """
 
-    def of_row(self) -> RowNoise | None:
-        """Return the source of all decisions about the only row.
-
-        None if they must be requested one by one, or there are several rows.
-        """
-        return None
-
     def of_rows(self) -> list[RowNoise] | None:
         """Return the source of all decisions about each row; None if they must be requested one by one."""
         return None
@@ -177,11 +170,6 @@ class KeyedNoise(Noise):
         if self.all_coupled:
             return raced
         return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
-
-    def of_row(self) -> RowNoise | None:
-        if len(self.keys) != 1:
-            return None
-        return RowNoise(self.keys[0] & ALL_BITS, self.positions[0], self.any_coupled)
 
     def of_rows(self) -> list[RowNoise]:
         rows = zip(self.keys, self.positions, self.coupled.tolist(), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import Array
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
+from secondguess.runtime.native.library import Settings
 from secondguess.runtime.native.sampling import residuals
+from secondguess.runtime.native.verification import KernelRule, described_rows, verify_chains
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs
+from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs, edit_logits
+from secondguess.sampling.truncation import kernel_settings
 
 FloatArray = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -85,10 +89,10 @@ class Verifier(ABC):
             BadInputError: a draft or rows that this rule cannot verify exactly.
         """
 
-    def verify_row(self, row: Row, draft: Draft, logits: Tensor, noise: Noise) -> Verdict | None:
-        """Verify the draft of the only row with logits `[1, node + 1, vocab]` at once, like `verify`.
+    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
+        """Return the rule by which the kernels verify a row of a draft of chains as `verify` does.
 
-        None where this rule cannot, so that `verify` must be called.
+        None if they cannot.
         """
         return None
 
@@ -141,11 +145,35 @@ def verify_logits(
     """
     if noise.all_greedy and draft.probs is None:
         return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
-    if len(rows) == 1:
-        verdict = verifier.verify_row(rows[0], draft, logits, noise)
-        if verdict is not None:
-            return verdict
-    return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
+    return verify_by_kernels(verifier, rows, draft, logits, noise) or verifier.verify(
+        draft, compute_target_probs(logits, rows, draft), noise
+    )
+
+
+def verify_by_kernels(
+    verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise
+) -> Verdict | None:
+    """Return the verdict of `verify_logits` from one call of the kernels; None where they cannot be used."""
+    row_noises = noise.of_rows() if logits.is_cpu and draft.is_chain else None
+    if row_noises is None:
+        return None
+    rules = [rule for row in rows if (rule := verifier.kernel_rule(row, draft)) is not None]
+    if len(rules) < len(rows):
+        return None
+    logits = edit_logits(logits, rows, draft)
+    settings = _kernel_settings(tuple([row.params for row in rows]))
+    drawn_from = draft.probs if KernelRule.BLOCK in rules else None
+    found = verify_chains(logits, drawn_from, draft.tokens, draft.lengths, settings, row_noises, rules)
+    if found is None:
+        return None
+    paths = [list(range(length)) for length in found.lengths]
+    return Verdict(paths, found.next_tokens, found.samples)
+
+
+@lru_cache(maxsize=256)
+def _kernel_settings(params: tuple[SamplingParams, ...]) -> Array[Settings]:
+    """Return the settings of a batch as the kernels take them; cached while the same requests decode together."""
+    return described_rows([kernel_settings(each) for each in params])
 
 
 def verify_groups(

@@ -24,9 +24,8 @@ import numpy
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.runtime.native.verification import verify_block
+from secondguess.runtime.native.verification import KernelRule
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.truncation import kernel_settings
 from secondguess.verifiers.base import (
     Exactness,
     FloatArray,
@@ -44,19 +43,8 @@ class BlockVerifier(UncoupledVerifier):
     exactness = Exactness.LOSSLESS
     supports_trees = False
 
-    def verify_row(self, row: Row, draft: Draft, logits: Tensor, noise: Noise) -> Verdict | None:
-        if row.coupled or row.params.edits_logits or not row.params.temperature:
-            return None
-        row_noise = noise.of_row()
-        if row_noise is None or draft.probs is None or not draft.num_nodes or not draft.is_chain:
-            return None
-        if draft.num_levels[0] < draft.num_nodes:
-            return None
-        found = verify_block(logits, draft.probs, draft.tokens, kernel_settings(row.params), row_noise)
-        if found is None:
-            return None
-        accepted, next_token = found
-        return Verdict.from_chain([accepted], [next_token])
+    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
+        return None if row.coupled or draft.probs is None or not row.params.temperature else KernelRule.BLOCK
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))

@@ -45,8 +45,8 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
     if len(rows) == 1:
         return Drafts([proposal for proposal in proposals if proposal.net > 0])
     # The exploration bonus counts once, however many rows are drafted for.
-    exploration_bonus = max((proposal.exploration_bonus for proposal in proposals), default=0.0)
-    longest = max((proposal.width for proposal in proposals), default=0)
+    exploration_bonus = max((proposal.estimate.exploration_bonus for proposal in proposals), default=0.0)
+    longest = max((proposal.estimate.width for proposal in proposals), default=0)
     best, best_drafts, best_width = 0.0, Drafts([]), 0
     for width in WIDTHS:
         drafts = _together(proposals, rows, width, cost_model)
@@ -57,7 +57,7 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
             break
     for proposal in best_drafts.chosen:
         if proposal.deterministic:
-            proposal.length = min(proposal.length, best_width, proposal.num_likely)
+            proposal.length = min(proposal.length, best_width, proposal.estimate.num_likely)
     if not best_drafts.is_trial:
         cost_model.expect(best_drafts.tokens, best_drafts.seconds)
     return best_drafts._replace(chosen=[proposal for proposal in best_drafts.chosen if proposal.length])
@@ -69,17 +69,19 @@ def _together(
     """Return the drafts of at most `width` nodes with the largest net gain."""
     rate = cost_model.rate
     chosen = [proposal for proposal in proposals if proposal.deterministic]
-    tokens = sum(proposal.expected_tokens(width) for proposal in chosen)
+    tokens = sum(proposal.estimate.expected_tokens(width) for proposal in chosen)
     seconds = cost_model.extra_pass_seconds(0, width)
     models = [
-        (proposal.expected_tokens(width), proposal) for proposal in proposals if not proposal.deterministic
+        (proposal.estimate.expected_tokens(width), proposal)
+        for proposal in proposals
+        if not proposal.deterministic
     ]
     models.sort(key=itemgetter(0), reverse=True)
     total, prefill, sums = 0.0, 0.0, [(0.0, 0.0)]
     for count, (expected_tokens, proposal) in enumerate(models, start=1):
         total += expected_tokens
         prefill += proposal.prefill_seconds
-        drafting = cost_model.drafting(proposal.part, count, min(width, proposal.width))
+        drafting = cost_model.drafting(proposal.part, count, min(width, proposal.estimate.width))
         sums.append((total, prefill + drafting))
     nets = [gained - rate * spent for gained, spent in sums]
     best_count = _with_equals([expected_tokens for expected_tokens, _ in models], nets.index(max(nets)))

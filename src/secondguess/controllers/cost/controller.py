@@ -22,7 +22,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.backoff import Backoffs
@@ -195,7 +194,7 @@ class CostController(Controller):
         if self.guard.is_stopped or self.measures_plain:
             return Decision(place), []
         self._cost_model.enter(len(rows), place)
-        proposals = self._best_proposals(rows, candidates)
+        proposals = self._proposal_maker.best(rows, candidates)
         drafts = worthwhile(proposals, rows, self._cost_model)
         taken = drafts.chosen
         is_settled = bool(taken) and all(map(_is_settled, taken)) and not drafts.is_trial
@@ -215,19 +214,6 @@ class CostController(Controller):
                     decision.explores, decision.is_settled = True, False
             if proposal.deterministic:
                 decision.longest_lookup = max(decision.longest_lookup, proposal.length)
-
-    def _best_proposals(
-        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]
-    ) -> list[DraftProposal]:
-        """Return the best candidate of each row that has one, best first."""
-        num_rows, proposals = len(rows), []
-        for index, row in enumerate(rows):
-            proposal = self._proposal_maker.best(index, row, candidates[index], num_rows)
-            if proposal is not None:
-                proposals.append(proposal)
-        if num_rows > 1:
-            proposals.sort(key=attrgetter("net"), reverse=True)
-        return proposals
 
     def _probe(
         self, proposals: list[DraftProposal], rows: Sequence[Row], was_probing: bool
@@ -262,7 +248,7 @@ class CostController(Controller):
         for proposal in self._decision.proposals:
             if proposal.deterministic or not proposal.goes_on:
                 continue
-            own, following = self.expectations.of_nodes(proposal.kind)
+            own, following = self.expectations.of_nodes(proposal.estimate.kind)
             level = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
             proposal.seen.append(level)
             proposal.survival *= own[level]
@@ -307,7 +293,7 @@ class CostController(Controller):
         if self._decision.stopping_rule is None:  # no node is learned from while a decision is repeated
             rate, model = self._cost_model.rate, self._cost_model
             least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
-            own, following = self.expectations.of_nodes(proposal.kind)
+            own, following = self.expectations.of_nodes(proposal.estimate.kind)
             self._decision.stopping_rule = StoppingRule(
                 CONFIDENCE_EDGES, own, following, array("d", least), []
             )
@@ -335,7 +321,7 @@ class CostController(Controller):
         for proposal in decision.proposals:
             # A row whose cache the drafter fills first has no draft yet.
             if not lengths[proposal.row] and not proposal.candidate.num_uncached:
-                self.expectations.add_empty_draft(proposal.kind)
+                self.expectations.add_empty_draft(proposal.estimate.kind)
         if not drafted and not decision.proposals:
             if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured
                 self.guard.wait(rows, 1, time.total)
@@ -368,7 +354,12 @@ class CostController(Controller):
             for proposal, levels in zip(drafted, seen, strict=True):
                 row, length = rows[proposal.row], lengths[proposal.row]
                 self.expectations.learn(
-                    row, proposal.kind, levels, proposal.deterministic, length, accepted[proposal.row]
+                    row,
+                    proposal.estimate.kind,
+                    levels,
+                    proposal.deterministic,
+                    length,
+                    accepted[proposal.row],
                 )
             spread = self._learn_prefill(rows, drafted, time)
             self._book(decision, rows, len(rows) + sum(accepted), time.total, spread, clipped + time.prefill)
@@ -439,7 +430,7 @@ class CostController(Controller):
         for proposal in readers:
             row = rows[proposal.row]
             cost = plain_rounds * proposal.candidate.num_uncached / num_tokens
-            self.guard.spread(row, cost, row.room / (1 + proposal.gain))
+            self.guard.spread(row, cost, row.room / (1 + proposal.estimate.gain))
         return time.prefill
 
     def _book(
@@ -487,12 +478,12 @@ class CostController(Controller):
 
 def _is_settled(proposal: DraftProposal) -> bool:
     """Return whether the decision for this draft can be repeated before anything is learned from it."""
-    return proposal.net > proposal.exploration_bonus and not proposal.candidate.num_uncached
+    return proposal.net > proposal.estimate.exploration_bonus and not proposal.candidate.num_uncached
 
 
 def _could_be_longer(lookup: DraftProposal, num_accepted: int) -> bool:
     """Return whether all of a lookup draft was accepted, and its source had more."""
-    return num_accepted == lookup.length < len(lookup.survivals)
+    return num_accepted == lookup.length < len(lookup.estimate.gains) - 1
 
 
 def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:

@@ -145,15 +145,18 @@ class Expectations:
             kind = self._kinds[key] = KindStats(self.nodes, self.drafts, of_pool, pool, candidate.kind)
         return kind
 
-    def of_draft(self, row: Row, kind: KindStats) -> tuple[float, float, float, float]:
-        """Return expectations about a draft for this row.
+    def level(self, row: Row) -> int:
+        """Return the bin of the row's recent acceptance rate (`RowHistory.level`)."""
+        row_history = self.row_histories.get(row)
+        return row_history.level if row_history is not None else 0
+
+    def of_draft(self, kind: KindStats, level: int) -> tuple[float, float, float, float]:
+        """Return expectations about a draft for a row of this `level`.
 
         Returns:
             Tokens accepted, nodes drafted, exploration bonus in tokens (what it might gain beyond
             the expectation), and the share of planned drafts that have any nodes.
         """
-        row_history = self.row_histories.get(row)
-        level = row_history.level if row_history is not None else 0
         gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
         exploration_bonus = max(EXPLORATION_BONUS / (1 + kind.of_kind.count) ** 0.5 - BONUS_OFFSET, 0.0)
         gain_here, width = kind.at_level[level].means(gain, width)

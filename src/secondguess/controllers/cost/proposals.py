@@ -6,8 +6,11 @@ similar drafts. A lookup candidate is evaluated node by node in advance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
 from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import Expectations, KindStats
@@ -22,6 +25,37 @@ The cut applies even if the row has to wait for longer drafts of other rows anyw
 """
 
 
+class Estimate(NamedTuple):
+    """Expectations about drafts of one kind, which rows with equal candidates and histories share.
+
+    Args:
+        kind: statistics of similar drafts.
+        gain, width: expected number of tokens gained and of nodes drafted.
+        gains: for lookup, the expected tokens gained by the first 0, 1, 2, ... nodes; else empty.
+        num_likely: for lookup, the number of nodes likely enough to be drafted if the row has to wait for others.
+        exploration_bonus: tokens that a draft might gain beyond the expectation.
+        appears: share of planned drafts that have any nodes.
+        net: expected tokens, bonus included, less the cost converted to tokens.
+        best_length: for lookup, the number of nodes with this net gain.
+    """
+
+    kind: KindStats
+    gain: float
+    width: int
+    gains: Sequence[float]
+    num_likely: int
+    exploration_bonus: float
+    appears: float
+    net: float
+    best_length: int
+
+    def expected_tokens(self, width: int) -> float:
+        """Return the expected tokens gained by a draft of at most `width` nodes."""
+        if self.gains:
+            return self.gains[min(width, len(self.gains) - 1)]
+        return self.gain * min(width / self.width, 1.0)
+
+
 @dataclass(slots=True, eq=False)
 class DraftProposal:
     """Best draft candidate of one row in a round.
@@ -29,13 +63,10 @@ class DraftProposal:
     Args:
         row: index of the row in the batch.
         candidate: the candidate.
-        kind: statistics of similar drafts.
+        estimate: expectations about it.
         length: maximum number of nodes.
-        gain, width: expected number of tokens gained and of nodes drafted.
-        survivals: for lookup, the probabilities that its first 1, 2, ... nodes are all accepted.
-        exploration_bonus: tokens that it might gain beyond the expectation.
         prefill_seconds: seconds of drafter prefill, amortised over the row's remaining rounds.
-        net: expected tokens, bonus included, less the cost converted to tokens.
+        net: `estimate.net` less the prefill.
         part, deterministic: those of the candidate.
         seen, survival, goes_on: confidence bins of the nodes drafted, the probability that all of
             them are accepted, and whether drafting goes on.
@@ -43,12 +74,8 @@ class DraftProposal:
 
     row: int
     candidate: Candidate
-    kind: KindStats
+    estimate: Estimate
     length: int
-    gain: float
-    width: int
-    survivals: Sequence[float]
-    exploration_bonus: float
     prefill_seconds: float
     net: float
     part: int = field(init=False)
@@ -65,17 +92,6 @@ class DraftProposal:
         """Begin a draft."""
         self.seen, self.survival, self.goes_on = [], 1.0, True
 
-    @property
-    def num_likely(self) -> int:
-        """Number of nodes likely enough to be drafted if the row has to wait for others anyway."""
-        return sum(survival >= MIN_SURVIVAL for survival in self.survivals)
-
-    def expected_tokens(self, width: int) -> float:
-        """Return the expected tokens gained by a draft of at most `width` nodes."""
-        if self.deterministic:
-            return sum(self.survivals[:width])
-        return self.gain * min(width / self.width, 1.0)
-
 
 class ProposalMaker:
     """Factory of `DraftProposal` objects.
@@ -89,66 +105,81 @@ class ProposalMaker:
     def __init__(self, expectations: Expectations, cost_model: CostModel, longest: int) -> None:
         self._expectations, self._cost_model, self._longest = expectations, cost_model, longest
 
-    def best(self, index: int, row: Row, choices: Sequence[Candidate], num_rows: int) -> DraftProposal | None:
-        """Return the best candidate of one row, the first of equals; None if there is none.
+    def best(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[DraftProposal]:
+        """Return the best candidate of each row that has one, the first of equals; best rows first."""
+        estimates: dict[Hashable, Estimate] = {}
+        found = [
+            self._best_of_row(index, row, candidates[index], len(rows), estimates)
+            for index, row in enumerate(rows)
+            # A row's own `draft_length` takes precedence; its last token is the target's.
+            if row.params.draft_length is None and row.params.max_draft_length != 0 and row.room > 1
+        ]
+        proposals = [proposal for proposal in found if proposal is not None]
+        if len(rows) > 1:
+            proposals.sort(key=attrgetter("net"), reverse=True)
+        return proposals
 
-        Args:
-            index: of the row in the batch.
-            row: the row.
-            choices: its draft candidates.
-            num_rows: batch size.
-        """
-        # A row's own `draft_length` takes precedence; its last token is the target's.
-        params = row.params
-        if not self._longest or params.draft_length is not None or params.max_draft_length == 0:
-            return None
-        room = row.room
-        if room <= 1:
-            return None
+    def _best_of_row(
+        self,
+        index: int,
+        row: Row,
+        choices: Sequence[Candidate],
+        num_rows: int,
+        estimates: dict[Hashable, Estimate],
+    ) -> DraftProposal | None:
         best = None
+        limit, level = row.params.max_draft_length, self._expectations.level(row)
         for candidate in choices:
-            if candidate.longest > 0:
-                proposal = self._make(index, row, room, candidate, num_rows)
-                if best is None or proposal.net > best.net:
-                    best = proposal
-        return best
+            longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
+            length = min(candidate.longest, longest if limit is None else min(limit, longest), row.room - 1)
+            if length <= 0:
+                continue
+            key = candidate, row.coupled, row.params.temperature, level, length
+            estimate = estimates.get(key)
+            if estimate is None:
+                kind = self._expectations.kind(row, candidate)
+                estimate = estimates[key] = self._estimate(kind, level, candidate, length, longest)
+            prefill = self._prefill_seconds(row, candidate, estimate) if candidate.num_uncached else 0.0
+            net = estimate.net - self._cost_model.rate * prefill
+            if best is None or net > best[0]:
+                best = net, candidate, estimate, length, prefill
+        if best is None:
+            return None
+        net, candidate, estimate, length, prefill = best
+        if num_rows == 1 and estimate.gains:
+            length = estimate.best_length
+        return DraftProposal(index, candidate, estimate, length, prefill, net)
 
-    def _make(self, index: int, row: Row, room: int, candidate: Candidate, num_rows: int) -> DraftProposal:
-        expectations, cost_model = self._expectations, self._cost_model
-        kind = expectations.kind(row, candidate)
-        gain, mean_width, exploration_bonus, appears = expectations.of_draft(row, kind)
-        limit = row.params.max_draft_length
-        longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
-        length = min(candidate.longest, longest if limit is None else min(limit, longest), room - 1)
-        rate, shares = cost_model.rate, cost_model.shares(candidate.part, longest)
-        survivals: Sequence[float] = ()
+    def _estimate(
+        self, kind: KindStats, level: int, candidate: Candidate, length: int, longest: int
+    ) -> Estimate:
+        expectations, rate = self._expectations, self._cost_model.rate
+        gain, mean_width, exploration_bonus, appears = expectations.of_draft(kind, level)
+        shares = self._cost_model.shares(candidate.part, longest)
+        gains: Sequence[float] = ()
         if candidate.deterministic:
-            width = length
             survivals = expectations.survivals(kind, length)
-            net, best_length = _best_length(survivals, rate, shares)
-            if num_rows == 1:
-                length = best_length
+            gains = list(accumulate(survivals, initial=0.0))
+            num_likely = sum([survival >= MIN_SURVIVAL for survival in survivals])
+            width = length
+            net, best_length = _best_length(gains, rate, shares)
         else:
-            width = max(round(mean_width), 1)
+            width, num_likely, best_length = max(round(mean_width), 1), 0, 0
             net = gain - rate * shares[min(width, longest) - 1]
-        prefill_seconds = 0.0
-        if candidate.num_uncached:
-            # Prefill serves all remaining rounds of the row, but takes its time before any gain.
-            seconds = cost_model.times.prefill_seconds(candidate.part, candidate.num_uncached)
-            prefill_seconds = PREFILL_MARGIN * seconds / max(room / (1 + gain), 1.0)
-        net = appears * (net + exploration_bonus) - rate * prefill_seconds
-        return DraftProposal(
-            index, candidate, kind, length, gain, width, survivals, exploration_bonus, prefill_seconds, net
-        )
+        net = appears * (net + exploration_bonus)
+        return Estimate(kind, gain, width, gains, num_likely, exploration_bonus, appears, net, best_length)
+
+    def _prefill_seconds(self, row: Row, candidate: Candidate, estimate: Estimate) -> float:
+        """Return the seconds of a drafter's prefill per round.
+
+        It serves all remaining rounds of the row, but takes its time before any gain.
+        """
+        seconds = self._cost_model.times.prefill_seconds(candidate.part, candidate.num_uncached)
+        return PREFILL_MARGIN * seconds / max(row.room / (1 + estimate.gain), 1.0)
 
 
-def _best_length(survivals: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:
-    """Return the highest net gain of the first nodes of a lookup draft, and their number."""
-    best, length = survivals[0] - rate * shares[0], 1
-    total = 0.0
-    for number, survival in enumerate(survivals):
-        total += survival
-        net = total - rate * shares[number]
-        if net >= best:
-            best, length = net, number + 1
-    return best, length
+def _best_length(gains: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:
+    """Return the highest net gain of the first nodes of a lookup draft, and their number; the most of equals."""
+    nets = [gain - rate * share for gain, share in zip(gains[1:], shares, strict=False)]
+    best = max(nets)
+    return best, len(nets) - nets[::-1].index(best)

@@ -137,11 +137,9 @@ class Chain(Structure):
 
 class Verification(Structure):
     _fields_ = [
-        *_fields(c_int64, "num_nodes vocab_size stride"),
-        ("settings", Settings),
-        ("noise", RowNoise),
-        *_fields(c_void_p, "logits draft_probs tokens"),
-        ("next_token", c_int64),
+        *_fields(c_int64, "num_rows num_nodes vocab_size row_stride stride num_threads"),
+        *_fields(c_void_p, "logits draft_probs tokens lengths rules settings noises"),
+        *_fields(c_void_p, "accepted next_tokens samples"),
     ]
 
 
@@ -171,7 +169,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "truncated_softmax": (c_int, [*ROWS, c_double, c_int64, c_double, c_double, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),
     "race": (c_int64, [c_void_p, c_int64, c_uint64, c_void_p]),
-    "verify_block": (c_int64, [POINTER(Verification)]),
+    "verify": (None, [POINTER(Verification)]),
     "residual": (c_double, [c_float, c_void_p, c_void_p, c_int64, c_void_p]),
     "linear": (c_int, [POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "pack": (None, [POINTER(Weight), POINTER(Source), c_int64]),

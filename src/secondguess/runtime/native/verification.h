@@ -1,17 +1,24 @@
-// Block verification of the chain of one row, from logits to the next token, with the numbers of the separate
-// steps in `verifiers/block.py`.
+// Verification of the chains of a batch, from logits to the next tokens, with the numbers of the separate steps
+// in `verifiers/`. Each row is verified by one thread.
 #pragma once
 
 #include "sampling.h"
+#include "team.h"
+
+enum class Rule : int64_t { BLOCK = 0, MATCH = 1 };  // of `verifiers/block.py` and `verifiers/coupled.py`
 
 struct Verification {
-    int64_t num_nodes, vocab_size, stride;  // `stride` numbers from the logits of one query to those of the next
-    Settings settings;                      // with a positive temperature
-    RowNoise noise;
-    const float* logits;                    // [query][stride]
-    const float* draft_probs;               // [node][vocab_size]
-    const int64_t* tokens;                  // [node]
-    int64_t next_token;
+    int64_t num_rows, num_nodes, vocab_size;  // `num_nodes` of the longest chain
+    int64_t row_stride, stride;               // numbers from the logits of one row or query to those of the next
+    int64_t num_threads;
+    const float* logits;
+    const float* draft_probs;                 // [row][node][vocab_size]; null if no row has the rule `BLOCK`
+    const int64_t *tokens, *lengths;          // [row][node] and [row]
+    const Rule* rules;                        // [row]
+    const Settings* settings;                 // [row]
+    const RowNoise* noises;                   // [row]
+    int64_t *accepted, *next_tokens;          // [row]; numbers of accepted nodes, -1 where verification failed
+    int64_t* samples;                         // [row][node + 1], for the rule `MATCH`: the token sampled at each query
 };
 
 constexpr int64_t MOST_KEPT = 1 << 22;        // probabilities, per thread
@@ -21,29 +28,27 @@ struct VerificationRoom {
     std::vector<double> weights, masses;    // [query] and [node], numbers of the prefixes
 };
 
-#pragma GCC visibility push(default)
-extern "C" {
-int64_t secondguess_size_of_verification() { return sizeof(Verification); }
-
-// Returns the number of nodes accepted and writes the next token; -1 if there is no memory or a distribution is
-// not defined.
-int64_t secondguess_verify_block(Verification* verification) {
-    Verification& it = *verification;
-    const int64_t num_nodes = it.num_nodes, width = it.vocab_size;
-    static thread_local VerificationRoom kept;  // as every round needs it
-    VerificationRoom large;
-    VerificationRoom& room = (num_nodes + 1) * width <= MOST_KEPT ? kept : large;
-    try {
-        room.probs.resize((num_nodes + 1) * width), room.weights.resize(num_nodes + 1), room.masses.resize(num_nodes);
-    } catch (const std::exception&) {
-        return -1;
-    }
+// Returns null if there is no memory, or a distribution is not defined.
+inline const float* target_probs(const Settings& settings, const float* logits, int64_t num_queries, int64_t width, int64_t stride,
+                                 VerificationRoom& room) {
+    room.probs.resize(num_queries * width);
     float* probs = room.probs.data();
-    if (!write_probs(it.settings, it.logits, num_nodes + 1, width, it.stride, probs)) return -1;
-    for (int64_t query = 0; query <= num_nodes; query++)
-        if (std::isnan(probs[query * width])) return -1;
+    if (!write_probs(settings, logits, num_queries, width, stride, probs)) return nullptr;
+    for (int64_t query = 0; query < num_queries; query++)
+        if (std::isnan(probs[query * width])) return nullptr;
+    return probs;
+}
+
+// Returns the number of nodes accepted and writes the next token; -1 if a distribution is not defined.
+inline int64_t verify_block(const Verification& it, int64_t row, VerificationRoom& room) {
+    const int64_t num_nodes = it.lengths[row], width = it.vocab_size;
+    const float* draft_probs = it.draft_probs + row * it.num_nodes * width;
+    const RowNoise& noise = it.noises[row];
+    const float* probs = target_probs(it.settings[row], it.logits + row * it.row_stride, num_nodes + 1, width, it.stride, room);
+    if (!probs) return -1;
+    room.weights.resize(num_nodes + 1), room.masses.resize(num_nodes);
     const double *weights = room.weights.data(), *masses = room.masses.data();
-    secondguess_chain_weights(probs, it.draft_probs, it.tokens, num_nodes, width, room.weights.data(), room.masses.data());
+    secondguess_chain_weights(probs, draft_probs, it.tokens + row * it.num_nodes, num_nodes, width, room.weights.data(), room.masses.data());
     int64_t accepted = 0;
     for (int64_t length = 1; length <= num_nodes; length++) {
         double chance = weights[length];
@@ -51,16 +56,72 @@ int64_t secondguess_verify_block(Verification* verification) {
             const double mass = masses[length], total = mass + 1 - weights[length];
             chance = total > 0 ? mass / total : 1;
         }
-        if (uniform_of(it.noise, length - 1, ACCEPT) < chance) accepted = length;
+        if (uniform_of(noise, length - 1, ACCEPT) < chance) accepted = length;
     }
     const float* next = probs + accepted * width;
     if (accepted < num_nodes) {
         // The distributions after the next one are not used any more.
-        float* residual = probs + (accepted + 1) * width;
-        if (secondguess_residual(weights[accepted], next, it.draft_probs + accepted * width, width, residual) > 0) next = residual;
+        float* residual = room.probs.data() + (accepted + 1) * width;
+        if (secondguess_residual(weights[accepted], next, draft_probs + accepted * width, width, residual) > 0) next = residual;
     }
-    it.next_token = secondguess_draw(next, width, uniform_of(it.noise, accepted, DRAW));
+    it.next_tokens[row] = secondguess_draw(next, width, uniform_of(noise, accepted, DRAW));
     return accepted;
+}
+
+// The token sampled at a query of a row; -1 if its distribution is not defined.
+inline int64_t sample_query(const Verification& it, int64_t row, int64_t query, VerificationRoom& room) {
+    const float* logits = it.logits + row * it.row_stride + query * it.stride;
+    const Settings& settings = it.settings[row];
+    if (settings.temperature == 0) {
+        const float maximum = largest_in(logits, it.vocab_size);
+        return std::isfinite(maximum) ? std::find(logits, logits + it.vocab_size, maximum) - logits : -1;
+    }
+    const float* probs = target_probs(settings, logits, 1, it.vocab_size, it.stride, room);
+    if (!probs) return -1;
+    const RowNoise& noise = it.noises[row];
+    return noise.races ? secondguess_race(probs, it.vocab_size, hash_of(noise.key, noise.position + query, RACE), nullptr)
+                       : secondguess_draw(probs, it.vocab_size, uniform_of(noise, query, RACE));
+}
+
+// As `verify_block`, by the rule `MATCH`.
+inline int64_t verify_match(const Verification& it, int64_t row, VerificationRoom& room) {
+    const int64_t num_nodes = it.lengths[row];
+    const int64_t* tokens = it.tokens + row * it.num_nodes;
+    int64_t* samples = it.samples + row * (it.num_nodes + 1);
+    for (int64_t query = 0; query <= num_nodes; query++)
+        if ((samples[query] = sample_query(it, row, query, room)) < 0) return -1;
+    int64_t accepted = 0;
+    while (accepted < num_nodes && samples[accepted] == tokens[accepted]) accepted++;
+    it.next_tokens[row] = samples[accepted];
+    return accepted;
+}
+
+inline int64_t verify_row(const Verification& it, int64_t row) {
+    static thread_local VerificationRoom kept;  // as every round needs it
+    VerificationRoom large;
+    const int64_t num_queries = it.rules[row] == Rule::MATCH ? 1 : it.lengths[row] + 1;
+    VerificationRoom& room = num_queries * it.vocab_size <= MOST_KEPT ? kept : large;
+    try {
+        return it.rules[row] == Rule::MATCH ? verify_match(it, row, room) : verify_block(it, row, room);
+    } catch (const std::exception&) {  // no memory
+        return -1;
+    }
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+int64_t secondguess_size_of_verification() { return sizeof(Verification); }
+
+void secondguess_verify(const Verification* verification) {
+    const Verification& it = *verification;
+    if (it.num_rows == 1) {  // no other thread is woken
+        it.accepted[0] = verify_row(it, 0);
+        return;
+    }
+    std::atomic<int64_t> next{0};
+    Team::get().run(std::min(it.num_threads, it.num_rows), [&](int, int) {
+        for (int64_t row; (row = next.fetch_add(1)) < it.num_rows;) it.accepted[row] = verify_row(it, row);
+    });
 }
 }
 #pragma GCC visibility pop

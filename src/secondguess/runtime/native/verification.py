@@ -1,14 +1,43 @@
-"""Block verification of the chain of one row by the kernels, from logits to the next token."""
+"""Verification of the chains of a batch by the kernels, from logits to the next tokens."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from ctypes import Array, c_int64
+from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
 from secondguess.runtime.base import RowNoise
 from secondguess.runtime.native import library
 from secondguess.runtime.native.sampling import KernelSettings, kernels_for
+from secondguess.runtime.support import num_threads
+
+
+class KernelRule(IntEnum):
+    """Verification rule of the kernels."""
+
+    BLOCK = 0
+    """Block verification of nodes drawn from `probs`."""
+    MATCH = 1
+    """Sample and match."""
+
+
+class KernelVerdict(NamedTuple):
+    """Result of verification by the kernels.
+
+    Args:
+        lengths: per row, the number of nodes accepted.
+        next_tokens: per row, the token after them.
+        samples: per row, the tokens sampled at its queries; empty for the rule `BLOCK`.
+    """
+
+    lengths: list[int]
+    next_tokens: list[int]
+    samples: list[list[int]]
 
 
 @lru_cache(maxsize=256)
@@ -20,39 +49,71 @@ def described_settings(settings: KernelSettings) -> library.Settings:
 
 def described_noise(noise: RowNoise) -> library.RowNoise:
     """Return the structure of a row's noise."""
-    return library.RowNoise(noise.key, noise.position, noise.races)
+    return library.RowNoise(*noise)
 
 
-def verify_block(
-    logits: Tensor, draft_probs: Tensor, tokens: Tensor, settings: KernelSettings, noise: RowNoise
-) -> tuple[int, int] | None:
-    """Verify the chain of the only row with the target's logits.
+def described_rows(settings: Sequence[KernelSettings]) -> Array[library.Settings]:
+    """Return the settings of the rows of a batch as the kernels take them."""
+    return (library.Settings * len(settings))(*map(described_settings, settings))
+
+
+def verify_chains(
+    logits: Tensor,
+    draft_probs: Tensor | None,
+    tokens: Tensor,
+    lengths: Tensor,
+    settings: Array[library.Settings],
+    noises: Sequence[RowNoise],
+    rules: Sequence[KernelRule],
+) -> KernelVerdict | None:
+    """Verify the chains of a batch with the target's logits.
 
     Args:
-        logits: `[1, query, vocab]`, after all settings but those of `settings`.
-        draft_probs: `[1, node, vocab]`.
-        tokens: `[1, node]`.
-        settings: with a positive temperature.
-        noise: of the row, which is not coupled.
+        logits: `[row, node + 1, vocab]`, after all settings but `settings`.
+        draft_probs: `[row, node, vocab]`; None if no row has the rule `BLOCK`.
+        tokens: `[row, node]` int64.
+        lengths: `[row]` int64, number of real nodes.
+        settings: from `described_rows`. Rows with the rule `BLOCK` have a positive temperature.
+        noises: of the rows. Those with the rule `BLOCK` are not coupled.
+        rules: of the rows.
 
     Returns:
-        The number of nodes accepted and the next token; None where the kernels cannot be used, or a
-        distribution is not defined.
+        None where the kernels cannot be used, or a distribution is not defined.
     """
-    kernels, (_, num_nodes, vocab_size) = kernels_for(logits, draft_probs), draft_probs.shape
-    if kernels is None or not (draft_probs.is_contiguous() and tokens.is_contiguous()):
+    of_draft = [] if draft_probs is None else [draft_probs]
+    kernels, (num_rows, num_queries, vocab_size) = kernels_for(logits, *of_draft), logits.shape
+    num_nodes = num_queries - 1
+    if kernels is None or tokens.shape != (num_rows, num_nodes):
         return None
-    if logits.shape != (1, num_nodes + 1, vocab_size) or tokens.shape != (1, num_nodes):
+    if any([each.shape != (num_rows, num_nodes, vocab_size) for each in of_draft]):
         return None
+    if not all([each.is_contiguous() for each in (tokens, lengths, *of_draft)]):
+        return None
+    per_row, per_query = c_int64 * num_rows, c_int64 * (num_rows * num_queries)
+    accepted, next_tokens, samples, of_rules = per_row(), per_row(), per_query(), per_row(*rules)
+    row_noises = (library.RowNoise * num_rows)(*map(described_noise, noises))
     verification = library.Verification(
+        num_rows,
         num_nodes,
         vocab_size,
-        logits.stride(1),
-        described_settings(settings),
-        described_noise(noise),
+        *logits.stride()[:2],
+        num_threads(),
         logits.data_ptr(),
-        draft_probs.data_ptr(),
+        draft_probs.data_ptr() if draft_probs is not None else None,
         tokens.data_ptr(),
+        lengths.data_ptr(),
+        *[
+            ctypes.addressof(each)
+            for each in (of_rules, settings, row_noises, accepted, next_tokens, samples)
+        ],
     )
-    accepted = kernels.secondguess_verify_block(verification)
-    return None if accepted < 0 else (accepted, verification.next_token)
+    kernels.secondguess_verify(verification)
+    found = accepted[:]
+    if min(found) < 0:
+        return None
+    sampled, starts = samples[:], range(0, num_rows * num_queries, num_queries)
+    of_rows = [
+        sampled[start : start + length + 1] if rule is KernelRule.MATCH else []
+        for start, length, rule in zip(starts, lengths.tolist(), rules, strict=True)
+    ]
+    return KernelVerdict(found, next_tokens[:], of_rows)
