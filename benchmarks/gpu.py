@@ -262,10 +262,10 @@ def time_copy(pair: Pair) -> Json:
     row = Row(random_tokens(pair, CONTEXT), SamplingParams(temperature=0))
     pair.target.begin([row])
     noise, spans = RowNoise(0, CONTEXT, races=False), list[float]()
-    request = ChainRequest(CHAIN, pair.target.vocab_size, kernel_settings(row.params), noise, None)
+    request = ChainRequest(CHAIN, pair.target.vocab_size, kernel_settings(row.params), noise)
     for _ in range(NUM_SAMPLES + 2):
         start = now(device)
-        copied.draft_chain(row, request)
+        copied.draft_chains([row], [request], None)
         spans.append((now(device) - start) / CHAIN)
     pair.target.release(row)
     return {"copy_seconds": made, "copy_bytes": taken, "copy_step": median(spans[2:])}

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor
 
 from families import row_of
@@ -43,13 +44,8 @@ def run_rounds(
     drafter: SamplingDrafter, target: NativeRuntime | None, rng: random.Random, params: dict[str, float]
 ) -> list[Drafted]:
     """Return the drafts of some rounds of a row, with what the controller was asked after each node."""
-    row = row_of([rng.randrange(50) for _ in range(rng.randint(2, 30))])
-    row.params, row.seed = SamplingParams(max_tokens=500, **params), rng.getrandbits(40)
-    row.coupled = rng.random() < 0.4
-    if target is not None:
-        target.request_hidden_states(drafter.hidden_layers)
-        drafter.admit([row])
-        drafter.begin([row], target.begin([row]))
+    row = _random_row(rng, params)
+    _begin([row], drafter, target)
     drafts: list[Drafted] = []
     for _ in range(rng.randint(1, 4)):
         asked: list[tuple[int, float]] = []
@@ -80,21 +76,79 @@ def run_rounds(
         drafter.prepare([row], [0])
         draft = drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
         drafts.append((draft.token_lists, draft.probs, asked, rule.groups if rule else []))
-        _commit(row, draft, rng, drafter, target)
-    drafter.release(row)
-    if target is not None:
-        target.release(row)
+        _commit([row], draft, rng, drafter, target)
+    _release([row], drafter, target)
     return drafts
 
 
+@torch.inference_mode()
+def run_batches(
+    drafter: SamplingDrafter, target: NativeRuntime | None, rng: random.Random
+) -> list[tuple[Draft, list[tuple[int, list[float]]]]]:
+    """Return the drafts of some rounds of a few rows, with the depths and the sums of logits that the controller saw."""
+    rows = [_random_row(rng, rng.choice(SETTINGS)) for _ in range(rng.randint(2, 5))]
+    _begin(rows, drafter, target)
+    drafts = []
+    for _ in range(rng.randint(1, 4)):
+        limits = [rng.choice((0, 1, 2, 3, 8)) for _ in rows]
+        decisions = [[rng.random() < 0.8 for _ in rows] for _ in range(8)]
+        asked: list[tuple[int, list[float]]] = []
+
+        def keep(
+            logits: Tensor,
+            depth: int,
+            acceptance_probs: Sequence[float] | None = None,
+            confidences: Sequence[float] | None = None,
+            asked: list[tuple[int, list[float]]] = asked,
+            decisions: list[list[bool]] = decisions,
+        ) -> list[bool]:
+            asked.append((depth, logits.sum(-1).tolist()))
+            return decisions[depth]
+
+        budgets = Budgets(limits, keep, rng.random() < 0.7)
+        drafter.prepare(rows, [0] * len(rows))
+        draft = drafter.propose(rows, budgets, KeyedNoise.from_rows(rows))
+        drafts.append((draft, asked))
+        _commit(rows, draft, rng, drafter, target)
+    _release(rows, drafter, target)
+    return drafts
+
+
+def _random_row(rng: random.Random, params: dict[str, float]) -> Row:
+    row = row_of([rng.randrange(50) for _ in range(rng.randint(2, 30))])
+    row.params, row.seed = SamplingParams(max_tokens=500, **params), rng.getrandbits(40)
+    row.coupled = rng.random() < 0.4
+    return row
+
+
+def _begin(rows: Sequence[Row], drafter: SamplingDrafter, target: NativeRuntime | None) -> None:
+    if target is not None:
+        target.request_hidden_states(drafter.hidden_layers)
+        drafter.admit(rows)
+        drafter.begin(rows, target.begin(rows))
+
+
+def _release(rows: Sequence[Row], drafter: SamplingDrafter, target: NativeRuntime | None) -> None:
+    for row in rows:
+        drafter.release(row)
+        if target is not None:
+            target.release(row)
+
+
 def _commit(
-    row: Row, draft: Draft, rng: random.Random, drafter: SamplingDrafter, target: NativeRuntime | None
+    rows: Sequence[Row],
+    draft: Draft,
+    rng: random.Random,
+    drafter: SamplingDrafter,
+    target: NativeRuntime | None,
 ) -> None:
-    accepted = draft.token_lists[0][: rng.randint(0, draft.num_nodes)]
-    verdict = Verdict.from_chain([len(accepted)], [rng.randrange(50)])
+    """Accept a random part of each row's chain."""
+    lengths = [rng.randint(0, length) for length in draft.num_levels]
+    verdict = Verdict.from_chain(lengths, [rng.randrange(50) for _ in rows])
     hidden: HiddenStates = {}
     if target is not None:
-        hidden = target.score([row], draft).hidden
-        target.keep([row], verdict.paths)
-    row.tokens += [*accepted, *verdict.next_tokens]
-    drafter.observe([row], verdict, hidden)
+        hidden = target.score(rows, draft).hidden
+        target.keep(rows, verdict.paths)
+    for row, nodes, length, token in zip(rows, draft.token_lists, lengths, verdict.next_tokens, strict=True):
+        row.tokens += [*nodes[:length], token]
+    drafter.observe(rows, verdict, hidden)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chain_cases import SETTINGS, run_rounds
+from chain_cases import SETTINGS, run_batches, run_rounds
 from test_native_heads import native_target, random_head
 
 from families import FAMILIES, needs_kernels, write_checkpoint
@@ -22,7 +22,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.self import SelfDrafter
-from secondguess.drafters.vocabulary.drafters import make_translating_drafter
+from secondguess.drafters.vocabulary.drafters import StringDrafter, make_translating_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.fused import fuse
@@ -125,11 +125,42 @@ def test_chains_drawn_at_once_have_the_bits_of_those_drawn_token_by_token(name, 
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_chains_of_batches_drawn_at_once_have_the_bits_of_those_drawn_token_by_token(name, folder, at_once):
+    """Rows of unequal lengths at all temperatures, some of which draft nothing."""
+    pairs = [CASES[name](folder) for _ in range(2)]
+    num_decisions = 0
+    for case in range(60):
+        found = []
+        for is_at_once, pair in zip((True, False), pairs, strict=True):
+            at_once(is_at_once)
+            found.append(run_batches(*pair, random.Random(case)))
+        for (draft, asked), (other, other_asked) in zip(*found, strict=True):
+            assert draft.token_lists == other.token_lists
+            lengths = draft.lengths.tolist()
+            assert lengths == other.lengths.tolist()
+            assert [depth for depth, _ in asked] == [depth for depth, _ in other_asked]
+            for (depth, sums), (_, other_sums) in zip(asked, other_asked, strict=True):
+                if isinstance(pairs[0][0], StringDrafter):  # its depths are in other tokens than the draft
+                    continue
+                drawn = [row for row, length in enumerate(lengths) if length > depth]
+                assert [sums[row] for row in drawn] == [other_sums[row] for row in drawn]
+                num_decisions += 1
+            if draft.probs is None:
+                assert other.probs is None
+                continue
+            for row, length in enumerate(lengths):
+                assert torch.equal(draft.probs[row, :length], other.probs[row, :length])
+                assert not draft.probs[row, length:].any()
+    assert num_decisions > 100 or isinstance(pairs[0][0], StringDrafter)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_chains_are_drawn_at_once(name, folder, monkeypatch):
     """Otherwise the test above compares nothing."""
     drafter, target = CASES[name](folder)
     monkeypatch.setattr(drafter, "chain_logits", lambda *_: pytest.fail("a step per token"))
     assert run_rounds(drafter, target, random.Random(0), {"temperature": 1.0})
+    assert run_batches(drafter, target, random.Random(1))
 
 
 def draft_once(

@@ -81,7 +81,13 @@ def noise_of(row):
 
 
 def request_for(row, num_nodes, vocab_size):
-    return ChainRequest(num_nodes, vocab_size, kernel_settings(row.params), noise_of(row).of_rows()[0], None)
+    return ChainRequest(num_nodes, vocab_size, kernel_settings(row.params), noise_of(row).of_rows()[0])
+
+
+def draw(copy, row, request):
+    """Return the chain drawn for one row; None if it must be drawn token by token."""
+    drawn = copy.draft_chains([row], [request], None)
+    return drawn and drawn.tokens[0]
 
 
 def entries(target):
@@ -152,12 +158,10 @@ def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(target, temperatu
         expected.append(int(noise.draft(logits.softmax(-1) if temperature else logits, depth)))
     request = request_for(row, 6, VOCAB_SIZE)
     for _ in range(2):  # captured, then replayed
-        assert copy.draft_chain(row, request).tokens == expected
+        assert draw(copy, row, request) == expected
     assert row.tokens == TOKENS[:9]
     assert (
-        copy.draft_chain(
-            row, replace(request, settings=kernel_settings(SamplingParams(temperature=1, top_k=3)))
-        )
+        draw(copy, row, replace(request, settings=kernel_settings(SamplingParams(temperature=1, top_k=3))))
         is None
     )
 
@@ -206,13 +210,13 @@ def test_a_row_with_other_tokens_to_run_is_left_to_the_loop(target):
     target.begin([row])
     for length in (0, 5, 9):
         target.slots[row].length = length
-        assert copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE)) is None
+        assert draw(copy, row, request_for(row, 3, VOCAB_SIZE)) is None
 
 
 def test_graphs_are_dropped_if_the_cache_finds_no_room(target, monkeypatch):
     copy, row = target.quantised_copy(INT4), row_of(TOKENS[:9])
     target.begin([row])
-    copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE))
+    draw(copy, row, request_for(row, 3, VOCAB_SIZE))
     target.score([row], chains(TOKENS[9:12]))
     reserve, dropped = target.cache.reserve, []
 
@@ -227,7 +231,7 @@ def test_graphs_are_dropped_if_the_cache_finds_no_room(target, monkeypatch):
     assert not target._graphs._graphs
     assert not copy._runtime._graphs._graphs
     target.rewind([row], [8])
-    assert copy.draft_chain(row, request_for(row, 3, VOCAB_SIZE)).tokens
+    assert draw(copy, row, request_for(row, 3, VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -271,7 +275,7 @@ def test_a_copy_agrees_with_a_trained_target():
     target = to_graphs(fuse_for_kernels(module))
     copy, row = target.quantised_copy(INT4), row_of(range(300, 304))
     target.begin([row])
-    written = copy.draft_chain(row, request_for(row, 40, target.vocab_size)).tokens
+    written = draw(copy, row, request_for(row, 40, target.vocab_size))
     probs = [
         found.softmax(-1)
         for found in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -64,10 +65,22 @@ def noise_of(params, coupled):
     return KeyedNoise.from_rows([row], GRAPHS_DEVICE)
 
 
-def request(params, coupled=False, num_nodes=NUM_NODES, **options):
-    options = {"keep_drafting": None} | options
+def request(params, coupled=False, num_nodes=NUM_NODES):
     noise = noise_of(params, coupled).of_rows()[0]
-    return ChainRequest(num_nodes, 300, kernel_settings(params), noise, **options)
+    return ChainRequest(num_nodes, 300, kernel_settings(params), noise)
+
+
+def draw(runtime, row, request, decision=None):
+    """Draw a chain for one row; None if it must be drawn token by token."""
+    drawn = runtime.draft_chains([row], [request], decision)
+    return drawn and DrawnChain(drawn.tokens[0], drawn.probs if drawn.probs is None else drawn.probs[0])
+
+
+class DrawnChain(NamedTuple):
+    """Tokens `[node]` and probabilities `[node, vocab]`."""
+
+    tokens: list[int]
+    probs: torch.Tensor | None
 
 
 def drawn_one_by_one(runtime, params, coupled, num_nodes=NUM_NODES):
@@ -100,7 +113,7 @@ def test_a_chain_drawn_at_once_equals_one_drawn_token_by_token(runtime, row, par
     num_nodes = chains.UNDECIDED_SEGMENT + 2
     expected, dists = drawn_one_by_one(runtime, params, coupled, num_nodes)
     for _ in range(2):  # captured, then replayed
-        found = runtime.draft_chain(row, request(params, coupled, num_nodes))
+        found = draw(runtime, row, request(params, coupled, num_nodes))
         assert found.tokens == expected
         assert row.tokens == PROMPT + expected
         if params.temperature:
@@ -115,15 +128,15 @@ def test_a_chain_continues_after_two_uncached_tokens(runtime, row):
     params = SamplingParams(temperature=0)
     expected, _ = drawn_one_by_one(runtime, params, coupled=False)
     row.tokens += expected[:1]
-    assert runtime.draft_chain(row, request(params, num_nodes=3)).tokens == expected[1:4]
+    assert draw(runtime, row, request(params, num_nodes=3)).tokens == expected[1:4]
     row.tokens += expected[4:7]
     assert runtime.num_to_prefill(row) == 3
-    assert runtime.draft_chain(row, request(params)) is None  # too many: scored first
+    assert draw(runtime, row, request(params)) is None  # too many: scored first
 
 
 def test_a_drawn_chain_is_cached(runtime, row):
     params = SamplingParams(temperature=0)
-    tokens = runtime.draft_chain(row, request(params, num_nodes=5)).tokens
+    tokens = draw(runtime, row, request(params, num_nodes=5)).tokens
     assert runtime.num_to_prefill(row) == 0
     after = runtime.score([row], Draft.empty(1)).logits
     other = row_of(PROMPT + tokens)
@@ -137,15 +150,16 @@ def test_chains_end_where_the_callback_says(runtime, row, stop_after):
     """Nodes are drawn in segments, but decided on one by one."""
     asked = []
 
-    def keep_drafting(logits, depth, confidence):
+    def keep_drafting(rows, logits, depth, confidences):
         asked.append(depth)
+        assert list(rows) == [0]
         assert logits.shape == (1, 300)
-        assert confidence == pytest.approx(float(logits.softmax(-1).amax()), rel=1e-5)
-        return depth < stop_after
+        assert confidences == [pytest.approx(float(logits.softmax(-1).amax()), rel=1e-5)]
+        return [depth < stop_after]
 
     params = SamplingParams(temperature=0)
     expected, _ = drawn_one_by_one(runtime, params, coupled=False)
-    found = runtime.draft_chain(row, request(params, keep_drafting=keep_drafting))
+    found = draw(runtime, row, request(params), keep_drafting)
     assert found.tokens == expected[: stop_after + 1]
     assert asked == list(range(stop_after + 1))
 
@@ -159,12 +173,12 @@ def test_chains_end_where_the_rule_says(runtime, row):
     params = SamplingParams(temperature=1)
     # the products are 1/4, 1/8, 1/16, ...
     short, whole = rule(0.2, 0.1, 0.1, 0, 0, 0), rule(0, 0, 0, 0, 0, 0)
-    found = runtime.draft_chain(row, request(params, stopping_rule=short))
+    found = draw(runtime, row, request(params), short)
     assert len(found.tokens) == len(found.probs) == 3
     assert short.groups == [0, 0, 0]
     del row.tokens[len(PROMPT) :]
     runtime.rewind([row], [len(PROMPT) - 1])
-    assert len(runtime.draft_chain(row, request(params, stopping_rule=whole)).tokens) == NUM_NODES
+    assert len(draw(runtime, row, request(params), whole).tokens) == NUM_NODES
     assert whole.groups == [0] * (NUM_NODES - 1)
 
 
@@ -182,9 +196,9 @@ def test_drawn_chains_keep_the_distribution(verifier, batch_size):
 
 def test_settings_that_graphs_do_not_draw_with_are_left_to_the_loop(runtime, row):
     for params in (SamplingParams(temperature=1, top_k=5), SamplingParams(temperature=1, top_p=0.9)):
-        assert runtime.draft_chain(row, request(params)) is None
-    wider = ChainRequest(2, 301, KernelSettings(0, 0, 2, 0), request(SamplingParams()).noise, None)
-    assert runtime.draft_chain(row, wider) is None
+        assert draw(runtime, row, request(params)) is None
+    wider = ChainRequest(2, 301, KernelSettings(0, 0, 2, 0), request(SamplingParams()).noise)
+    assert draw(runtime, row, wider) is None
 
 
 def test_broken_weights_are_reported(checkpoint):
@@ -193,7 +207,7 @@ def test_broken_weights_are_reported(checkpoint):
     row = row_of(PROMPT)
     runtime.begin([row])
     with pytest.raises(SecondGuessError, match="its weights are broken"):
-        runtime.draft_chain(row, request(SamplingParams(temperature=0)))
+        draw(runtime, row, request(SamplingParams(temperature=0)))
     assert row.tokens == PROMPT
 
 
@@ -330,7 +344,7 @@ def test_a_chain_is_drawn_in_any_slot_while_the_cache_grows(checkpoint, monkeypa
     rows = [row_of(PROMPT[:2]), row_of(PROMPT)]
     runtime.begin(rows)
     before = runtime.cache.capacity
-    assert runtime.draft_chain(rows[1], request(params, num_nodes=12)).tokens == expected
+    assert draw(runtime, rows[1], request(params, num_nodes=12)).tokens == expected
     assert runtime.cache.capacity > before
     assert runtime.num_to_prefill(rows[0]) == 0
 

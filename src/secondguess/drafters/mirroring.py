@@ -30,7 +30,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.native import feature_runtime
 from secondguess.heads.runtime import FeatureRuntime
-from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, KeepChains, Runtime
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, HiddenStates, Runtime
 
 UNKNOWN_TOKEN = 0
 """Token that a draft model reads in place of a token outside its vocabulary."""
@@ -87,18 +87,10 @@ class MirroringDrafter(SamplingDrafter):
         for index in active:
             self._mirror_rows[rows[index]].row.tokens.append(tokens[index])
 
-    def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        return self.runtime.draft_chain(self._mirror_rows[row].row, request)
-
-    @property
-    def draws_batches(self) -> bool:
-        return self.runtime.draws_batches
-
     def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        mirrors = [self._mirror_rows[row].row for row in rows]
-        return self.runtime.draft_chains(mirrors, requests, keep_drafting)
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        return self.runtime.draft_chains([self._mirror_rows[row].row for row in rows], requests, decision)
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         return expand_to_batch(self._score(rows, active, tree), len(rows), active)

@@ -10,14 +10,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import ChainRequest, DrawnChain, KeepChains, Runtime, VocabularyMap
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
@@ -103,19 +103,13 @@ class SamplingDrafter(Drafter):
         without meaning.
         """
 
-    def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        """Draw a chain of the only row at once, extended as by `extend`; None to draw it token by token."""
-        return None
-
-    @property
-    def draws_batches(self) -> bool:
-        """True if `whole_chains` is supported."""
-        return False
-
     def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        """Draw chains of several rows at once, as `whole_chain` does; `Runtime.draft_chains` has the arguments."""
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw chains of rows at once, extended as by `extend`; arguments as of `Runtime.draft_chains`.
+
+        None to draw them token by token.
+        """
         return None
 
     def acceptance_probs(self, depth: int) -> list[float] | None:
@@ -175,13 +169,10 @@ class SamplingDrafter(Drafter):
         edits = any(row.params.edits_logits for row in rows)
         plain = noise.all_greedy and not edits
         if active and not edits:
-            whole = (
-                self._draw_whole_chain(rows[0], limits[0], budgets, noise)
-                if len(rows) == 1
-                else self._draw_whole_chains(rows, active, limits, budgets, noise)
-            )
-            if whole is not None:
-                return whole
+            settings = [kernel_settings(row.params) for row in rows]
+            drawn_at_once = self._draw_at_once(rows, limits, self.vocab_size, settings, budgets, noise)
+            if drawn_at_once is not None:
+                return self._draft_of(drawn_at_once, len(rows), active, noise)
         chains = self.chains
         drawn: list[Tensor] = []
         dists: list[Tensor] = []
@@ -215,21 +206,24 @@ class SamplingDrafter(Drafter):
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
         return Draft.chains(chains, probs, self.device)
 
-    def _draw_whole_chain(self, row: Row, limit: int, budgets: Budgets, noise: Noise) -> Draft | None:
-        """Return the draft of the only row if its drafter can draw it at once; it has the same bits."""
-        drawn = self._draw_at_once(row, limit, self.vocab_size, kernel_settings(row.params), budgets, noise)
-        if drawn is None:
-            return None
-        self.chains = [drawn.tokens]
-        return Draft.chains([drawn.tokens], None if drawn.probs is None else drawn.probs[None], self.device)
-
-    def _draw_whole_chains(
-        self, rows: Sequence[Row], active: list[int], limits: list[int], budgets: Budgets, noise: Noise
-    ) -> Draft | None:
-        """Return the drafts of several rows if their drafter can draw them at once."""
-        row_noises = noise.of_rows() if self.draws_batches else None
+    def _draw_at_once(
+        self,
+        rows: Sequence[Row],
+        limits: Sequence[int],
+        vocab_size: int,
+        settings: Sequence[KernelSettings],
+        budgets: Budgets,
+        noise: Noise,
+        vocabulary: VocabularyMap | None = None,
+    ) -> DrawnChains | None:
+        """Return the chains of the rows with a limit above 0; None if they must be drawn token by token."""
+        row_noises, active = noise.of_rows(), [index for index, limit in enumerate(limits) if limit > 0]
         if row_noises is None:
             return None
+        requests = [
+            ChainRequest(limits[index], vocab_size, settings[index], row_noises[index], vocabulary)
+            for index in active
+        ]
 
         def keep_drafting(
             which: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
@@ -242,50 +236,20 @@ class SamplingDrafter(Drafter):
             kept = budgets.keep_drafting(logits, depth, None, of_batch)
             return [kept[index] for index in asked]
 
-        requests = [
-            ChainRequest(
-                limits[index], self.vocab_size, kernel_settings(rows[index].params), row_noises[index], None
-            )
-            for index in active
-        ]
-        members = [rows[index] for index in active]
-        drawn = self.whole_chains(members, requests, keep_drafting if budgets.uses_probs else None)
-        if drawn is None:
-            return None
-        for index, chain in zip(active, drawn, strict=True):
-            self.chains[index] = chain.tokens
+        rule = budgets.stopping_rule
+        decision = keep_drafting if rule is None and budgets.uses_probs else rule
+        return self.whole_chains([rows[index] for index in active], requests, decision)
+
+    def _draft_of(self, drawn: DrawnChains, num_rows: int, active: list[int], noise: Noise) -> Draft:
+        """Return the draft of chains that were drawn at once for the active rows."""
+        for index, chain in zip(active, drawn.tokens, strict=True):
+            self.chains[index] = chain
         if noise.all_greedy:
             return Draft.chains(self.chains, None, self.device)
-        longest = max(map(len, self.chains))
-        probs = torch.zeros(len(rows), longest, self.vocab_size, device=self.device)
-        for index, chain in zip(active, drawn, strict=True):
-            if chain.probs is None:  # all of these rows are at temperature 0
-                probs[index, range(len(chain.tokens)), chain.tokens] = 1.0
-            else:
-                probs[index, : len(chain.tokens)] = chain.probs
-        return Draft.chains(self.chains, probs, self.device)
-
-    def _draw_at_once(
-        self,
-        row: Row,
-        limit: int,
-        vocab_size: int,
-        settings: KernelSettings,
-        budgets: Budgets,
-        noise: Noise,
-        vocabulary: VocabularyMap | None = None,
-    ) -> DrawnChain | None:
-        """Return a chain of the only row; None if it must be drawn token by token."""
-        row_noises, rule = noise.of_rows(), budgets.stopping_rule
-        if row_noises is None:
-            return None
-
-        def keep_drafting(logits: Tensor, depth: int, confidence: float) -> bool:
-            return budgets.keep_drafting(logits, depth, None, [confidence])[0]
-
-        keep = keep_drafting if budgets.uses_probs and rule is None else None
-        request = ChainRequest(limit, vocab_size, settings, row_noises[0], keep, rule, vocabulary)
-        return self.whole_chain(row, request)
+        probs = drawn.probs
+        if probs is None:  # all of these rows are at temperature 0
+            probs = one_hot(Draft.chains(drawn.tokens, device=self.device).tokens, self.vocab_size).float()
+        return Draft.chains(self.chains, expand_to_batch(probs, num_rows, active), self.device)
 
     def _draw_trees(
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise

@@ -19,7 +19,7 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_bat
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.runtime.base import ChainRequest, DrawnChain, KeepChains, Runtime
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime
 from secondguess.runtime.weight_format import INT4
 
 
@@ -62,17 +62,10 @@ class SelfDrafter(SamplingDrafter):
         chains = Draft.chains([self.chains[index] for index in active], device=self.device)
         return expand_to_batch(self._run(rows, active, chains)[:, -1], len(rows), active)
 
-    def whole_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        return self._copy.draft_chain(row, request)
-
-    @property
-    def draws_batches(self) -> bool:
-        return self._copy.draws_batches
-
     def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        return self._copy.draft_chains(rows, requests, keep_drafting)
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        return self._copy.draft_chains(rows, requests, decision)
 
     def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
         found = self._run(rows, active, tree.select(tree.lengths.new_tensor(active)))

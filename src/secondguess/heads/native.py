@@ -30,7 +30,7 @@ from secondguess.heads.packed import (
 )
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ChainRequest, DrawnChain, HiddenStates, Runtime
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, HiddenStates, Runtime
 from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.exclusive import exclusive
@@ -43,6 +43,7 @@ from secondguess.runtime.native.forward import (
     even_layout,
     in_rows,
     kernel_step,
+    num_keys_of_chains,
 )
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.support import without_gradients
@@ -216,17 +217,24 @@ class NativeFeatureRuntime(FeatureRuntime):
         return kernel_step(starts, queries, num_keys)
 
     @exclusive
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        if self._vocabulary.token_ids is not None or request.vocab_size > self.vocab_size:
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        if self._vocabulary.token_ids is not None or requests[0].vocab_size > self.vocab_size:
             return None
-        state = self.slots[row]
-        self._catch_up([state])
-        start, tokens = state.length, row.tokens[state.length :]
+        states = [self.slots[row] for row in rows]
+        counts = self._catch_up(states)
+        starts = [state.length for state in states]
+        tokens = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
+        num_keys = num_keys_of_chains(tokens, starts, requests)
         with without_gradients():
-            self._place([state], [start], len(tokens), start + len(tokens) + request.num_nodes - 1)
-            drawn = self._forward.draft_chain(self.cache, tokens, start, request, self._forward_features)
-        row.tokens += drawn.tokens
-        state.length = len(row.tokens) - 1
+            self._place(states, starts, max(counts), num_keys)
+            of_rows = zip(self._forward_features, counts, strict=True)
+            features = torch.cat([of_row[:count] for of_row, count in of_rows])
+            drawn = self._forward.draft_chains(self.cache, tokens, starts, requests, decision, features)
+        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+            row.tokens += chain
+            state.length = len(row.tokens) - 1
         return drawn
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:

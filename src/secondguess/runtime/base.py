@@ -103,10 +103,6 @@ class ChainRequest:
         vocab_size: width of the distributions; logits beyond are not used.
         settings: temperature, top-k, top-p and min-p of the row.
         noise: by which the nodes are drawn; unused at temperature 0.
-        keep_drafting: called after each node but the last with its logits `[1, vocab]`, which are valid
-            during the call, its depth and the probability of the most likely token; returns whether to
-            go on. None to draw all nodes, or those that the stopping rule decides on.
-        stopping_rule: takes the place of `keep_drafting`; None if there is none.
         vocabulary: of a model with another vocabulary than the target's; None for the target's.
     """
 
@@ -114,21 +110,19 @@ class ChainRequest:
     vocab_size: int
     settings: KernelSettings
     noise: RowNoise
-    keep_drafting: Callable[[Tensor, int, float], bool] | None
-    stopping_rule: StoppingRule | None = None
     vocabulary: VocabularyMap | None = None
 
 
-@dataclass(frozen=True)
-class DrawnChain:
-    """Chain of draft tokens.
+class DrawnChains(NamedTuple):
+    """Chains of draft tokens of several rows.
 
     Args:
-        tokens: at least one.
-        probs: `[node, vocab]`, the distribution that each was drawn from; None at temperature 0.
+        tokens: per row, at least one.
+        probs: `[row, node, vocab]`, the distribution that each was drawn from, zeros beyond a row's nodes; None if all
+            rows have temperature 0.
     """
 
-    tokens: list[int]
+    tokens: list[list[int]]
     probs: Tensor | None
 
 
@@ -137,18 +131,16 @@ KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
 valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
 no node at this depth are meaningless."""
 
+ChainDecision = KeepChains | StoppingRule | None
+"""Decides which chains go on, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
+
 
 class QuantisedCopy(ABC):
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
     The entries of committed tokens are the target's. The copy writes those of pending and of nodes
     after them, where the target's next pass overwrites them.
-
-    Attributes:
-        draws_batches: True if `draft_chains` is supported.
     """
-
-    draws_batches: bool = False
 
     @abstractmethod
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
@@ -164,14 +156,13 @@ class QuantisedCopy(ABC):
             Logits `[row, query, vocab]` after the other queries.
         """
 
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        """Draw a chain after a row's pending token at once; None if `draft_logits` must be called per node."""
-        return None
-
     def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        """Draw chains after the pending tokens of several rows, as `Runtime.draft_chains`."""
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw chains after the pending tokens of rows at once, as `Runtime.draft_chains`.
+
+        None if `draft_logits` must be called per level.
+        """
         return None
 
     def free(self) -> None:
@@ -189,7 +180,6 @@ class Runtime(ABC):
         num_layers: number of decoder layers.
         device: device of the input tensors.
         supports_partial_forward: True if `run_first_layers` and `skip_layers` are supported.
-        draws_batches: True if `draft_chains` is supported.
         num_prefilled: number of tokens that prefills have run through the model so far.
     """
 
@@ -198,7 +188,6 @@ class Runtime(ABC):
     num_layers: int
     device: torch.device
     supports_partial_forward: bool = False
-    draws_batches: bool = False
     num_prefilled: int = 0
 
     @property
@@ -339,22 +328,15 @@ class Runtime(ABC):
         until `keep` or `rewind`.
         """
 
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        """Append a chain drawn from this model to the tokens of a row; None if `score` must be called per node.
-
-        All tokens but the last are cached afterwards.
-        """
-        return None
-
     def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        """Append chains drawn from this model to the tokens of several rows, as `draft_chain` does for one.
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Append chains drawn from this model to the tokens of rows. All tokens but the last are cached afterwards.
 
         Args:
             rows: at least one.
-            requests: one per row, without rules and callbacks of their own.
-            keep_drafting: decides after each level but the last of a row; None to draw all nodes.
+            requests: one per row, of one vocabulary.
+            decision: which chains go on.
 
         Returns:
             The chains; None if `score` must be called per level.

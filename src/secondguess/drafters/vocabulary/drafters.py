@@ -15,7 +15,7 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import ChainRequest, Runtime, VocabularyMap
+from secondguess.runtime.base import ChainDecision, ChainRequest, Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, require_finite, with_confidences
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
@@ -116,12 +116,10 @@ class IntersectionDrafter(TranslatingDrafter):
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._restrict(super().chain_logits(rows, active))
 
-    def whole_chain(self, row: Row, request: ChainRequest) -> None:
+    def whole_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> None:
         """Return None: each token is translated before the model reads it."""
-
-    @property
-    def draws_batches(self) -> bool:
-        return False
 
     def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
         super().extend(rows, active, [self._translated_list[token] for token in tokens])
@@ -167,8 +165,9 @@ class StringDrafter(TranslatingDrafter):
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
         steps = [self._num_steps(row, limit) if limit else 0 for row, limit in zip(rows, limits, strict=True)]
-        whole = self._draw_whole(rows[0], steps[0], budgets, noise) if len(rows) == 1 and steps[0] else None
-        drawn = self._draw(rows, steps, budgets, noise) if whole is None else [whole]
+        drawn = self._draw_whole(rows, steps, budgets, noise) if any(steps) else None
+        if drawn is None:
+            drawn = self._draw(rows, steps, budgets, noise)
         chains = [self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True)]
         return Draft.chains(chains, device=self.device)
 
@@ -178,16 +177,21 @@ class StringDrafter(TranslatingDrafter):
         room = self.runtime.context_length - len(view.tokens) + 1
         return min(math.ceil(limit * len(view.tokens) / view.num_read), room, MAX_DRAFT_LENGTH)
 
-    def _draw_whole(self, row: Row, num_steps: int, budgets: Budgets, noise: Noise) -> list[int] | None:
-        """Return the chain that `_draw` returns for the only row, drawn at once; None if it cannot be."""
+    def _draw_whole(
+        self, rows: Sequence[Row], steps: list[int], budgets: Budgets, noise: Noise
+    ) -> list[list[int]] | None:
+        """Return the chains that `_draw` returns, drawn at once; None if they cannot be."""
         rule = budgets.stopping_rule
-        if rule is not None and len(rule.least) < num_steps - 1:  # it counts tokens of the target
+        if rule is not None and len(rule.least) < steps[0] - 1:  # it counts tokens of the target
             budgets = budgets._replace(stopping_rule=None)
-        settings = kernel_settings(row.params) if _is_raced(row) else GREEDY
+        settings = [kernel_settings(row.params) if _is_raced(row) else GREEDY for row in rows]
         drawn = self._draw_at_once(
-            row, num_steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary
+            rows, steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary
         )
-        return None if drawn is None else drawn.tokens
+        if drawn is None:
+            return None
+        chains = iter(drawn.tokens)
+        return [next(chains) if limit else [] for limit in steps]
 
     def _draw(self, rows: Sequence[Row], steps: list[int], budgets: Budgets, noise: Noise) -> list[list[int]]:
         """Return per row a chain of the draft model, up to the end of the text."""

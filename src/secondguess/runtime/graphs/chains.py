@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondguess.core import StoppingRule
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest, DrawnChain, KeepChains
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
-from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters
+from secondguess.runtime.graphs.draws import Draws, Modes, decide_by, draw_nodes, draw_parameters
 from secondguess.runtime.graphs.operations import PassInputs
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
 from secondguess.runtime.native.sampling import require_finite
@@ -64,8 +65,8 @@ def draw_chains(
     model: ChainModel,
     states: Sequence[CachedRow],
     requests: Sequence[ChainRequest],
-    keep_drafting: KeepChains | None,
-) -> list[DrawnChain] | None:
+    decision: ChainDecision,
+) -> DrawnChains | None:
     """Draw chains after the tokens of rows; None if they are too many, or memory does not hold the graphs.
 
     Nodes are drawn before it is decided whether to draft them, which does not change their distribution: no decision
@@ -73,6 +74,7 @@ def draw_chains(
     """
     if len(states) > ROWS[-1]:
         return None
+    keep_drafting = decide_by(decision) if isinstance(decision, StoppingRule) else decision
     modes = Modes.of(requests)
     longest = _segment(len(states), requests[0].vocab_size, keep_drafting is not None)
     chains: list[list[int]] = [[] for _ in states]
@@ -116,10 +118,14 @@ def draw_chains(
                 open_places = [place for place in open_places if kept_on[place]]
             places = {place: places[place] for place in open_places}
         active = list(places.values())
-    return [
-        DrawnChain(chain, torch.stack(dists) if dists else None)
-        for chain, dists in zip(chains, probs, strict=True)
-    ]
+    return DrawnChains(chains, None if modes.all_greedy else _padded(probs))
+
+
+def _padded(dists: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Stack distributions of the nodes of rows to `[row, node, vocab]`, with zeros beyond a row's nodes."""
+    nothing = torch.zeros_like(dists[0][0])
+    longest = max(map(len, dists))
+    return torch.stack([torch.stack([*own, *[nothing] * (longest - len(own))]) for own in dists])
 
 
 def _segment(num_rows: int, vocab_size: int, decides: bool) -> int:

@@ -167,14 +167,9 @@ def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     return places[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
-def own_decision(request: ChainRequest) -> KeepChains | None:
-    """Return the decision about the only row by its request's own rule or callback."""
-    rule, keep_drafting = request.stopping_rule, request.keep_drafting
-    if rule is not None:
-        return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
-    if keep_drafting is not None:
-        return lambda _, logits, depth, confidences: [keep_drafting(logits, depth, confidences[0])]
-    return None
+def decide_by(rule: StoppingRule) -> KeepChains:
+    """Return the decision about the only row by a rule."""
+    return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
 
 
 def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.runtime.base import (
+    ChainDecision,
     ChainRequest,
-    DrawnChain,
+    DrawnChains,
     HiddenStates,
-    KeepChains,
     QuantisedCopy,
     quantised_copy_error,
 )
@@ -38,7 +38,6 @@ from secondguess.runtime.fused import (
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.chains import MAX_CATCH_UP, ChainModel, can_draw, draw_chains
-from secondguess.runtime.graphs.draws import own_decision
 from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
@@ -114,8 +113,6 @@ class GraphRuntime(FusedRuntime):
     Args:
         decoder: from `fuse`.
     """
-
-    draws_batches = True
 
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(decoder)
@@ -325,48 +322,40 @@ class GraphRuntime(FusedRuntime):
         return logits
 
     def draw_after_pending(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
         """Draw chains in a shared cache, as in `QuantisedCopy.draft_chains`; the caller holds the lock."""
         states = [self.slots[row] for row in rows]
         if not can_draw(requests, self.vocab_size) or any(
             state.length != len(state.row.tokens) - 1 for state in states
         ):
             return None
-        drawn = self._draw_chains(states, requests, keep_drafting)
-        for state, chain in zip(states, drawn or [], strict=drawn is not None):
-            state.num_nodes = len(chain.tokens)  # moved with the row's slot until the owner overwrites them
+        drawn = self._draw_chains(states, requests, decision)
+        if drawn is not None:
+            for state, chain in zip(states, drawn.tokens, strict=True):
+                state.num_nodes = len(chain)  # moved with the row's slot until the owner overwrites them
         return drawn
 
     @exclusive
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._append_chains([row], [request], own_decision(request))
-        return None if drawn is None else drawn[0]
-
-    @exclusive
     def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        return self._append_chains(rows, requests, keep_drafting)
-
-    def _append_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
         if not can_draw(requests, self.vocab_size):
             return None
         self._partial = None
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
             return None
-        drawn = self._draw_chains(states, requests, keep_drafting)
-        for row, state, chain in zip(rows, states, drawn or [], strict=drawn is not None):
-            row.tokens += chain.tokens
-            state.length = len(row.tokens) - 1
+        drawn = self._draw_chains(states, requests, decision)
+        if drawn is not None:
+            for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+                row.tokens += chain
+                state.length = len(row.tokens) - 1
         return drawn
 
     def _draw_chains(
-        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
         num_tokens = bucket(len(states), ROWS) * MAX_CATCH_UP
         if self._attention_bytes(num_tokens) > MAX_ATTENTION_BYTES:
             return None
@@ -378,7 +367,7 @@ class GraphRuntime(FusedRuntime):
             self.device,
             self.context_length,
         )
-        return draw_chains(model, states, requests, keep_drafting)
+        return draw_chains(model, states, requests, decision)
 
 
 class GraphCopy(QuantisedCopy):
@@ -388,8 +377,6 @@ class GraphCopy(QuantisedCopy):
         target: with weights that are not quantised.
         runtime: of the copy.
     """
-
-    draws_batches = True
 
     def __init__(self, target: GraphRuntime, runtime: GraphRuntime) -> None:
         self._target, self._runtime = target, runtime
@@ -403,21 +390,12 @@ class GraphCopy(QuantisedCopy):
         self._runtime.share_cache(self._target)
         return self._runtime.run_nodes(rows, draft, num_known)
 
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        drawn = self._draw([row], [request], own_decision(request))
-        return None if drawn is None else drawn[0]
-
-    def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
-        return self._draw(rows, requests, keep_drafting)
-
     @exclusive
-    def _draw(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], keep_drafting: KeepChains | None
-    ) -> list[DrawnChain] | None:
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
         self._runtime.share_cache(self._target)
-        return self._runtime.draw_after_pending(rows, requests, keep_drafting)
+        return self._runtime.draw_after_pending(rows, requests, decision)
 
 
 def _kept(logits: Tensor) -> Tensor:

@@ -1,68 +1,83 @@
-"""Arguments and results of a call of the kernels that draws a chain."""
+"""Arguments and results of a call of the kernels that draws chains."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from ctypes import c_int64
+from collections.abc import Sequence
+from ctypes import c_double, c_int64
 
 import torch
 from torch import Tensor
 
+from secondguess.core import StoppingRule
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest, DrawnChain
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.native import library
 from secondguess.runtime.native.sampling import require_finite
-from secondguess.runtime.native.verification import described_noise, described_settings
+from secondguess.runtime.native.verification import described_noises, described_rows
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, GO_ON = 1, 2
 
 
 class ChainCall:
-    """Chain that one call of the kernels draws; use it as a context around that call.
+    """Chains that one call of the kernels draws; use it as a context around that call.
 
     Args:
-        request: the request.
-        logits: `[1, vocab]`, which the kernels compute at every node.
+        requests: one per row.
+        decision: which chains go on (`Runtime.draft_chains`).
+        logits: `[row, vocab]`, which the kernels compute at every node.
 
     Attributes:
-        chain: the argument of the call.
-        tokens: token of every node drawn.
+        chains: the argument of the call.
+        tokens: token of every node drawn, `[row, node]` flattened.
     """
 
-    def __init__(self, request: ChainRequest, logits: Tensor) -> None:
-        num_nodes = request.num_nodes
-        self._request, self._logits = request, logits
+    def __init__(self, requests: Sequence[ChainRequest], decision: ChainDecision, logits: Tensor) -> None:
+        num_rows, vocab_size = len(requests), requests[0].vocab_size
+        self._num_nodes = num_nodes = max(request.num_nodes for request in requests)
+        self._decision, self._logits = decision, logits
         self._errors: list[BaseException] = []
-        self.tokens = (c_int64 * num_nodes)()
-        self._probs = torch.empty(num_nodes, request.vocab_size) if request.settings.temperature else None
-        self.chain = library.Chain(
+        per_row, is_sampled = c_int64 * num_rows, any(request.settings.temperature for request in requests)
+        self._limits = per_row(*[request.num_nodes for request in requests])
+        self._settings = described_rows([request.settings for request in requests])
+        self._noises = described_noises([request.noise for request in requests])
+        self._confidences = (c_double * num_rows)()
+        self._answers, self._lengths = per_row(), per_row()
+        self.tokens = (c_int64 * (num_rows * num_nodes))()
+        self._probs = torch.empty(num_rows, num_nodes, vocab_size) if is_sampled else None
+        self.chains = library.Chains(
             num_nodes=num_nodes,
-            vocab_size=request.vocab_size,
-            settings=described_settings(request.settings),
-            noise=described_noise(request.noise),
+            vocab_size=vocab_size,
+            limits=ctypes.addressof(self._limits),
+            settings=ctypes.addressof(self._settings),
+            noises=ctypes.addressof(self._noises),
+            confidences=ctypes.addressof(self._confidences),
+            answers=ctypes.addressof(self._answers),
+            lengths=ctypes.addressof(self._lengths),
             tokens=ctypes.addressof(self.tokens),
             probs=None if self._probs is None else self._probs.data_ptr(),
         )
-        if request.vocabulary is not None:
-            self.chain.target_ids = request.vocabulary.ids.data_ptr()
-            self.chain.target_lengths = request.vocabulary.lengths.data_ptr()
-        if request.stopping_rule is not None:
+        self._vocabulary = requests[0].vocabulary
+        if self._vocabulary is not None:
+            self.chains.target_ids = self._vocabulary.ids.data_ptr()
+            self.chains.target_lengths = self._vocabulary.lengths.data_ptr()
+        if isinstance(decision, StoppingRule):
             self._groups = (c_int64 * num_nodes)()
-            self._rule = self._describe_rule()
-            self.chain.rule = ctypes.pointer(self._rule)
+            self._rule = self._describe_rule(decision)
+            self.chains.rule = ctypes.pointer(self._rule)
 
     def __enter__(self) -> ChainCall:
-        if self._request.keep_drafting is not None:
-            self.chain.keeps_drafting = library.KEEP_DRAFTING(self._decide)
+        if self._decision is not None and not isinstance(self._decision, StoppingRule):
+            self.chains.keeps_drafting = library.KEEP_DRAFTING(self._decide)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.chain.keeps_drafting = library.KEEP_DRAFTING()  # a reference cycle through this object
+        self.chains.keeps_drafting = library.KEEP_DRAFTING()  # a reference cycle through this object
 
-    def result(self, found: int) -> DrawnChain | None:
-        """Return the drawn chain, given what the call returned; None if it failed like a single pass.
+    def result(self, failure: int) -> DrawnChains | None:
+        """Return the drawn chains, given what the call returned; None if it failed like a single pass.
 
         Raises:
             KeyboardInterrupt: a signal interrupted the call.
@@ -70,31 +85,30 @@ class ChainCall:
         """
         if self._errors:
             raise self._errors[0]
-        if found == -INTERRUPTED:  # by a signal, before the decision began: Python drops its exception
+        if failure == -INTERRUPTED:  # by a signal, before the decision began: Python drops its exception
             raise KeyboardInterrupt
-        if found == -NOT_FINITE:
+        if failure == -NOT_FINITE:
             require_finite(self._logits)
             raise SecondGuessError(
                 "expected a finite logit from the draft model, got none; its weights are broken"
             )
-        if found < 0:
+        if failure:
             return None
-        rule = self._request.stopping_rule
-        if rule is not None:
-            is_whole = found == self._request.num_nodes or self._ends_text(self.tokens[found - 1])
-            rule.groups.extend(self._groups[: found - is_whole])
-        return DrawnChain(self.tokens[:found], None if self._probs is None else self._probs[:found])
+        lengths, tokens, width = self._lengths[:], self.tokens[:], self._num_nodes
+        chains = [tokens[row * width : row * width + length] for row, length in enumerate(lengths)]
+        if isinstance(self._decision, StoppingRule):
+            self._decision.groups.extend(self._groups[: lengths[0] - self._is_whole(chains[0])])
+        return DrawnChains(chains, None if self._probs is None else self._probs[:, : max(lengths)])
 
-    def _ends_text(self, token: int) -> bool:
-        vocabulary = self._request.vocabulary
-        return vocabulary is not None and not vocabulary.lengths[token]
+    def _is_whole(self, chain: Sequence[int]) -> bool:
+        """Return whether the only row's chain ended without a decision."""
+        ends_text = self._vocabulary is not None and not self._vocabulary.lengths[chain[-1]]
+        return len(chain) == self._num_nodes or ends_text
 
-    def _describe_rule(self) -> library.StoppingRule:
-        rule = self._request.stopping_rule
-        assert rule is not None
-        if len(rule.least) < self._request.num_nodes - 1:
+    def _describe_rule(self, rule: StoppingRule) -> library.StoppingRule:
+        if len(rule.least) < self._num_nodes - 1:
             raise SecondGuessError(
-                f"expected a stopping rule for {self._request.num_nodes} nodes, got one for {len(rule.least) + 1}"
+                f"expected a stopping rule for {self._num_nodes} nodes, got one for {len(rule.least) + 1}"
             )
         return library.StoppingRule(
             len(rule.edges),
@@ -102,11 +116,14 @@ class ChainCall:
             ctypes.addressof(self._groups),
         )
 
-    def _decide(self, depth: int, confidence: float) -> None:
-        keep_drafting = self._request.keep_drafting
-        assert keep_drafting is not None
+    def _decide(self, depth: int) -> None:
+        decide = self._decision
+        assert decide is not None
+        assert not isinstance(decide, StoppingRule)
         try:
-            self.chain.answer = GO_ON if keep_drafting(self._logits, depth, confidence) else STOP
+            rows = range(len(self._logits))
+            kept = decide(rows, self._logits, depth, self._confidences[:])
+            self._answers[:] = [GO_ON if goes_on else STOP for goes_on in kept]
         except BaseException as error:  # it cannot pass through the kernels
             self._errors.append(error)
 

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ChainRequest, DrawnChain
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.native import library
@@ -85,6 +84,20 @@ def uneven_layout(counts: Sequence[int], lengths: Sequence[int], num_nodes: int)
     queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
     selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
     return Layout.of(firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1)
+
+
+@lru_cache(maxsize=256)
+def last_token_layout(counts: tuple[int, ...]) -> Layout:
+    """Return the layout of rows with these numbers of tokens, with the logits of the last of each."""
+    return uneven_layout(counts, [0] * len(counts), 0)
+
+
+def num_keys_of_chains(
+    tokens: Sequence[Sequence[int]], starts: Sequence[int], requests: Sequence[ChainRequest]
+) -> int:
+    """Return the largest number of positions that chains need, but for their last nodes, which are not run."""
+    rows = zip(starts, tokens, requests, strict=True)
+    return max(start + len(of_row) + request.num_nodes - 1 for start, of_row, request in rows)
 
 
 def in_rows(output: Output, tokens: Tensor) -> Output:
@@ -242,45 +255,46 @@ class KernelForward:
         of_levels = dict(zip(call.levels, call.shown.unbind(), strict=True))
         return Output(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
-    def draft_chain(
+    def draft_chains(
         self,
         cache: KeyValueCache,
-        tokens: Sequence[int],
-        start: int,
-        request: ChainRequest,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        requests: Sequence[ChainRequest],
+        decision: ChainDecision,
         features: Tensor | None = None,
-    ) -> DrawnChain:
-        """Draw a chain after some tokens of one row, in one call of the kernels.
+    ) -> DrawnChains:
+        """Draw chains after some tokens of rows, in one call of the kernels.
 
         Args:
             cache: placed for the tokens and all nodes.
-            tokens: uncached tokens of the row, at least one.
-            start: number of cached tokens before them.
-            request: `vocab_size` is at most the width of the logits.
-            features: of the tokens, as in `__call__`; those of nodes are the outputs of a drafter head.
+            tokens: uncached tokens of each row, at least one.
+            starts: number of cached tokens before them, per row.
+            requests: one per row; `vocab_size` is at most the width of the logits.
+            decision: which chains go on.
+            features: `[token, width]` of the tokens of all rows, as in `__call__`; those of nodes are the outputs of a
+                drafter head.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
             SecondGuessError: logits that are not finite.
         """
-        inputs, num_nodes = token_tensor([tokens], torch.device("cpu")), request.num_nodes
-        layout = even_layout(1, len(tokens), 1)
-        step = ForwardStep(None, NO_POSITIONS, start + len(tokens) + num_nodes - 1, starts=[start])
-        layers, output = (
-            range(self.decoder.num_layers),
-            () if features is None else (self.decoder.num_layers,),
-        )
-        call = self._prepare(
-            cache, inputs, layout, step, layers, output, features=features, num_more=num_nodes - 1
-        )
-        with ChainCall(request, call.logits[0, :, : request.vocab_size]) as drawing:
-            found: int = self._kernels.secondguess_draft_chain(
-                self.decoder.described, self._arguments, self._workspace, drawing.chain
+        flat = [token for of_row in tokens for token in of_row]
+        layout = last_token_layout(tuple([len(of_row) for of_row in tokens]))
+        num_keys = num_keys_of_chains(tokens, starts, requests)
+        step = ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
+        layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
+        output = () if features is None else (num_layers,)
+        inputs = torch.tensor(flat)
+        call = self._prepare(cache, inputs, layout, step, layers, output, features=features)
+        with ChainCall(requests, decision, call.logits[:, 0, : requests[0].vocab_size]) as drawing:
+            failure: int = self._kernels.secondguess_draft_chains(
+                self.decoder.described, self._arguments, self._workspace, drawing.chains
             )
-        drawn = drawing.result(found)
+        drawn = drawing.result(failure)
         if drawn is None:
-            self._check(-found, torch.tensor([*tokens, *drawing.tokens]), len(tokens))
+            self._check(-failure, torch.tensor([*flat, *drawing.tokens]), len(flat))
         assert drawn is not None
         return drawn
 
@@ -307,9 +321,8 @@ class KernelForward:
         num_known: int = 0,
         states: Tensor | None = None,
         features: Tensor | None = None,
-        num_more: int = 0,
     ) -> PreparedCall:
-        """Set the arguments of a call, as in `__call__`, with room for the hidden states of `num_more` tokens."""
+        """Set the arguments of a call, as in `__call__`."""
         rows, num_tokens = len(layout.firsts) - 1, layout.firsts[-1]
         tokens = None if tokens is None else tokens.contiguous()
         self._reach_cache(cache)
@@ -319,7 +332,7 @@ class KernelForward:
             self._tables[index] = table.data_ptr()
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
-        addresses, shown = self._room_for(num_tokens + num_more, asked) if asked else (self._no_levels, None)
+        addresses, shown = self._room_for(num_tokens, asked) if asked else (self._no_levels, None)
         make = torch.empty if len(layout.selected) == rows * layout.num_columns else torch.zeros
         logits = make(rows, layout.num_columns, self.decoder.described.head.num_outputs)
         slots = cache.placement.slots

@@ -102,8 +102,8 @@ class Forward(Structure):
     ]
 
 
-KEEP_DRAFTING = CFUNCTYPE(None, c_int64, c_double)
-"""Type of the function that is called after each node of a chain."""
+KEEP_DRAFTING = CFUNCTYPE(None, c_int64)
+"""Type of the function that is called after the nodes of each depth of chains."""
 
 
 class Settings(Structure):
@@ -122,22 +122,19 @@ class StoppingRule(Structure):
     _fields_ = [("num_edges", c_int64), *_fields(c_void_p, "edges own following least groups")]
 
 
-class Chain(Structure):
+class Chains(Structure):
     _fields_ = [
         *_fields(c_int64, "num_nodes vocab_size"),
-        ("settings", Settings),
-        ("noise", RowNoise),
-        *_fields(c_void_p, "target_ids target_lengths"),
+        *_fields(c_void_p, "limits settings noises target_ids target_lengths"),
         ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
-        ("answer", c_int64),
-        *_fields(c_void_p, "tokens probs"),
+        *_fields(c_void_p, "confidences answers lengths tokens probs"),
     ]
 
 
 class Verification(Structure):
     _fields_ = [
-        *_fields(c_int64, "num_rows num_nodes vocab_size row_stride stride num_threads"),
+        *_fields(c_int64, "num_rows num_nodes vocab_size row_stride stride probs_stride num_threads"),
         *_fields(c_void_p, "logits draft_probs tokens lengths rules settings noises"),
         *_fields(c_void_p, "accepted next_tokens samples"),
     ]
@@ -162,7 +159,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "workspace": (c_void_p, []),
     "free": (None, [c_void_p]),
     "run": (c_int, [POINTER(Decoder), POINTER(Forward), c_void_p]),
-    "draft_chain": (c_int64, [POINTER(Decoder), POINTER(Forward), c_void_p, POINTER(Chain)]),
+    "draft_chains": (c_int64, [POINTER(Decoder), POINTER(Forward), c_void_p, POINTER(Chains)]),
     "unembed": (c_int, [POINTER(Decoder), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "most_likely": (None, [*ROWS, c_void_p, c_void_p]),
     "softmax": (None, [*ROWS, c_float, c_float, c_void_p]),
@@ -272,8 +269,8 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
         kernels.secondguess_sources.restype = c_char_p
         found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
-        others = (kernels.secondguess_size_of_chain(), kernels.secondguess_size_of_verification())
+        others = (kernels.secondguess_size_of_chains(), kernels.secondguess_size_of_verification())
     except AttributeError:
         return False
-    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chain, Verification)]
+    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chains, Verification)]
     return expected in (None, found.decode()) and [*sizes, *others] == expected_sizes

@@ -11,8 +11,9 @@ from torch.nn import functional
 from secondguess.core import Draft, Row
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import (
+    ChainDecision,
     ChainRequest,
-    DrawnChain,
+    DrawnChains,
     EmbeddingAndHead,
     HiddenStates,
     QuantisedCopy,
@@ -28,6 +29,7 @@ from secondguess.runtime.native.forward import (
     even_layout,
     in_rows,
     kernel_step,
+    num_keys_of_chains,
     uneven_layout,
 )
 from secondguess.runtime.slots import CachedRow
@@ -140,33 +142,50 @@ class NativeRuntime(LayeredRuntime):
         return output.logits
 
     @exclusive
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain | None:
-        if request.vocab_size > self.vocab_size:
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        if requests[0].vocab_size > self.vocab_size:
             return None
         self._partial = None
-        state = self.slots[row]
-        self._catch_up([state])
-        drawn = self._draft_chain(self._forward, state, row.tokens[state.length :], request)
-        row.tokens += drawn.tokens
-        state.length = len(row.tokens) - 1
+        states = [self.slots[row] for row in rows]
+        self._catch_up(states)
+        uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
+        drawn = self._draft_chains(self._forward, states, uncached, requests, decision)
+        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+            row.tokens += chain
+            state.length = len(row.tokens) - 1
         return drawn
 
     @exclusive
-    def draft_chain_of_copy(self, forward: KernelForward, row: Row, request: ChainRequest) -> DrawnChain:
-        """Draw a chain from a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_chain`."""
+    def draft_chains_of_copy(
+        self,
+        forward: KernelForward,
+        rows: Sequence[Row],
+        requests: Sequence[ChainRequest],
+        decision: ChainDecision,
+    ) -> DrawnChains:
+        """Draw chains from a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_chains`."""
         self._partial = None  # its cache entries are overwritten
-        state = self.slots[row]
-        drawn = self._draft_chain(forward, state, [row.pending], request)
-        state.num_nodes = len(drawn.tokens)  # moved with the row's slot until the target overwrites them
+        states = [self.slots[row] for row in rows]
+        drawn = self._draft_chains(forward, states, [[row.pending] for row in rows], requests, decision)
+        for state, chain in zip(states, drawn.tokens, strict=True):
+            state.num_nodes = len(chain)  # moved with the row's slot until the target overwrites them
         return drawn
 
-    def _draft_chain(
-        self, forward: KernelForward, state: CachedRow, tokens: Sequence[int], request: ChainRequest
-    ) -> DrawnChain:
-        num_keys = state.length + len(tokens) + request.num_nodes - 1
+    def _draft_chains(
+        self,
+        forward: KernelForward,
+        states: Sequence[CachedRow],
+        tokens: Sequence[Sequence[int]],
+        requests: Sequence[ChainRequest],
+        decision: ChainDecision,
+    ) -> DrawnChains:
+        starts = [state.length for state in states]
+        num_keys = num_keys_of_chains(tokens, starts, requests)
         with without_gradients():
-            self._place([state], [state.length], num_keys - state.length, num_keys)
-            return forward.draft_chain(self.cache, tokens, state.length, request)
+            self._place(states, starts, num_keys - min(starts), num_keys)
+            return forward.draft_chains(self.cache, tokens, starts, requests, decision)
 
     def _step(
         self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
@@ -244,5 +263,7 @@ class NativeCopy(QuantisedCopy):
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         return self._target.run_copy(self._forward, rows, draft, num_known)
 
-    def draft_chain(self, row: Row, request: ChainRequest) -> DrawnChain:
-        return self._target.draft_chain_of_copy(self._forward, row, request)
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains:
+        return self._target.draft_chains_of_copy(self._forward, rows, requests, decision)

@@ -10,9 +10,10 @@ enum class Rule : int64_t { BLOCK = 0, MATCH = 1 };  // of `verifiers/block.py` 
 struct Verification {
     int64_t num_rows, num_nodes, vocab_size;  // `num_nodes` of the longest chain
     int64_t row_stride, stride;               // numbers from the logits of one row or query to those of the next
+    int64_t probs_stride;                     // numbers from the distributions of one row's draft to those of the next
     int64_t num_threads;
     const float* logits;
-    const float* draft_probs;                 // [row][node][vocab_size]; null if no row has the rule `BLOCK`
+    const float* draft_probs;                 // [row][node][vocab_size], rows `probs_stride` apart; null if no row has the rule `BLOCK`
     const int64_t *tokens, *lengths;          // [row][node] and [row]
     const Rule* rules;                        // [row]
     const Settings* settings;                 // [row]
@@ -42,7 +43,7 @@ inline const float* target_probs(const Settings& settings, const float* logits, 
 // Returns the number of nodes accepted and writes the next token; -1 if a distribution is not defined.
 inline int64_t verify_block(const Verification& it, int64_t row, VerificationRoom& room) {
     const int64_t num_nodes = it.lengths[row], width = it.vocab_size;
-    const float* draft_probs = it.draft_probs + row * it.num_nodes * width;
+    const float* draft_probs = it.draft_probs + row * it.probs_stride;
     const RowNoise& noise = it.noises[row];
     const float* probs = target_probs(it.settings[row], it.logits + row * it.row_stride, num_nodes + 1, width, it.stride, room);
     if (!probs) return -1;

@@ -47,9 +47,9 @@ def described_settings(settings: KernelSettings) -> library.Settings:
     return library.Settings(temperature, settings.truncates, top_k, top_p, log_min_p)
 
 
-def described_noise(noise: RowNoise) -> library.RowNoise:
-    """Return the structure of a row's noise."""
-    return library.RowNoise(*noise)
+def described_noises(noises: Sequence[RowNoise]) -> Array[library.RowNoise]:
+    """Return the noise of the rows of a batch as the kernels take it."""
+    return (library.RowNoise * len(noises))(*[library.RowNoise(*noise) for noise in noises])
 
 
 def described_rows(settings: Sequence[KernelSettings]) -> Array[library.Settings]:
@@ -87,16 +87,20 @@ def verify_chains(
         return None
     if any([each.shape != (num_rows, num_nodes, vocab_size) for each in of_draft]):
         return None
-    if not all([each.is_contiguous() for each in (tokens, lengths, *of_draft)]):
+    if not (tokens.is_contiguous() and lengths.is_contiguous()):
+        return None
+    probs_stride = of_draft[0].stride(0) if of_draft else 0
+    if any([each.stride(1) != vocab_size for each in of_draft]):
         return None
     per_row, per_query = c_int64 * num_rows, c_int64 * (num_rows * num_queries)
     accepted, next_tokens, samples, of_rules = per_row(), per_row(), per_query(), per_row(*rules)
-    row_noises = (library.RowNoise * num_rows)(*map(described_noise, noises))
+    row_noises = described_noises(noises)
     verification = library.Verification(
         num_rows,
         num_nodes,
         vocab_size,
         *logits.stride()[:2],
+        probs_stride,
         num_threads(),
         logits.data_ptr(),
         draft_probs.data_ptr() if draft_probs is not None else None,
