@@ -191,11 +191,11 @@ def _random_path(rng: random.Random, parents: tuple[int, ...]) -> list[int]:
 
 
 def chain_case(rng: random.Random) -> None:
-    """Draft chains of a row at once and token by token."""
+    """Draft chains of a row, or of a batch, at once and token by token."""
     from unittest.mock import patch
 
     import torch
-    from chain_cases import SETTINGS, run_rounds
+    from chain_cases import SETTINGS, compare_batches, run_batches, run_rounds
 
     from secondguess.drafters.model import ModelDrafter
     from secondguess.runtime.native.decoder import NativeDecoder
@@ -205,11 +205,19 @@ def chain_case(rng: random.Random) -> None:
     # By the unit whose kernels also draw token by token.
     decoder = NativeDecoder(*random_decoder(rng)[:2])
     seed, settings, found = rng.getrandbits(30), rng.choice(SETTINGS), []
+    is_batch = rng.random() < 0.5
+    torch.set_num_threads(rng.randint(1, 3))
     vocab_size = decoder.described.head.num_outputs - rng.randint(0, 5)
     for method in (KeyedNoise.of_rows, lambda self: None):
         drafter = ModelDrafter(NativeRuntime(decoder), "model:draft", vocab_size)
         with patch.object(KeyedNoise, "of_rows", method):
-            found.append(run_rounds(drafter, None, random.Random(seed), settings))
+            own = random.Random(seed)
+            found.append(
+                run_batches(drafter, None, own) if is_batch else run_rounds(drafter, None, own, settings)
+            )
+    if is_batch:
+        compare_batches(*found)
+        return
     for (tokens, probs, *decisions), (own_tokens, own_probs, *own_decisions) in zip(*found, strict=True):
         assert (tokens, decisions) == (own_tokens, own_decisions)
         assert probs is own_probs is None or torch.equal(probs, own_probs)

@@ -65,12 +65,15 @@ from secondguess.heads.speculators import checkpoint_tensors
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.graphs import chains, draws
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.hashes import Purpose
+from secondguess.runtime.native import chain as native_chain
+from secondguess.runtime.native import forward as native_forward
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
@@ -218,10 +221,9 @@ def native_trees_are_chains() -> bool:
     return torch.equal(runtime.score([row], siblings).logits[0, 2], expected)
 
 
-def batches_draw_as_token_by_token() -> bool:
-    """Return whether graphs draw the same chains for a batch, whose rows have one and two tokens to read."""
-    (_, model) = tiny_pair(vocab_size=5)
-    drafter = TokenDrafter(graphs.GraphRuntime(FusedDecoder(model, packed=False)), "model:tiny", 5)
+def batches_draw_as_token_by_token(runtime: Callable[[], Runtime]) -> bool:
+    """Return whether the same chains are drawn at once for a batch, whose rows have one and two tokens to read."""
+    drafter = TokenDrafter(runtime(), "model:tiny", 5)
     params = [SAMPLED, SamplingParams(temperature=0.0), SAMPLED]
     found = []
     for at_once in (True, False):
@@ -242,6 +244,16 @@ def batches_draw_as_token_by_token() -> bool:
         tokens == others and torch.allclose(probs, expected, atol=1e-5)
         for (tokens, probs), (others, expected) in zip(found[:2], found[2:], strict=True)
     )
+
+
+def of_graphs() -> Runtime:
+    (_, model) = tiny_pair(vocab_size=5)
+    return graphs.GraphRuntime(FusedDecoder(model, packed=False))
+
+
+def of_kernels() -> Runtime:
+    (_, model) = tiny_pair(vocab_size=5)
+    return NativeRuntime(NativeDecoder(FusedDecoder(model.bfloat16(), packed=False)))
 
 
 def batches_are_verified_as_in_steps() -> bool:
@@ -880,6 +892,22 @@ def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:
     patch.setattr(draws, "_last", lambda of_tokens, num_read: of_tokens[:, -1])
 
 
+def kernels_draw_with_one_key(patch: Patch) -> None:
+    original = native_chain.described_noises
+    patch.setattr(native_chain, "described_noises", lambda noises: original([noises[0]] * len(noises)))
+
+
+def kernels_draw_before_the_last_token(patch: Patch) -> None:
+    """The logits of the first uncached token of each row serve its first node."""
+    original = native_forward.last_token_layout
+
+    def layout(counts):
+        whole = original(counts)
+        return replace(whole, selected=type(whole.selected)(*whole.firsts[:-1]))
+
+    patch.setattr(native_forward, "last_token_layout", layout)
+
+
 def change_verification_by_kernels(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
     """Return a mutant that changes the named arguments of the kernels' verification."""
 
@@ -1155,8 +1183,13 @@ MUTANTS = [
     ),
     Mutant(places_share_accept_numbers, check(keyed_dist_holds, "rejection")),
     Mutant(rounds_share_numbers, check(keyed_dist_holds, "block")),
-    Mutant(rows_of_a_batch_share_uniforms, check(batches_draw_as_token_by_token)),
-    Mutant(rows_of_a_batch_are_read_up_to_the_longest, check(batches_draw_as_token_by_token)),
+    Mutant(rows_of_a_batch_share_uniforms, check(batches_draw_as_token_by_token, of_graphs)),
+    Mutant(rows_of_a_batch_are_read_up_to_the_longest, check(batches_draw_as_token_by_token, of_graphs)),
+    *[
+        Mutant(mutant, check(batches_draw_as_token_by_token, of_kernels))
+        for mutant in (kernels_draw_with_one_key, kernels_draw_before_the_last_token)
+        if units()
+    ],
     *[
         Mutant(
             change_verification_by_kernels(change), check(batches_are_verified_as_in_steps), change.__name__

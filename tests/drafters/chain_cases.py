@@ -81,11 +81,15 @@ def run_rounds(
     return drafts
 
 
+DraftedBatch = tuple[Draft, list[tuple[int, list[float]]]]
+"""A draft, and the depths and the sums of the logits of all rows that the controller saw."""
+
+
 @torch.inference_mode()
 def run_batches(
     drafter: SamplingDrafter, target: NativeRuntime | None, rng: random.Random
-) -> list[tuple[Draft, list[tuple[int, list[float]]]]]:
-    """Return the drafts of some rounds of a few rows, with the depths and the sums of logits that the controller saw."""
+) -> list[DraftedBatch]:
+    """Return the drafts of some rounds of a few rows, some of which draft nothing."""
     rows = [_random_row(rng, rng.choice(SETTINGS)) for _ in range(rng.randint(2, 5))]
     _begin(rows, drafter, target)
     drafts = []
@@ -112,6 +116,30 @@ def run_batches(
         _commit(rows, draft, rng, drafter, target)
     _release(rows, drafter, target)
     return drafts
+
+
+def compare_batches(
+    found: list[DraftedBatch], expected: list[DraftedBatch], *, depths_are_nodes: bool = True
+) -> int:
+    """Check that drafts have the same bits; return the number of decisions whose logits were compared."""
+    num_compared = 0
+    for (draft, asked), (other, other_asked) in zip(found, expected, strict=True):
+        assert draft.token_lists == other.token_lists
+        lengths = draft.lengths.tolist()
+        assert lengths == other.lengths.tolist()
+        assert [depth for depth, _ in asked] == [depth for depth, _ in other_asked]
+        for (depth, sums), (_, other_sums) in zip(asked, other_asked, strict=True):
+            if depths_are_nodes:
+                drawn = [row for row, length in enumerate(lengths) if length > depth]
+                assert [sums[row] for row in drawn] == [other_sums[row] for row in drawn]
+                num_compared += 1
+        if draft.probs is None or other.probs is None:
+            assert draft.probs is other.probs
+            continue
+        for row, length in enumerate(lengths):
+            assert torch.equal(draft.probs[row, :length], other.probs[row, :length])
+            assert not draft.probs[row, length:].any()
+    return num_compared
 
 
 def _random_row(rng: random.Random, params: dict[str, float]) -> Row:
