@@ -2,7 +2,7 @@
 
 Needs the package `openai`.
 
-secondguess serve &
+secondguess serve &                               # at another address, set SECONDGUESS_URL
 python examples/code_completion.py FILE LINE      # or without arguments: this file, line 12
 """
 

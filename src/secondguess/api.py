@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from os import PathLike, fspath
 
+import torch
+
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import check_memory, head_memory
 from secondguess.controllers import make_controller
@@ -27,7 +29,7 @@ from secondguess.engine.generation import (
     make_row,
 )
 from secondguess.engine.shared_batch import SharedBatch
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
@@ -51,6 +53,15 @@ __all__ = [
     "make_row",
 ]
 
+OTHER_NAMES = {
+    "sampling_params": "; give SamplingParams as params",
+    "max_new_tokens": "; did you mean 'max_tokens'?",
+    "max_length": "; did you mean 'max_tokens'?",
+    "num_return_sequences": "; did you mean 'n'?",
+    "do_sample": "; give temperature=1 to sample, or 0",
+    "stream": "; call stream instead of generate",
+}
+"""Advice about settings of other libraries."""
 PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 
@@ -75,12 +86,16 @@ class LLM:
     def __init__(
         self,
         target: LoadedModel,
-        drafter: Drafter,
-        verifier: Verifier,
-        controller: Controller,
+        drafter: Drafter | None = None,
+        verifier: Verifier | None = None,
+        controller: Controller | None = None,
         cache_bytes: int = 0,
         share_history: bool = False,
     ) -> None:
+        if drafter is None or verifier is None or controller is None or isinstance(drafter, str):
+            raise BadInputError(
+                f"expected loaded parts, got {target!r:.60}; load a model by secondguess.load(MODEL, DRAFTER, ...)"
+            )
         self.cache_bytes = cache_bytes
         self.share_history = share_history
         self.target = target
@@ -180,7 +195,8 @@ def _with_settings(params: object, settings: Mapping[str, object], name: str, ad
     known = SamplingParams.__dataclass_fields__
     for setting in settings:
         if setting not in known:
-            raise BadInputError(f"unknown setting {setting!r}; expected one of {', '.join(known)}")
+            hint = OTHER_NAMES.get(setting) or suggestion(setting, known)
+            raise BadInputError(f"unknown setting {setting!r}; expected one of {', '.join(known)}{hint}")
     return replace(params, **settings)  # type: ignore[arg-type]
 
 
@@ -190,7 +206,7 @@ def load(
     *,
     verifier: str = "auto",
     controller: str | None = None,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     quantize: str | None = None,
     drafter_quantize: str | None = None,
@@ -212,7 +228,7 @@ def load(
             `traversal` or `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
             options (see `docs/controllers.md`).
-        dtype: `float64`, `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 where the processor
+        dtype: `float64`, `float32`, `bfloat16`, `float16` (or torch's own), or `auto`: bfloat16 where the processor
             multiplies it in hardware or the compiled kernels run the model, else float32.
         device: `auto`, `cpu` or `cuda[:N]`.
         quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits; of a model that runs as a
@@ -233,17 +249,11 @@ def load(
         OutOfMemoryError: the models and their KV caches do not fit.
     """
     model = fspath(model) if isinstance(model, PathLike) else model
-    texts = {"model": model, "verifier": verifier, "dtype": dtype, "device": device}
-    optional = {
-        "drafter": drafter,
-        "controller": controller,
-        "quantize": quantize,
-        "drafter_quantize": drafter_quantize,
-    }
-    texts |= {"runtime": runtime} | {key: value for key, value in optional.items() if value is not None}
-    for option, value in texts.items():
-        if not isinstance(value, str):
-            raise BadInputError(f"expected {option} to be a text, got {value!r}")
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    _require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
+    optional = {"drafter": drafter, "controller": controller, "quantize": quantize}
+    optional["drafter_quantize"] = drafter_quantize
+    _require_texts(**{name: value for name, value in optional.items() if value is not None})
     if not isinstance(share_history, bool):
         raise BadInputError(f"expected share_history to be True or False, got {share_history!r}")
     # Checked first: names are cheap to check, weights are expensive to load.
@@ -277,6 +287,17 @@ def load(
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
     chosen_controller = choose_controller(controller, made)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
+
+
+def _require_texts(**options: object) -> None:
+    for name, value in options.items():
+        if isinstance(value, torch.nn.Module):
+            raise BadInputError(
+                f"expected {name} to be a path or a name, got a loaded {type(value).__name__}; give the path of its "
+                "checkpoint, or call its own generate(..., custom_generate=secondguess.custom_generate)"
+            )
+        if not isinstance(value, str):
+            raise BadInputError(f"expected {name} to be a text, got {value!r:.60}")
 
 
 def choose_controller(name: str | None, drafter: Drafter) -> Controller:

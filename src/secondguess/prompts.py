@@ -117,6 +117,8 @@ def validate_prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, bytes | bytearray):
         raise BadInputError("expected text or token ids, got bytes; decode them first: prompt.decode()")
     if isinstance(prompt, _ARRAYS):
+        if prompt.ndim == 2 and len(prompt) == 1:  # as tokenizers return it
+            prompt = prompt[0]
         if prompt.ndim != 1:
             raise BadInputError(
                 f"expected token ids of one prompt [position], got an array of shape {list(prompt.shape)}; "

@@ -272,6 +272,14 @@ def test_an_interrupted_run_is_marked_as_partial(tmp_path):
     assert "Interrupted" not in page_of(report())
 
 
+def test_an_earlier_report_is_kept(tmp_path):
+    first, *_ = save_report(report(), tmp_path)
+    before = first.read_text()
+    names = [[path.name for path in save_report(report(), tmp_path)] for _ in range(2)]
+    assert names == [[f"2026-01-02-tiny-{number}{end}" for end in (".json", ".md")] for number in (2, 3)]
+    assert first.read_text() == before
+
+
 def test_the_page_shows_ratios_flips_costs_and_provenance():
     page = page_of(report())
     assert "| ours fast | 40.0 | 2.00x, worst 0.50x |" in page

@@ -212,17 +212,28 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
 
 
 def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp_path, monkeypatch, tuned):
-    place = tmp_path / "tuned.toml"
+    place = tmp_path / "folder" / "tuned.toml"
+    place.parent.mkdir()
 
-    def tuned_while_the_folder_became_unwritable(*_):
-        place.mkdir()
+    def tuned_while_the_folder_was_removed(*_):
+        place.parent.rmdir()
         return tuned
 
-    monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_became_unwritable)
+    monkeypatch.setattr(tuning, "run_tune", tuned_while_the_folder_was_removed)
     done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
     assert done.code == 2
     assert "batch size 1: " in done.out
     assert done.err.startswith("secondguess: error: ")
+
+
+def test_an_earlier_configuration_is_kept(secondguess_command, tmp_path, monkeypatch, tuned):
+    place = tmp_path / "tuned.toml"
+    place.write_text("mine")
+    monkeypatch.setattr(tuning, "run_tune", lambda *_: tuned)
+    done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
+    assert f"saved {tmp_path / 'tuned-2.toml'}" in done.out + done.err
+    assert place.read_text() == "mine"
+    assert (tmp_path / "tuned-2.toml").read_text() == tuned.to_toml()
 
 
 def test_an_interruption_reports_the_step_and_writes_nothing(
@@ -259,7 +270,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         (["--drafter", "model:nowhere"], "nowhere"),
         (["--num-prompts", "0"], "expected --num-prompts to be greater than or equal to 1, got 0"),
         (["--max-tokens", "1"], "expected --max-tokens to be greater than or equal to 2, got 1"),
-        (["--max-tokens", "256"], "take other prompts or fewer tokens"),
+        (["--max-tokens", "256"], "lower --max-tokens"),
         (["--batch-size", "0"], "expected batch_sizes.0 to be greater than or equal to 1, got 0"),
         (
             ["--batch-size", "2", "--batch-size", "2"],

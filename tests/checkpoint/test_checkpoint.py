@@ -202,6 +202,14 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
         Checkpoint.resolve(tmp_path).load()
 
 
+def test_a_configuration_without_layers_is_refused(copied):
+    for number in (0, -1):
+        config = json.loads((copied / "config.json").read_text()) | {"num_hidden_layers": number}
+        (copied / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=f"num_hidden_layers is {number}"):
+            Checkpoint.resolve(str(copied))
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"", b'{"model_type": "nonsense"}'])
 def test_a_broken_configuration_is_refused(copied, content):
     (copied / "config.json").write_bytes(content)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import write_llama
-from secondguess import load
+from secondguess import LLM, load
 from secondguess.builtin import head_path
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.checkpoint import Checkpoint
@@ -440,8 +440,8 @@ BAD_PROMPTS = [
     (torch.tensor([5.0]), "5.0 at place 0"),
     (torch.tensor([True]), "True at place 0"),
     (torch.tensor(5), r"shape \[\]"),
-    (numpy.array([[5, 6]]), r"shape \[1, 2\]"),
-    (torch.tensor([[5, 6]]), r"shape \[1, 2\]"),
+    (numpy.array([[5, 6], [7, 8]]), r"shape \[2, 2\]"),
+    (torch.tensor([[[5, 6]]]), r"shape \[1, 1, 2\]"),
     ([5, 300], "0 to 299"),
     ([-1], "0 to 299"),
     ([5] * 256, "255"),
@@ -462,8 +462,9 @@ def test_values_that_are_not_prompts_are_refused(llm, prompt, words):
         numpy.array([5, 6, 7], dtype=numpy.int32),
         list(numpy.array([5, 6, 7])),
         torch.tensor([5, 6, 7]),
+        torch.tensor([[5, 6, 7]]),
     ],
-    ids=["tuple", "range", "array", "numpy integers", "tensor"],
+    ids=["tuple", "range", "array", "numpy integers", "tensor", "batch of one"],
 )
 def test_token_ids_are_accepted_in_any_usual_form(llm, ids):
     expected = llm.generate([5, 6, 7], max_tokens=3).token_ids
@@ -494,6 +495,23 @@ def test_options_of_load_of_another_type_are_refused(tiny_checkpoint, name):
     kind = "True or False" if name == "share_history" else "a text"
     with pytest.raises(BadInputError, match=f"expected {name} to be {kind}, got 3"):
         load(**{"model": str(tiny_checkpoint), name: 3})
+
+
+def test_habits_from_other_libraries_get_advice(tiny_checkpoint, llm, tmp_path):
+    with pytest.raises(BadInputError, match=r"load a model by secondguess\.load"):
+        LLM("builtin")
+    with pytest.raises(BadInputError, match=r"got a loaded Linear; give the path .*custom_generate"):
+        load(torch.nn.Linear(1, 1))
+    with pytest.raises(BadInputError, match=f"did you mean 'model:{tmp_path}'"):
+        load(str(tiny_checkpoint), str(tmp_path))
+    for setting, advice in (
+        ("temprature", "did you mean 'temperature'"),
+        ("max_new_tokens", "did you mean 'max_tokens'"),
+        ("sampling_params", "as params"),
+    ):
+        with pytest.raises(BadInputError, match=advice):
+            llm.generate("x", **{setting: 1})
+    assert load(str(tiny_checkpoint), "none", dtype=torch.float32).target.dtype == "float32"
 
 
 def test_an_empty_option_is_not_the_default(tiny_checkpoint):

@@ -92,6 +92,18 @@ def test_sampling_settings_reach_the_engine(client, engine):
     assert (params.min_tokens, params.stop_token_ids, params.ignore_eos) == (2, (9,), True)
 
 
+def test_habits_of_clients_of_vllm_are_accepted(http, engine):
+    """`top_k` -1 for none, and no model, as only one is served."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "top_k": -1}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    assert engine.last.params.top_k == 0
+    assert reply["model"] == chat_model(http)
+
+
+def chat_model(http):
+    return http.get("/v1/models").json()["data"][0]["id"]
+
+
 def test_metadata_comes_back(client):
     assert chat(client, metadata={"purpose": "test"}).metadata == {"purpose": "test"}
 

@@ -34,7 +34,7 @@ def test_texts_of_another_run_are_not_reused(searching, tiny_draft_checkpoint, t
     assert searching().code == 0
     found = (tmp_path / "skip" / "config.json").read_bytes()
     for arguments, differing in (
-        (["--seed", "1"], "another answers"),
+        (["--seed", "1"], "another answers (seed): 1 instead of 0"),
         (["--temperature", "0.5"], "another answers"),
         (["--max-tokens", "16"], "another answers"),
         (["--length", "48"], "another answers"),

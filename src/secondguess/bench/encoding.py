@@ -35,6 +35,11 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
     """
     whole = [encode(target, prompt) for prompt in workload.prompts]
     room = target.runtime.context_length - num_tokens
+    if room < 1:
+        raise BadInputError(
+            f"expected fewer new tokens than the context of {target.runtime.context_length}, got {num_tokens}; "
+            "lower --max-tokens"
+        )
     longest = max(map(len, whole))
     if longest > room and room < MIN_TRUNCATED_TOKENS:
         raise BadInputError(

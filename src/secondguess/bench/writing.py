@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 
 from secondguess.bench.report import CostTable, Report, Result, TaskResult
@@ -17,13 +18,23 @@ one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/
 (both without prefill)."""
 
 
+def unused_path(path: Path) -> Path:
+    """Return a path, with a number before its suffix if there is a file already."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
+
+
 def save_report(report: Report, folder: str | Path) -> list[Path]:
-    """Write `<date>-<name>.json` and `.md` (`-partial` if interrupted), and return their paths."""
+    """Write `<date>-<name>.json` and `.md` (`-partial` if interrupted), and return their paths.
+
+    A number is added to the name if an earlier report has it.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     day = report.provenance.date.partition("T")[0]
     stem = f"{day}-{report.name}{'' if report.complete else '-partial'}"
-    data, page = folder / f"{stem}.json", folder / f"{stem}.md"
+    data = unused_path(folder / f"{stem}.json")
+    page = data.with_suffix(".md")
     data.write_text(report.to_json(), encoding="utf-8")
     page.write_text(as_markdown(report), encoding="utf-8")
     return [data, page]

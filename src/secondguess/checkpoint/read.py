@@ -103,6 +103,9 @@ def read_config(path: str) -> Any:
         if not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if num_layers is not None and num_layers < 1:
+            raise ValueError(f"num_hidden_layers is {num_layers}, not 1 or more")
         if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
             del config.quantization_config
         return config

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import BadInputError, CheckpointError, suggestion
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
@@ -75,7 +75,7 @@ def find_checkpoint(name: str) -> str:
         )
         raise CheckpointError(
             f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
-            f"which is neither; {advice}"
+            f"which is neither; {advice}{suggestion(name, ['builtin'])}"
         )
     return str(found.parent)
 

@@ -127,9 +127,10 @@ def generate(
         got = f"{batch_size}" if prompt_file else f"{batch_size} without a file"
         raise BadInputError(f"expected --batch-size of at least 1, together with --prompt-file; got {got}")
 
+    base = sampling_params(context.params)  # before the slow imports
+
     from secondguess.api import LLM, load
 
-    base = sampling_params(context.params)
     params = []
     for request in requests:
         with error_source(request.source):

@@ -134,7 +134,10 @@ TopK = Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps 
 TopP = Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")]
 MinP = Annotated[float, sampling_option("Keep tokens with this share of the top one's probability.")]
 RepetitionPenalty = Annotated[float, sampling_option("Above 1: avoid tokens of prompt and output.")]
-Stop = Annotated[list[str] | None, sampling_option("End before this string; repeatable.")]
+Stop = Annotated[
+    list[str] | None,
+    sampling_option("End before this string, taken as it is (a line break in bash: $'\\n'); repeatable."),
+]
 RequestSeed = Annotated[
     int | None,
     sampling_option(

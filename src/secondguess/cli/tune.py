@@ -83,6 +83,7 @@ def tune(
 
     from secondguess.bench import as_markdown, tuning
     from secondguess.bench.recommendation import recommend
+    from secondguess.bench.writing import unused_path
     from secondguess.train.files import write_atomically
 
     doing = "loading"
@@ -102,6 +103,7 @@ def tune(
         print(page, end="", flush=True)
     else:
         save_and_print(tuned.report, output, page)
+    config_out = unused_path(config_out)
     with write_atomically(config_out) as stream:
         stream.write(tuned.to_toml().encode())
     print_note("\n".join([*recommend(tuned.speedups), f"saved {config_out}"]))

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from secondguess.errors import BadInputError, suggestion
 from secondguess.names import Name, parse_name
 
 if TYPE_CHECKING:
@@ -47,6 +48,15 @@ def parse_drafter_name(text: str) -> list[Name]:
     """
     # A plus sign may be part of a path: split only where the name of a kind follows.
     pieces = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:,+]|$))", text.strip())
+    for piece in pieces:
+        kind = re.split("[,:]", piece)[0]
+        unknown = next((part for part in kind.split("+") if part not in DRAFTERS), None)
+        if unknown is not None:
+            is_model = Path(piece).is_dir()
+            hint = f"; did you mean 'model:{piece}'?" if is_model else suggestion(unknown, DRAFTERS)
+            raise BadInputError(
+                f"expected a drafter among {', '.join(DRAFTERS)}, or some joined by +, got {text!r}{hint}"
+            )
     return [parse_name(piece, "drafter", DRAFTERS) for piece in pieces]
 
 

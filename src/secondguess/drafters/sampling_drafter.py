@@ -248,7 +248,8 @@ class SamplingDrafter(Drafter):
             return Draft.chains(self.chains, None, self.device)
         probs = drawn.probs
         if probs is None:  # all of these rows are at temperature 0
-            probs = one_hot(Draft.chains(drawn.tokens, device=self.device).tokens, self.vocab_size).float()
+            certain = Draft.chains(drawn.tokens, device=self.device)
+            probs = one_hot(certain.tokens, self.vocab_size).float() * certain.mask[..., None]
         return Draft.chains(self.chains, expand_to_batch(probs, num_rows, active), self.device)
 
     def _draw_trees(

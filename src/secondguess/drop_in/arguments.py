@@ -218,7 +218,10 @@ def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
 def not_supported(name: str, value: object = None) -> BadInputError:
     """Return the error for an unsupported argument."""
     got = "" if value is None else f", got {value!r}"
+    advice = "leave it out"
+    if name in ("assistant_model", "assistant_tokenizer"):
+        advice = "give drafter='model:PATH' instead"
     return BadInputError(
         f"expected {name} to be unset{got}: custom_generate does not support it; "
-        "leave it out or generate without custom_generate"
+        f"{advice} or generate without custom_generate"
     )

@@ -38,11 +38,11 @@ async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Res
     service.admit(request, http)
     convert = partial(service.convert.chat, request)
     if request.stream:
-        head = Head("chat.completion.chunk", request.model, "chatcmpl")
+        head = Head("chat.completion.chunk", request.model or service.model_names[0], "chatcmpl")
         job, generation = await service.start(http, convert)
         parsers = await service.parsers(job, generation)
         return streamed(generation, _Chunks(service, request, head, job, parsers).run(generation))
-    head = Head("chat.completion", request.model, "chatcmpl")
+    head = Head("chat.completion", request.model or service.model_names[0], "chatcmpl")
     return await service.reply(http, convert, partial(_chat_completion, service, request, head))
 
 

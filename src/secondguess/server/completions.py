@@ -26,7 +26,7 @@ async def create_completion(request: CompletionRequest, http: HttpRequest) -> Re
     """Continue one or several prompts."""
     service: Service = http.app.state.service
     service.admit(request, http)
-    head = Head("text_completion", request.model, "cmpl")
+    head = Head("text_completion", request.model or service.model_names[0], "cmpl")
     convert = partial(service.convert.completion, request)
     if request.stream:
         job, generation = await service.start(http, convert)

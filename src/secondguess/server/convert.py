@@ -135,6 +135,8 @@ class Converter:
             for name in SamplingParams.__dataclass_fields__
             if (value := getattr(request, name, None)) is not None
         }
+        if request.top_k == -1:  # none, for vLLM
+            settings["top_k"] = 0
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         stop_token_ids = request.stop_token_ids or []
         for name, values in (("stop", stop), ("stop_token_ids", stop_token_ids)):

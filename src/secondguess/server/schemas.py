@@ -179,7 +179,7 @@ class Extensions(Body):
 class Sampling(Extensions):
     """Sampling settings that completions and chats share."""
 
-    model: str
+    model: str | None = Field(default=None, description="a name of the served model, which is the default")
     frequency_penalty: float | None = None
     logit_bias: Map[float] | None = None
     n: int | None = None

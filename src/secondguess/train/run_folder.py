@@ -55,7 +55,13 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
     differing = [name for name in identity if before.get(name) != identity[name]]
     if differing:
         name = differing[0]
+        now, then = identity[name], before.get(name)
+        if isinstance(now, dict) and isinstance(then, dict):
+            (inner, now, then), *_ = [
+                (key, now.get(key), then.get(key)) for key in now | then if now.get(key) != then.get(key)
+            ]
+            name = f"{name} ({inner})"
         raise BadInputError(
             f"expected the options of the run in {run} to continue it, got another {name.replace('_', ' ')}: "
-            f"{identity[name]!r:.80} instead of {before.get(name)!r:.80}; choose another folder"
+            f"{now!r:.80} instead of {then!r:.80}; choose another folder"
         )
