@@ -91,25 +91,25 @@ def rest_length(backoffs: Backoffs, row: Row, kind: str) -> int:
 
 
 def test_backoff_grows_if_a_candidate_does_not_pay_again() -> None:
-    backoffs, rows = Backoffs(), make_rows(1)
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(1)
     short = [on_offer("short")]
     assert not backoffs.cover(rows, short)
     for doublings in (0, 1, 2, 3, 3):
-        backoffs.begin(rows, short)
+        backoffs.begin()
         assert rest_length(backoffs, rows[0], "short") == (SHORTEST + 1) << doublings
     backoffs.end()
     assert not backoffs.cover(rows, short)
-    backoffs.begin(rows, short)
+    backoffs.begin()
     assert rest_length(backoffs, rows[0], "short") == SHORTEST + 1
 
 
 def test_a_new_candidate_is_evaluated_at_once_and_does_not_prolong_backoff() -> None:
-    backoffs, rows = Backoffs(), make_rows(1)
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(1)
     backoffs.cover(rows, [on_offer("short")])
-    backoffs.begin(rows, [on_offer("short")])
+    backoffs.begin()
     assert backoffs.cover(rows, [on_offer("short")])
     assert not backoffs.cover(rows, [on_offer("long", "short")])
-    backoffs.begin(rows, [on_offer("long", "short")])
+    backoffs.begin()
     # Each has its own: both at once pass unasked while both last.
     assert backoffs.cover(rows, [on_offer("long", "short")])
     assert rest_length(backoffs, rows[0], "short") == SHORTEST + 1 - 3
@@ -117,30 +117,45 @@ def test_a_new_candidate_is_evaluated_at_once_and_does_not_prolong_backoff() -> 
 
 
 def test_backoff_is_kept_per_part() -> None:
-    backoffs, rows = Backoffs(), make_rows(1)
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(1)
     backoffs.cover(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
-    backoffs.begin(rows, [(Candidate(part=1), Candidate(part=0, longest=0))])
+    backoffs.begin()
     assert not backoffs.cover(rows, [(Candidate(part=0), Candidate(part=1))])
 
 
 def test_backoff_of_one_row_does_not_affect_another() -> None:
     """One match may not be worth that all rows wait; several may be, and a row has a temperature of its own."""
-    backoffs, rows = Backoffs(), make_rows(3)
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(3)
     backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
-    backoffs.begin(rows, [on_offer("match"), NOTHING, NOTHING])
+    backoffs.begin()
     assert backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
     assert not backoffs.cover(rows, [on_offer("match"), on_offer("match"), NOTHING])
 
 
+def test_rows_of_a_batch_that_are_alike_share_a_backoff() -> None:
+    """A match that another row has now pays no more than before, unless its drafts were accepted more."""
+    levels = {}
+    backoffs, rows = Backoffs(lambda row: levels.get(row, 0)), make_rows(3)
+    backoffs.cover(rows, [on_offer("match"), NOTHING, NOTHING])
+    backoffs.begin()
+    assert backoffs.cover(rows, [NOTHING, NOTHING, on_offer("match")])
+    levels[rows[2]] = 3
+    assert not backoffs.cover(rows, [NOTHING, NOTHING, on_offer("match")])
+    warmer = [*rows[:2], *make_rows(1, temperature=0.5)]
+    backoffs.cover(warmer, [on_offer("match"), NOTHING, NOTHING])
+    backoffs.begin()
+    assert not backoffs.cover(warmer, [NOTHING, NOTHING, on_offer("match")])
+
+
 def test_a_row_without_candidates_is_not_evaluated() -> None:
-    assert Backoffs().cover(make_rows(1), [NOTHING])
-    assert not Backoffs().cover(make_rows(2), [NOTHING, on_offer("short")])
+    assert Backoffs(lambda row: 0).cover(make_rows(1), [NOTHING])
+    assert not Backoffs(lambda row: 0).cover(make_rows(2), [NOTHING, on_offer("short")])
 
 
 def test_backoff_ends_when_the_batch_size_changes() -> None:
-    backoffs, rows = Backoffs(), make_rows(2)
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(2)
     backoffs.cover(rows, [on_offer("short")] * 2)
-    backoffs.begin(rows, [on_offer("short")] * 2)
+    backoffs.begin()
     assert backoffs.cover(rows, [on_offer("short")] * 2)
     assert not backoffs.cover(rows[:1], [on_offer("short")])
 

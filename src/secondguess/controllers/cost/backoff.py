@@ -1,15 +1,19 @@
 """Backoff of draft candidates that did not pay.
 
-A kind of draft that does not pay for a row will not pay in the very next rounds either, and
-evaluating it takes time. It is therefore skipped for a number of rounds, and for twice as many
-each time that it does not pay again. If all candidates of a round are in backoff, the round runs
-without drafts and nothing is evaluated. A candidate of another kind, such as a longer lookup
-match, or of another row is evaluated at once.
+A kind of draft that does not pay will not pay in the very next rounds either, and evaluating it
+takes time. It is therefore skipped for a number of rounds, and for twice as many each time that it
+does not pay again. If all candidates of a round are in backoff, the round runs without drafts and
+nothing is evaluated. A candidate of another kind, such as a longer lookup match, is evaluated at once.
+
+In a batch, candidates are alike whose kinds, temperatures and recent acceptance rates are equal. All
+rows wait for the longest draft, so one match may not pay where several do: more candidates alike than
+before are evaluated, too. Rows of a batch often have other matches than in the round before; if each
+had a backoff of its own, most rounds would be evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.core import Candidate, Row
@@ -20,79 +24,89 @@ MOST_DOUBLINGS = 3
 
 
 class Backoffs:
-    """Backoff state by row and kind of draft candidate."""
+    """Backoff state of the candidates of a batch.
 
-    def __init__(self) -> None:
+    Args:
+        level: returns the group of a row's recent acceptance rate.
+    """
+
+    def __init__(self, level: Callable[[Row], int]) -> None:
+        self._level = level
         self._now = 0
-        self._num_rows = 0
-        self._of: dict[Row, dict[Hashable, Backoff]] = {}
+        self._rows: tuple[Row, ...] = ()
+        self._counts: dict[Hashable, int] = {}
+        self._of: dict[Hashable, Backoff] = {}
 
     def cover(
         self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], num_rounds: int = 1
     ) -> bool:
         """Begin the last of `num_rounds` rounds; return whether every candidate is in backoff."""
         self._now += num_rounds
-        if len(rows) != self._num_rows:  # what does not pay for many rows may pay for one
-            self._num_rows = len(rows)
+        if tuple(rows) != self._rows:  # what did not pay for other rows may pay for these
+            self._rows = tuple(rows)
             self._of.clear()
-        from_rows, now = self._of, self._now
+        self._counts = self._count(rows, candidates)
+        return all([self._covers(key, count) for key, count in self._counts.items()])
+
+    def _count(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> dict[Hashable, int]:
+        """Return the numbers of candidates that are alike."""
+        counts: dict[Hashable, int] = {}
         for row, choices in zip(rows, candidates, strict=True):
-            backoffs = from_rows.get(row, NO_BACKOFFS)
+            alike = None if len(rows) == 1 else (row.coupled, row.params.temperature, self._level(row))
             for choice in choices:
                 if choice.longest > 0:
-                    backoff = backoffs.get((choice.part, choice.kind))
-                    if backoff is None or backoff.until <= now:
-                        return False
-        return True
+                    key = choice.part, choice.kind, alike
+                    counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def _covers(self, key: Hashable, count: int) -> bool:
+        backoff = self._of.get(key)
+        return backoff is not None and backoff.until > self._now and backoff.count >= count
 
     def num_constant(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
         """Return for how many more rounds all of these candidates stay the same and in backoff.
 
         The candidates of a drafter that samples do not depend on the text, unlike those of a lookup
-        and of a row's own sources.
+        and of a row's own sources. In a batch, acceptance rates may change.
         """
-        ends = []
         for row, choices in zip(rows, candidates, strict=True):
             if row.sources or row.params.draft_length is not None:
                 return 0
-            for choice in choices:
-                if choice.deterministic or not choice.longest:
-                    return 0
-                ends.append(self._of[row][choice.part, choice.kind].until)
-        return min(ends) - self._now - 1
+            if any(choice.deterministic or not choice.longest for choice in choices):
+                return 0
+        return min(self._of[key].until for key in self._counts) - self._now - 1
 
-    def begin(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> None:
-        """Put these candidates in backoff, as none of them paid."""
-        now, shortest = self._now, SHORTEST + len(rows)
-        for row, choices in zip(rows, candidates, strict=True):
-            for choice in choices:
-                if choice.longest > 0:
-                    backoffs = self._of.setdefault(row, {})
-                    backoff = backoffs.setdefault((choice.part, choice.kind), Backoff())
-                    if backoff.until <= now:
-                        backoff.until = now + 1 + (shortest << backoff.doublings)
-                        backoff.doublings = min(backoff.doublings + 1, MOST_DOUBLINGS)
+    def begin(self) -> None:
+        """Put the candidates of this round in backoff, as none of them paid."""
+        now, shortest = self._now, SHORTEST + len(self._rows)
+        for key, count in self._counts.items():
+            backoff = self._of.setdefault(key, Backoff())
+            backoff.count = max(backoff.count, count)
+            if backoff.until <= now:
+                backoff.until, backoff.count = now + 1 + (shortest << backoff.doublings), count
+                backoff.doublings = min(backoff.doublings + 1, MOST_DOUBLINGS)
 
     def end(self) -> None:
         """End all backoff: a candidate paid, so others may pay as well."""
         self._of.clear()
 
     def forget(self, row: Row) -> None:
-        """Discard the state of a row that has ended."""
-        self._of.pop(row, None)
+        """Discard the state of a batch one of whose rows has ended."""
+        if row in self._rows:
+            self._rows = ()
+            self._of.clear()
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Backoff of one row's candidates of one kind.
+    """Backoff of candidates that are alike.
 
     Attributes:
         until: number of the round in which it ends.
+        count: number of candidates that did not pay together.
         doublings: number of times that the length of the next backoff is doubled.
     """
 
     until: int = 0
+    count: int = 0
     doublings: int = 0
-
-
-NO_BACKOFFS: Mapping[Hashable, Backoff] = {}

@@ -85,7 +85,7 @@ class CostController(Controller):
         self._cost_model = CostModel()
         self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
         self._decision = Decision()
-        self._backoffs = Backoffs()
+        self._backoffs = Backoffs(self.expectations.level)
         self._in_backoff = False
         self._is_paused = False
         self._num_pausable = self._num_paused = 0  # rounds: that may be paused, and since `plan`
@@ -174,7 +174,7 @@ class CostController(Controller):
             decision.is_probe = bool(decision.proposals)
             decision.explores = decision.is_probe and len(rows) > 1
         if not decision.proposals:
-            self._backoffs.begin(rows, candidates)
+            self._backoffs.begin()
         elif not decision.is_probe:
             self._backoffs.end()
         self._limit_lengths(decision, len(rows))
