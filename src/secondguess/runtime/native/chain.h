@@ -54,13 +54,12 @@ class Drawing {
         const float* logits = forward.logits + row * decoder.head.num_outputs;
         float* probs = chains.probs ? chains.probs + node * width : nullptr;
         if (chains.settings[row].temperature == 0) {
-            const float maximum = largest_in(logits, width);  // NaN counts as the largest
-            const int64_t token = std::find_if(logits, logits + width, [&](float each) { return each == maximum || std::isnan(each); }) - logits;
-            chains.tokens[node] = token;
+            const Scored found = most_likely(logits, width);  // NaN counts as the largest
+            chains.tokens[node] = found.token;
             if (!probs) return 0;
-            if (!std::isfinite(maximum)) return CHAIN_NOT_FINITE;
+            if (!std::isfinite(found.logit)) return CHAIN_NOT_FINITE;
             std::fill_n(probs, width, 0.0f);
-            probs[token] = 1;
+            probs[found.token] = 1;
             return 0;
         }
         if (!write_probs(chains.settings[row], logits, 1, width, width, probs)) return CHAIN_NO_MEMORY;

@@ -48,6 +48,24 @@ inline float largest_in(const float* from, int64_t width) {
     return is_defined ? largest_of(most) : NAN;
 }
 
+struct Scored {
+    float logit;
+    int64_t token;
+};
+
+// The largest of some logits and its place, the first among equals; the first NaN if there is one.
+inline Scored most_likely(const float* logits, int64_t width) {
+    Scored found{-INFINITY, 0};
+    int64_t first = 0;
+    for (int64_t start = 0; start < width && !std::isnan(found.logit); start += NUM_SUMMED) {
+        const float each = largest_in(logits + start, std::min(NUM_SUMMED, width - start));
+        if (!(each <= found.logit)) found.logit = each, first = start;
+    }
+    const auto is_found = [&](float each) { return each == found.logit || std::isnan(each); };
+    found.token = std::find_if(logits + first, logits + width, is_found) - logits;
+    return found;
+}
+
 // The sum of numbers in float64.
 inline double sum_of_block(const float* from, int64_t count) {
     double sums[8] = {};
@@ -64,10 +82,6 @@ inline uint64_t mixed(uint64_t value) {  // the finaliser of SplitMix64, without
     return value ^ value >> 31;
 }
 
-struct Scored {
-    float logit;
-    int64_t token;
-};
 inline bool comes_first(const Scored& one, const Scored& other) {
     return one.logit > other.logit || (one.logit == other.logit && one.token < other.token);
 }
@@ -117,10 +131,10 @@ void secondguess_most_likely(const float* logits, int64_t num_rows, int64_t widt
                              double* confidences) {
     for (int64_t row = 0; row < num_rows; row++) {
         const float* from = logits + row * stride;
-        const float maximum = largest_in(from, width);
-        tokens[row] = std::find(from, from + width, maximum) - from;
-        const double total = sum_over(width, [&](int64_t i, Lanes part) { return exponential(load(from + i, part) - all(maximum)); });
-        confidences[row] = std::isfinite(maximum) ? 1 / total : 0;
+        const Scored found = most_likely(from, width);
+        tokens[row] = found.token;
+        const double total = sum_over(width, [&](int64_t i, Lanes part) { return exponential(load(from + i, part) - all(found.logit)); });
+        confidences[row] = std::isfinite(found.logit) ? 1 / total : 0;
     }
 }
 

@@ -74,8 +74,8 @@ inline int64_t sample_query(const Verification& it, int64_t row, int64_t query, 
     const float* logits = it.logits + row * it.row_stride + query * it.stride;
     const Settings& settings = it.settings[row];
     if (settings.temperature == 0) {
-        const float maximum = largest_in(logits, it.vocab_size);
-        return std::isfinite(maximum) ? std::find(logits, logits + it.vocab_size, maximum) - logits : -1;
+        const Scored found = most_likely(logits, it.vocab_size);
+        return std::isfinite(found.logit) ? found.token : -1;
     }
     const float* probs = target_probs(settings, logits, 1, it.vocab_size, it.stride, room);
     if (!probs) return -1;
