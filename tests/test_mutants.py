@@ -893,8 +893,8 @@ def rows_of_a_batch_are_read_up_to_the_longest(patch: Patch) -> None:
 
 
 def kernels_draw_with_one_key(patch: Patch) -> None:
-    original = native_chain.described_noises
-    patch.setattr(native_chain, "described_noises", lambda noises: original([noises[0]] * len(noises)))
+    original = native_chain.noises_of_rows
+    patch.setattr(native_chain, "noises_of_rows", lambda noises: original([noises[0]] * len(noises)))
 
 
 def kernels_draw_before_the_last_token(patch: Patch) -> None:

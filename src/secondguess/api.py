@@ -292,9 +292,14 @@ def load(
 def _require_texts(**options: object) -> None:
     for name, value in options.items():
         if isinstance(value, torch.nn.Module):
+            advice = (
+                "give the path of its checkpoint, or call its own generate(..., "
+                "custom_generate=secondguess.custom_generate)"
+                if name == "model"
+                else "give 'model:PATH' of its checkpoint"
+            )
             raise BadInputError(
-                f"expected {name} to be a path or a name, got a loaded {type(value).__name__}; give the path of its "
-                "checkpoint, or call its own generate(..., custom_generate=secondguess.custom_generate)"
+                f"expected {name} to be a text, got a loaded {type(value).__name__}; {advice}"
             )
         if not isinstance(value, str):
             raise BadInputError(f"expected {name} to be a text, got {value!r:.60}")

@@ -227,13 +227,17 @@ def test_a_result_that_cannot_be_saved_is_still_printed(secondguess_command, tmp
 
 
 def test_an_earlier_configuration_is_kept(secondguess_command, tmp_path, monkeypatch, tuned):
-    place = tmp_path / "tuned.toml"
-    place.write_text("mine")
+    """One that --config-out names is replaced."""
+    monkeypatch.chdir(tmp_path)
+    place, named = tmp_path / "secondguess.toml", tmp_path / "named.toml"
+    for each in (place, named):
+        each.write_text("mine")
     monkeypatch.setattr(tuning, "run_tune", lambda *_: tuned)
-    done = secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", place)
-    assert f"saved {tmp_path / 'tuned-2.toml'}" in done.out + done.err
+    done = secondguess_command("tune", "builtin", "--prompts", "builtin")
+    assert "saved secondguess-2.toml" in done.out + done.err
     assert place.read_text() == "mine"
-    assert (tmp_path / "tuned-2.toml").read_text() == tuned.to_toml()
+    secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", named)
+    assert (tmp_path / "secondguess-2.toml").read_text() == named.read_text() == tuned.to_toml()
 
 
 def test_an_interruption_reports_the_step_and_writes_nothing(

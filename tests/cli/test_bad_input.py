@@ -502,8 +502,11 @@ def test_habits_from_other_libraries_get_advice(tiny_checkpoint, llm, tmp_path):
         LLM("builtin")
     with pytest.raises(BadInputError, match=r"got a loaded Linear; give the path .*custom_generate"):
         load(torch.nn.Linear(1, 1))
-    with pytest.raises(BadInputError, match=f"did you mean 'model:{tmp_path}'"):
-        load(str(tiny_checkpoint), str(tmp_path))
+    for name in (str(tmp_path), f"suffix+{tmp_path}"):
+        with pytest.raises(BadInputError, match=f"did you mean 'model:{tmp_path}'"):
+            load(str(tiny_checkpoint), name)
+    with pytest.raises(BadInputError, match="expected a drafter among"):
+        load(str(tiny_checkpoint), "x" * 300)
     for setting, advice in (
         ("temprature", "did you mean 'temperature'"),
         ("max_new_tokens", "did you mean 'max_tokens'"),

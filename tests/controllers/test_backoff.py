@@ -147,6 +147,17 @@ def test_rows_of_a_batch_that_are_alike_share_a_backoff() -> None:
     assert not backoffs.cover(warmer, [NOTHING, NOTHING, on_offer("match")])
 
 
+def test_a_row_that_takes_the_place_of_another_is_evaluated_once() -> None:
+    backoffs, rows = Backoffs(lambda row: 0), make_rows(3)
+    backoffs.cover(rows, [on_offer("match")] * 3)
+    backoffs.begin()
+    backoffs.forget(rows[0])
+    rows = [*rows[1:], *make_rows(1)]
+    assert not backoffs.cover(rows, [on_offer("match")] * 3)
+    backoffs.begin()
+    assert backoffs.cover(rows, [on_offer("match")] * 3)
+
+
 def test_a_row_without_candidates_is_not_evaluated() -> None:
     assert Backoffs(lambda row: 0).cover(make_rows(1), [NOTHING])
     assert not Backoffs(lambda row: 0).cover(make_rows(2), [NOTHING, on_offer("short")])

@@ -98,6 +98,8 @@ def test_habits_of_clients_of_vllm_are_accepted(http, engine):
     reply = http.post("/v1/chat/completions", json=body).json()
     assert engine.last.params.top_k == 0
     assert reply["model"] == chat_model(http)
+    reply = http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2}).json()
+    assert reply["model"] == chat_model(http)
 
 
 def chat_model(http):

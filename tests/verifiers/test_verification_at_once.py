@@ -12,8 +12,10 @@ from torch import Tensor
 from families import needs_kernels
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import SecondGuessError
+from secondguess.runtime.native.verification import KernelRule
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Verifier, verify_by_kernels, verify_logits
@@ -82,6 +84,8 @@ def check_equal(verifier: Verifier, rows: list[Row], draft: Draft, logits: Tenso
     for row, own in enumerate(expected.samples):
         if own:
             assert list(found.samples[row]) == list(own)
+    for row, own in zip(rows, found.samples, strict=True):
+        assert verifier.kernel_rule(row, draft) is KernelRule.MATCH or not own
     return found
 
 
@@ -125,15 +129,46 @@ def test_verdicts_with_more_probabilities_than_are_kept() -> None:
         check_equal(verifier, rows, *random_case(rng, rows, has_probs=True, sizes=(lengths, 140_000)))
 
 
+def test_greedy_rows_beside_sampled_ones_are_verified_by_every_rule() -> None:
+    rng = random.Random(8)
+    for name in ("block", "auto", "coupled"):
+        for _ in range(20):
+            rows = [random_row(rng, {"temperature": each}, coupled=name == "coupled") for each in (0.0, 1.0)]
+            draft, logits = random_case(rng, rows, has_probs=True)
+            if draft.num_nodes:
+                check_equal(make_verifier(name), rows, draft, logits)
+
+
+def test_settings_are_applied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kernels cannot verify."""
+    calls, rng = [], random.Random(9)
+    apply = LogitProcessors.apply
+    monkeypatch.setattr(LogitProcessors, "apply", lambda *each: calls.append(1) or apply(*each))
+    rows = [random_row(rng, {"temperature": 1.0, "repetition_penalty": 1.3}, coupled=False) for _ in range(2)]
+    draft, logits = random_case(rng, rows, has_probs=True, sizes=([3, 2], 50))
+    assert draft.probs is not None
+    calls.clear()
+    noise = KeyedNoise.from_rows(rows)
+    verify_logits(make_verifier("auto"), rows, draft, logits, noise)
+    assert len(calls) == 1
+    double = replace(draft, probs=draft.probs.double())
+    verify_logits(make_verifier("auto"), rows, double, logits.double(), noise)
+    assert len(calls) == 2
+
+
 def test_other_drafts_and_noise_are_verified_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     rows = [random_row(rng, {"temperature": 1.0}, coupled=False) for _ in range(2)]
     draft, logits = random_case(rng, rows, has_probs=True, sizes=([3, 2], 50))
     verifier = make_verifier("block")
     assert at_once(verifier, rows, draft, logits) is not None
-    greedy = Row([3], SamplingParams(temperature=0.0))
-    assert at_once(verifier, [rows[0], greedy], draft, logits) is None
     assert at_once(verifier, rows, replace(draft, probs=None), logits) is None
+    for change in ({"tokens": draft.tokens.int()}, {"lengths": draft.lengths.int()}):
+        assert at_once(verifier, rows, replace(draft, **change), logits) is None
+    for token in (50, -1):  # no token of the vocabulary
+        other = draft.tokens.clone()
+        other[1, 1] = token
+        assert at_once(verifier, rows, replace(draft, tokens=other), logits) is None
     assert at_once(verifier, rows, draft, logits.double()) is None
     assert at_once(verifier, rows, replace(draft, parents=torch.full((2, 3), -1)), logits) is None
     assert at_once(verifier, rows, draft, logits[:, :-1]) is None

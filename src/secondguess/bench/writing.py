@@ -18,10 +18,13 @@ one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/
 (both without prefill)."""
 
 
-def unused_path(path: Path) -> Path:
-    """Return a path, with a number before its suffix if there is a file already."""
+def unused_path(path: Path, *suffixes: str) -> Path:
+    """Return a path, with a number before its suffix if there is a file already, also with another of `suffixes`."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    return next(each for each in chain([path], numbered) if not each.exists())
+    for found in chain([path], numbered):
+        if not any(each.exists() for each in (found, *map(found.with_suffix, suffixes))):
+            return found
+    raise AssertionError("numbers do not end")
 
 
 def save_report(report: Report, folder: str | Path) -> list[Path]:
@@ -33,7 +36,7 @@ def save_report(report: Report, folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     day = report.provenance.date.partition("T")[0]
     stem = f"{day}-{report.name}{'' if report.complete else '-partial'}"
-    data = unused_path(folder / f"{stem}.json")
+    data = unused_path(folder / f"{stem}.json", ".md")
     page = data.with_suffix(".md")
     data.write_text(report.to_json(), encoding="utf-8")
     page.write_text(as_markdown(report), encoding="utf-8")

@@ -103,7 +103,8 @@ def tune(
         print(page, end="", flush=True)
     else:
         save_and_print(tuned.report, output, page)
-    config_out = unused_path(config_out)
+    if config_out == CONFIGURATION:  # not named by the user, so that an earlier one is kept
+        config_out = unused_path(config_out)
     with write_atomically(config_out) as stream:
         stream.write(tuned.to_toml().encode())
     print_note("\n".join([*recommend(tuned.speedups), f"saved {config_out}"]))

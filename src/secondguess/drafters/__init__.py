@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,11 +50,11 @@ def parse_drafter_name(text: str) -> list[Name]:
     # A plus sign may be part of a path: split only where the name of a kind follows.
     pieces = re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:,+]|$))", text.strip())
     for piece in pieces:
-        kind = re.split("[,:]", piece)[0]
-        unknown = next((part for part in kind.split("+") if part not in DRAFTERS), None)
+        parts = re.split("[,:]", piece)[0].split("+")
+        unknown = next((part for part in parts if part not in DRAFTERS), None)
         if unknown is not None:
-            is_model = Path(piece).is_dir()
-            hint = f"; did you mean 'model:{piece}'?" if is_model else suggestion(unknown, DRAFTERS)
+            is_folder = bool(unknown) and isdir(unknown)
+            hint = f"; did you mean 'model:{unknown}'?" if is_folder else suggestion(unknown, DRAFTERS)
             raise BadInputError(
                 f"expected a drafter among {', '.join(DRAFTERS)}, or some joined by +, got {text!r}{hint}"
             )

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
@@ -236,7 +236,7 @@ class SamplingDrafter(Drafter):
             kept = budgets.keep_drafting(logits, depth, None, of_batch)
             return [kept[index] for index in asked]
 
-        rule = budgets.stopping_rule
+        rule = budgets.stopping_rule if len(rows) == 1 else None
         decision = keep_drafting if rule is None and budgets.uses_probs else rule
         return self.whole_chains([rows[index] for index in active], requests, decision)
 
@@ -246,11 +246,13 @@ class SamplingDrafter(Drafter):
             self.chains[index] = chain
         if noise.all_greedy:
             return Draft.chains(self.chains, None, self.device)
-        probs = drawn.probs
-        if probs is None:  # all of these rows are at temperature 0
-            certain = Draft.chains(drawn.tokens, device=self.device)
-            probs = one_hot(certain.tokens, self.vocab_size).float() * certain.mask[..., None]
-        return Draft.chains(self.chains, expand_to_batch(probs, num_rows, active), self.device)
+        if drawn.probs is not None:
+            return Draft.chains(self.chains, expand_to_batch(drawn.probs, num_rows, active), self.device)
+        # All of these rows are at temperature 0.
+        probs = torch.zeros(num_rows, max(map(len, drawn.tokens)), self.vocab_size, device=self.device)
+        for index, chain in zip(active, drawn.tokens, strict=True):
+            probs[index, range(len(chain)), chain] = 1.0
+        return Draft.chains(self.chains, probs, self.device)
 
     def _draw_trees(
         self, rows: Sequence[Row], shape: TreeShape, limits: list[int], budgets: Budgets, noise: Noise

@@ -35,14 +35,14 @@ router = APIRouter(tags=["chat"], route_class=BoundedRoute)
 async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
-    service.admit(request, http)
+    model = service.admit(request, http)
     convert = partial(service.convert.chat, request)
     if request.stream:
-        head = Head("chat.completion.chunk", request.model or service.model_names[0], "chatcmpl")
+        head = Head("chat.completion.chunk", model, "chatcmpl")
         job, generation = await service.start(http, convert)
         parsers = await service.parsers(job, generation)
         return streamed(generation, _Chunks(service, request, head, job, parsers).run(generation))
-    head = Head("chat.completion", request.model or service.model_names[0], "chatcmpl")
+    head = Head("chat.completion", model, "chatcmpl")
     return await service.reply(http, convert, partial(_chat_completion, service, request, head))
 
 

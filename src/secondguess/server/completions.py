@@ -25,8 +25,8 @@ router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 async def create_completion(request: CompletionRequest, http: HttpRequest) -> Response:
     """Continue one or several prompts."""
     service: Service = http.app.state.service
-    service.admit(request, http)
-    head = Head("text_completion", request.model or service.model_names[0], "cmpl")
+    model = service.admit(request, http)
+    head = Head("text_completion", model, "cmpl")
     convert = partial(service.convert.completion, request)
     if request.stream:
         job, generation = await service.start(http, convert)

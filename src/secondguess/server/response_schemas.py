@@ -164,7 +164,7 @@ class ReasoningOptions(Body):
 class ResponseRequest(Extensions, SharedFields):
     """Body of `/v1/responses`."""
 
-    model: str
+    model: str | None = Field(default=None, description="a name of the served model, which is the default")
     input: str | Bounded[InputItem]
     instructions: str | None = None
     max_output_tokens: Limit | None = None

@@ -38,13 +38,13 @@ router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 async def create_response(request: ResponseRequest, http: HttpRequest) -> Response:
     """Answer a conversation with items: reasoning, messages and function calls."""
     service: Service = http.app.state.service
-    service.admit(request, http)
+    model = service.admit(request, http)
     convert = partial(_convert, service, request)
     if not request.stream:
-        return await service.reply(http, convert, partial(_response, service, request))
+        return await service.reply(http, convert, partial(_response, service, request, model))
     job, generation = await service.start(http, convert)
     (parser,) = await service.parsers(job, generation)
-    events = _Events(request, parser).run(job, generation)
+    events = _Events(request, model, parser).run(job, generation)
     return streamed(generation, events, ends_with_done=False)
 
 
@@ -55,12 +55,14 @@ def _convert(service: Service, request: ResponseRequest) -> Job:
         raise with_response_names(api_error(error, ChatRequest.model_fields)) from error
 
 
-def _response(service: Service, request: ResponseRequest, job: Job, outputs: Sequence[Output]) -> Json:
+def _response(
+    service: Service, request: ResponseRequest, model: str, job: Job, outputs: Sequence[Output]
+) -> Json:
     items = OutputItems(wants_logprobs(request))
     deltas, num_reasoning = service.parse(job, outputs[0])
     for _ in items.add(deltas, outputs[0].logprobs):
         pass
-    return _Reply(request).finished(items, job, outputs, num_reasoning)[1]
+    return _Reply(request, model).finished(items, job, outputs, num_reasoning)[1]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class _Reply:
     """Reply to one request, in any state."""
 
     request: ResponseRequest
+    model: str
     created: int = field(default_factory=lambda: int(time.time()))
     identifier: str = field(default_factory=lambda: f"resp_{token_hex(12)}")
 
@@ -81,7 +84,7 @@ class _Reply:
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": request.model,
+            "model": self.model,
             "output": list(output),
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -126,8 +129,8 @@ class _Reply:
 class _Events:
     """Events of a streamed response, numbered in order."""
 
-    def __init__(self, request: ResponseRequest, parser: ReplyParser) -> None:
-        self._reply = _Reply(request)
+    def __init__(self, request: ResponseRequest, model: str, parser: ReplyParser) -> None:
+        self._reply = _Reply(request, model)
         self._parser = parser
         self._items = OutputItems(wants_logprobs(request))
         self._number = 0

@@ -66,8 +66,8 @@ class Service:
                 "model_not_found",
             )
 
-    def admit(self, request: ChatRequest | CompletionRequest | ResponseRequest, http: HttpRequest) -> None:
-        """Check a request's model, and log who sent it, as far as the request says.
+    def admit(self, request: ChatRequest | CompletionRequest | ResponseRequest, http: HttpRequest) -> str:
+        """Check a request's model, and log who sent it, as far as the request says; return the model's name.
 
         Raises:
             ApiError: another model.
@@ -78,6 +78,7 @@ class Service:
         }
         if sender:
             logger.info("request %s: %r", http.state.request_id, sender)
+        return request.model or self.model_names[0]
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Return the result of slow work, done beside the event loop."""

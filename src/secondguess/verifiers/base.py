@@ -17,9 +17,9 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
-from secondguess.runtime.native.library import Settings
+from secondguess.runtime.native.library import Settings, units
 from secondguess.runtime.native.sampling import residuals
-from secondguess.runtime.native.verification import KernelRule, described_rows, verify_chains
+from secondguess.runtime.native.verification import KernelRule, settings_of_rows, verify_chains
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs, edit_logits
@@ -92,7 +92,8 @@ class Verifier(ABC):
     def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
         """Return the rule by which the kernels verify a row of a draft of chains as `verify` does.
 
-        None if they cannot.
+        None if they cannot. (They do not read what is beyond the nodes of a row, where `verify` reports
+        logits that are not finite.)
         """
         return None
 
@@ -154,7 +155,8 @@ def verify_by_kernels(
     verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise
 ) -> Verdict | None:
     """Return the verdict of `verify_logits` from one call of the kernels; None where they cannot be used."""
-    row_noises = noise.of_rows() if logits.is_cpu and draft.is_chain else None
+    has_kernels = logits.is_cpu and logits.dtype != torch.float64 and units()
+    row_noises = noise.of_rows() if has_kernels and draft.is_chain else None
     if row_noises is None:
         return None
     rules = [rule for row in rows if (rule := verifier.kernel_rule(row, draft)) is not None]
@@ -173,7 +175,7 @@ def verify_by_kernels(
 @lru_cache(maxsize=256)
 def _kernel_settings(params: tuple[SamplingParams, ...]) -> Array[Settings]:
     """Return the settings of a batch as the kernels take them; cached while the same requests decode together."""
-    return described_rows([kernel_settings(each) for each in params])
+    return settings_of_rows([kernel_settings(each) for each in params])
 
 
 def verify_groups(

@@ -44,7 +44,10 @@ class BlockVerifier(UncoupledVerifier):
     supports_trees = False
 
     def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
-        return None if row.coupled or draft.probs is None or not row.params.temperature else KernelRule.BLOCK
+        if row.coupled or draft.probs is None:
+            return None
+        # A greedy row beside sampled ones accepts what matches.
+        return KernelRule.BLOCK if row.params.temperature else KernelRule.MATCH
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))

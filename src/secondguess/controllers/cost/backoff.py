@@ -3,7 +3,8 @@
 A kind of draft that does not pay will not pay in the very next rounds either, and evaluating it
 takes time. It is therefore skipped for a number of rounds, and for twice as many each time that it
 does not pay again. If all candidates of a round are in backoff, the round runs without drafts and
-nothing is evaluated. A candidate of another kind, such as a longer lookup match, is evaluated at once.
+nothing is evaluated. A candidate of another kind, such as a longer lookup match, or of a row that has joined
+is evaluated at once.
 
 In a batch, candidates are alike whose kinds, temperatures and recent acceptance rates are equal. All
 rows wait for the longest draft, so one match may not pay where several do: more candidates alike than
@@ -33,7 +34,8 @@ class Backoffs:
     def __init__(self, level: Callable[[Row], int]) -> None:
         self._level = level
         self._now = 0
-        self._rows: tuple[Row, ...] = ()
+        self._num_rows = 0
+        self._rows: frozenset[Row] = frozenset()
         self._counts: dict[Hashable, int] = {}
         self._of: dict[Hashable, Backoff] = {}
 
@@ -42,11 +44,15 @@ class Backoffs:
     ) -> bool:
         """Begin the last of `num_rounds` rounds; return whether every candidate is in backoff."""
         self._now += num_rounds
-        if tuple(rows) != self._rows:  # what did not pay for other rows may pay for these
-            self._rows = tuple(rows)
+        has_joined = not self._rows.issuperset(rows)
+        if len(rows) != self._num_rows or (has_joined and len(rows) == 1):
+            self._num_rows = len(rows)  # what does not pay for many rows may pay for one
             self._of.clear()
+        if has_joined:
+            self._rows = frozenset(rows)
         self._counts = self._count(rows, candidates)
-        return all([self._covers(key, count) for key, count in self._counts.items()])
+        covered = [self._covers(key, count) for key, count in self._counts.items()]
+        return all(covered) and not (has_joined and covered)
 
     def _count(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> dict[Hashable, int]:
         """Return the numbers of candidates that are alike."""
@@ -78,7 +84,7 @@ class Backoffs:
 
     def begin(self) -> None:
         """Put the candidates of this round in backoff, as none of them paid."""
-        now, shortest = self._now, SHORTEST + len(self._rows)
+        now, shortest = self._now, SHORTEST + self._num_rows
         for key, count in self._counts.items():
             backoff = self._of.setdefault(key, Backoff())
             backoff.count = max(backoff.count, count)
@@ -91,10 +97,8 @@ class Backoffs:
         self._of.clear()
 
     def forget(self, row: Row) -> None:
-        """Discard the state of a batch one of whose rows has ended."""
-        if row in self._rows:
-            self._rows = ()
-            self._of.clear()
+        """Forget a row that has ended."""
+        self._rows -= {row}
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from secondguess.core import StoppingRule
-from secondguess.errors import SecondGuessError
+from secondguess.errors import OutOfMemoryError, SecondGuessError
 from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.native import library
 from secondguess.runtime.native.sampling import require_finite
-from secondguess.runtime.native.verification import described_noises, described_rows
+from secondguess.runtime.native.verification import noises_of_rows, settings_of_rows
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, GO_ON = 1, 2
@@ -41,12 +41,18 @@ class ChainCall:
         self._errors: list[BaseException] = []
         per_row, is_sampled = c_int64 * num_rows, any(request.settings.temperature for request in requests)
         self._limits = per_row(*[request.num_nodes for request in requests])
-        self._settings = described_rows([request.settings for request in requests])
-        self._noises = described_noises([request.noise for request in requests])
+        self._settings = settings_of_rows([request.settings for request in requests])
+        self._noises = noises_of_rows([request.noise for request in requests])
         self._confidences = (c_double * num_rows)()
         self._answers, self._lengths = per_row(), per_row()
         self.tokens = (c_int64 * (num_rows * num_nodes))()
-        self._probs = torch.empty(num_rows, num_nodes, vocab_size) if is_sampled else None
+        try:
+            self._probs = torch.empty(num_rows, num_nodes, vocab_size) if is_sampled else None
+        except RuntimeError as error:
+            raise OutOfMemoryError(
+                f"expected memory for the probabilities of {num_rows} drafts of {num_nodes} tokens, got none; decode "
+                "fewer rows at once"
+            ) from error
         self.chains = library.Chains(
             num_nodes=num_nodes,
             vocab_size=vocab_size,
@@ -106,6 +112,10 @@ class ChainCall:
         return len(chain) == self._num_nodes or ends_text
 
     def _describe_rule(self, rule: StoppingRule) -> library.StoppingRule:
+        if len(self._limits) > 1:
+            raise SecondGuessError(
+                f"expected a stopping rule for a single row, got one for {len(self._limits)}"
+            )
         if len(rule.least) < self._num_nodes - 1:
             raise SecondGuessError(
                 f"expected a stopping rule for {self._num_nodes} nodes, got one for {len(rule.least) + 1}"

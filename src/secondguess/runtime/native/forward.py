@@ -282,8 +282,7 @@ class KernelForward:
         """
         flat = [token for of_row in tokens for token in of_row]
         layout = last_token_layout(tuple([len(of_row) for of_row in tokens]))
-        num_keys = num_keys_of_chains(tokens, starts, requests)
-        step = ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
+        step = ForwardStep(None, NO_POSITIONS, cache.placement.num_keys, starts=starts)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)
         inputs = torch.tensor(flat)

@@ -184,7 +184,7 @@ class NativeRuntime(LayeredRuntime):
         starts = [state.length for state in states]
         num_keys = num_keys_of_chains(tokens, starts, requests)
         with without_gradients():
-            self._place(states, starts, num_keys - min(starts), num_keys)
+            self._place(states, starts, max(map(len, tokens)), num_keys)
             return forward.draft_chains(self.cache, tokens, starts, requests, decision)
 
     def _step(

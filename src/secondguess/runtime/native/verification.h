@@ -22,7 +22,7 @@ struct Verification {
     int64_t* samples;                         // [row][node + 1], for the rule `MATCH`: the token sampled at each query
 };
 
-constexpr int64_t MOST_KEPT = 1 << 22;        // probabilities, per thread
+constexpr int64_t MOST_KEPT = 1 << 24;        // probabilities, of all threads
 
 struct VerificationRoom {
     std::vector<float> probs;               // [query][vocab_size], target probabilities
@@ -40,16 +40,18 @@ inline const float* target_probs(const Settings& settings, const float* logits, 
     return probs;
 }
 
-// Returns the number of nodes accepted and writes the next token; -1 if a distribution is not defined.
+// Returns the number of nodes accepted and writes the next token; -1 if a distribution is not defined, or lacks a token.
 inline int64_t verify_block(const Verification& it, int64_t row, VerificationRoom& room) {
     const int64_t num_nodes = it.lengths[row], width = it.vocab_size;
     const float* draft_probs = it.draft_probs + row * it.probs_stride;
+    const int64_t* tokens = it.tokens + row * it.num_nodes;
+    if (std::any_of(tokens, tokens + num_nodes, [&](int64_t token) { return token < 0 || token >= width; })) return -1;
     const RowNoise& noise = it.noises[row];
     const float* probs = target_probs(it.settings[row], it.logits + row * it.row_stride, num_nodes + 1, width, it.stride, room);
     if (!probs) return -1;
     room.weights.resize(num_nodes + 1), room.masses.resize(num_nodes);
     const double *weights = room.weights.data(), *masses = room.masses.data();
-    secondguess_chain_weights(probs, draft_probs, it.tokens + row * it.num_nodes, num_nodes, width, room.weights.data(), room.masses.data());
+    secondguess_chain_weights(probs, draft_probs, tokens, num_nodes, width, room.weights.data(), room.masses.data());
     int64_t accepted = 0;
     for (int64_t length = 1; length <= num_nodes; length++) {
         double chance = weights[length];
@@ -101,7 +103,7 @@ inline int64_t verify_row(const Verification& it, int64_t row) {
     static thread_local VerificationRoom kept;  // as every round needs it
     VerificationRoom large;
     const int64_t num_queries = it.rules[row] == Rule::MATCH ? 1 : it.lengths[row] + 1;
-    VerificationRoom& room = num_queries * it.vocab_size <= MOST_KEPT ? kept : large;
+    VerificationRoom& room = num_queries * it.vocab_size <= MOST_KEPT / std::max<int64_t>(it.num_threads, 4) ? kept : large;
     try {
         return it.rules[row] == Rule::MATCH ? verify_match(it, row, room) : verify_block(it, row, room);
     } catch (const std::exception&) {  // no memory

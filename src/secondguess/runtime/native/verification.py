@@ -9,6 +9,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from secondguess.runtime.base import RowNoise
@@ -47,12 +48,12 @@ def described_settings(settings: KernelSettings) -> library.Settings:
     return library.Settings(temperature, settings.truncates, top_k, top_p, log_min_p)
 
 
-def described_noises(noises: Sequence[RowNoise]) -> Array[library.RowNoise]:
+def noises_of_rows(noises: Sequence[RowNoise]) -> Array[library.RowNoise]:
     """Return the noise of the rows of a batch as the kernels take it."""
     return (library.RowNoise * len(noises))(*[library.RowNoise(*noise) for noise in noises])
 
 
-def described_rows(settings: Sequence[KernelSettings]) -> Array[library.Settings]:
+def settings_of_rows(settings: Sequence[KernelSettings]) -> Array[library.Settings]:
     """Return the settings of the rows of a batch as the kernels take them."""
     return (library.Settings * len(settings))(*map(described_settings, settings))
 
@@ -73,17 +74,19 @@ def verify_chains(
         draft_probs: `[row, node, vocab]`; None if no row has the rule `BLOCK`.
         tokens: `[row, node]` int64.
         lengths: `[row]` int64, number of real nodes.
-        settings: from `described_rows`. Rows with the rule `BLOCK` have a positive temperature.
+        settings: from `settings_of_rows`. Rows with the rule `BLOCK` have a positive temperature.
         noises: of the rows. Those with the rule `BLOCK` are not coupled.
         rules: of the rows.
 
     Returns:
-        None where the kernels cannot be used, or a distribution is not defined.
+        None where the kernels cannot be used, a distribution is not defined, or it lacks a token.
     """
     of_draft = [] if draft_probs is None else [draft_probs]
     kernels, (num_rows, num_queries, vocab_size) = kernels_for(logits, *of_draft), logits.shape
     num_nodes = num_queries - 1
     if kernels is None or tokens.shape != (num_rows, num_nodes):
+        return None
+    if not tokens.dtype == lengths.dtype == torch.int64:
         return None
     if any([each.shape != (num_rows, num_nodes, vocab_size) for each in of_draft]):
         return None
@@ -94,7 +97,7 @@ def verify_chains(
         return None
     per_row, per_query = c_int64 * num_rows, c_int64 * (num_rows * num_queries)
     accepted, next_tokens, samples, of_rules = per_row(), per_row(), per_query(), per_row(*rules)
-    row_noises = described_noises(noises)
+    row_noises = noises_of_rows(noises)
     verification = library.Verification(
         num_rows,
         num_nodes,
