@@ -175,7 +175,7 @@ def verify_by_kernels(
 @lru_cache(maxsize=256)
 def _kernel_settings(params: tuple[SamplingParams, ...]) -> Array[Settings]:
     """Return the settings of a batch as the kernels take them; cached while the same requests decode together."""
-    return settings_of_rows([kernel_settings(each) for each in params])
+    return settings_of_rows(tuple([kernel_settings(each) for each in params]))
 
 
 def verify_groups(

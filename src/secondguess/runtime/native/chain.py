@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int64
+from ctypes import c_double, c_int64, sizeof
 
 import torch
 from torch import Tensor
@@ -31,21 +31,21 @@ class ChainCall:
 
     Attributes:
         chains: the argument of the call.
-        tokens: token of every node drawn, `[row, node]` flattened.
     """
 
     def __init__(self, requests: Sequence[ChainRequest], decision: ChainDecision, logits: Tensor) -> None:
         num_rows, vocab_size = len(requests), requests[0].vocab_size
         self._num_nodes = num_nodes = max(request.num_nodes for request in requests)
-        self._decision, self._logits = decision, logits
+        self._decision, self._logits, self._num_rows = decision, logits, num_rows
         self._errors: list[BaseException] = []
-        per_row, is_sampled = c_int64 * num_rows, any(request.settings.temperature for request in requests)
-        self._limits = per_row(*[request.num_nodes for request in requests])
-        self._settings = settings_of_rows([request.settings for request in requests])
+        is_sampled = any([request.settings.temperature for request in requests])
+        self._settings = settings_of_rows(tuple([request.settings for request in requests]))
         self._noises = noises_of_rows([request.noise for request in requests])
         self._confidences = (c_double * num_rows)()
-        self._answers, self._lengths = per_row(), per_row()
-        self.tokens = (c_int64 * (num_rows * num_nodes))()
+        # One buffer: limits, answers and lengths of the rows, then tokens.
+        self._numbers = (c_int64 * (num_rows * (3 + num_nodes)))(*[request.num_nodes for request in requests])
+        limits = ctypes.addressof(self._numbers)
+        answers, lengths, tokens = [limits + sizeof(c_int64) * num_rows * place for place in (1, 2, 3)]
         try:
             self._probs = torch.empty(num_rows, num_nodes, vocab_size) if is_sampled else None
         except RuntimeError as error:
@@ -56,13 +56,13 @@ class ChainCall:
         self.chains = library.Chains(
             num_nodes=num_nodes,
             vocab_size=vocab_size,
-            limits=ctypes.addressof(self._limits),
+            limits=limits,
             settings=ctypes.addressof(self._settings),
             noises=ctypes.addressof(self._noises),
             confidences=ctypes.addressof(self._confidences),
-            answers=ctypes.addressof(self._answers),
-            lengths=ctypes.addressof(self._lengths),
-            tokens=ctypes.addressof(self.tokens),
+            answers=answers,
+            lengths=lengths,
+            tokens=tokens,
             probs=None if self._probs is None else self._probs.data_ptr(),
         )
         self._vocabulary = requests[0].vocabulary
@@ -73,6 +73,11 @@ class ChainCall:
             self._groups = (c_int64 * num_nodes)()
             self._rule = self._describe_rule(decision)
             self.chains.rule = ctypes.pointer(self._rule)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token of every node drawn, `[row, node]` flattened."""
+        return self._numbers[3 * self._num_rows :]
 
     def __enter__(self) -> ChainCall:
         if self._decision is not None and not isinstance(self._decision, StoppingRule):
@@ -100,7 +105,8 @@ class ChainCall:
             )
         if failure:
             return None
-        lengths, tokens, width = self._lengths[:], self.tokens[:], self._num_nodes
+        num_rows, tokens, width = self._num_rows, self.tokens, self._num_nodes
+        lengths = self._numbers[2 * num_rows : 3 * num_rows]
         chains = [tokens[row * width : row * width + length] for row, length in enumerate(lengths)]
         if isinstance(self._decision, StoppingRule):
             self._decision.groups.extend(self._groups[: lengths[0] - self._is_whole(chains[0])])
@@ -112,10 +118,8 @@ class ChainCall:
         return len(chain) == self._num_nodes or ends_text
 
     def _describe_rule(self, rule: StoppingRule) -> library.StoppingRule:
-        if len(self._limits) > 1:
-            raise SecondGuessError(
-                f"expected a stopping rule for a single row, got one for {len(self._limits)}"
-            )
+        if self._num_rows > 1:
+            raise SecondGuessError(f"expected a stopping rule for a single row, got one for {self._num_rows}")
         if len(rule.least) < self._num_nodes - 1:
             raise SecondGuessError(
                 f"expected a stopping rule for {self._num_nodes} nodes, got one for {len(rule.least) + 1}"
@@ -131,9 +135,10 @@ class ChainCall:
         assert decide is not None
         assert not isinstance(decide, StoppingRule)
         try:
-            rows = range(len(self._logits))
+            rows = range(self._num_rows)
             kept = decide(rows, self._logits, depth, self._confidences[:])
-            self._answers[:] = [GO_ON if goes_on else STOP for goes_on in kept]
+            answers = [GO_ON if goes_on else STOP for goes_on in kept]
+            self._numbers[len(rows) : 2 * len(rows)] = answers  # type: ignore[assignment]
         except BaseException as error:  # it cannot pass through the kernels
             self._errors.append(error)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
@@ -285,7 +286,7 @@ class KernelForward:
         step = ForwardStep(None, NO_POSITIONS, cache.placement.num_keys, starts=starts)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)
-        inputs = torch.tensor(flat)
+        inputs = token_tensor(flat, torch.device("cpu"))
         call = self._prepare(cache, inputs, layout, step, layers, output, features=features)
         with ChainCall(requests, decision, call.logits[:, 0, : requests[0].vocab_size]) as drawing:
             failure: int = self._kernels.secondguess_draft_chains(

@@ -41,21 +41,17 @@ class KernelVerdict(NamedTuple):
     samples: list[list[int]]
 
 
-@lru_cache(maxsize=256)
-def described_settings(settings: KernelSettings) -> library.Settings:
-    """Return the structure of sampling settings; cached, as few occur."""
-    temperature, top_k, top_p, log_min_p = settings
-    return library.Settings(temperature, settings.truncates, top_k, top_p, log_min_p)
-
-
 def noises_of_rows(noises: Sequence[RowNoise]) -> Array[library.RowNoise]:
     """Return the noise of the rows of a batch as the kernels take it."""
     return (library.RowNoise * len(noises))(*[library.RowNoise(*noise) for noise in noises])
 
 
-def settings_of_rows(settings: Sequence[KernelSettings]) -> Array[library.Settings]:
-    """Return the settings of the rows of a batch as the kernels take them."""
-    return (library.Settings * len(settings))(*map(described_settings, settings))
+@lru_cache(maxsize=256)
+def settings_of_rows(settings: tuple[KernelSettings, ...]) -> Array[library.Settings]:
+    """Return the settings of the rows of a batch as the kernels take them; cached, as few occur."""
+    return (library.Settings * len(settings))(
+        *[library.Settings(each.temperature, each.truncates, *each[1:]) for each in settings]
+    )
 
 
 def verify_chains(
