@@ -2,7 +2,7 @@
 
 A runtime's cache, slots and buffers belong to one call at a time. Calls of other threads wait. A
 fork waits for calls in progress, so that the child finds every runtime between two calls. The
-interpreter exits after the calls in progress; daemon threads end at their next call.
+interpreter exits after the calls in progress; daemon threads stop at their next call.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class CallLock:
 
     def exclusive(self) -> threading.RLock:
         """Return a context in which this thread holds the lock."""
-        if _exiting and threading.current_thread() is not threading.main_thread():
-            raise SystemExit  # ends the thread without a message
+        is_daemon = threading.current_thread() is not threading.main_thread()
+        if _exiting and is_daemon and not self._lock._is_owned():  # type: ignore[attr-defined]
+            threading.Event().wait()  # until the process ends
         return self._lock
 
 
@@ -86,9 +87,10 @@ def _after_fork_in_child() -> None:
 
 
 def _finish_calls() -> None:
-    """Wait for the calls in progress, and keep the locks: a thread that was about to call waits until the process ends.
+    """Wait for the calls in progress, and keep the locks: a thread that calls now waits until the process ends.
 
     A thread that is ended within an operation of torch, when it takes the interpreter's lock again, aborts the process.
+    Freeing a tensor is such an operation, so the threads are not unwound.
     """
     global _exiting
     _exiting = True
