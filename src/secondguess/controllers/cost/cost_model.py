@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from secondguess.controllers.cost.round_times import RoundTimes
+from secondguess.controllers.cost.round_times import LinearSeconds, RoundTimes
 
 RATE_WINDOW = 64
 """Number of rounds over which a pace is averaged."""
@@ -25,6 +25,9 @@ RATE_DECAY = 1 - 1 / 8
 """Factor by which the required speedup beyond 1 decays per round without a good draft."""
 CACHE_ROUNDS = 16
 """Number of rounds after which costs are recomputed; initially after every round with a draft."""
+
+NUM_LENGTHS = 16
+"""Number of draft lengths whose costs are computed together, as most of them are needed."""
 
 
 @dataclass(slots=True)
@@ -61,9 +64,8 @@ class CostModel:
         self._num_idle = 0
         self._shares: dict[tuple[int, int, int], list[float]] = {}
         self._extensions: dict[tuple[int, int, int], list[float]] = {}
-        self._steps: dict[tuple[int, int], float] = {}
-        self._draftings: dict[tuple[int, int, int], float] = {}
-        self._widenings: dict[tuple[int, int, int], float] = {}
+        self._drafts: dict[tuple[int, int], LinearSeconds] = {}
+        self._rests: dict[int, list[float]] = {}
         self._num_drafts = self._age = 0
 
     def enter(self, num_rows: int, place: Hashable) -> None:
@@ -122,7 +124,7 @@ class CostModel:
         self._num_drafts += 1
         if self._age >= CACHE_ROUNDS or self._num_drafts < CACHE_ROUNDS:
             self._age = 0
-            for known in (self._shares, self._extensions, self._steps, self._draftings, self._widenings):
+            for known in (self._shares, self._extensions, self._drafts, self._rests):
                 known.clear()
 
     def shares(self, part: int, longest: int) -> list[float]:
@@ -130,9 +132,9 @@ class CostModel:
         key = (self._num_rows, part, longest)
         known = self._shares.get(key)
         if known is None:
+            drafting = self._draft_seconds(part, self._num_rows)
             known = self._shares[key] = [
-                (self.times.drafting(part, self._num_rows, width) + self.extra_pass_seconds(0, width))
-                / self._num_rows
+                (drafting.at(width) + self.extra_pass_seconds(0, width)) / self._num_rows
                 for width in range(1, longest + 1)
             ]
         return known
@@ -155,25 +157,21 @@ class CostModel:
 
     def extra_pass_seconds(self, width: int, wider: int) -> float:
         """Return the seconds that drafts of `wider` instead of `width` levels add to the pass."""
-        key = (self._num_rows, width, wider)
-        known = self._widenings.get(key)
-        if known is None:
-            rest = self.times.rest
-            known = max(rest(self._num_rows, wider) - rest(self._num_rows, width), 0.0)
-            self._widenings[key] = known
-        return known
+        rests = self._rests.get(self._num_rows, ())
+        if wider >= len(rests):
+            rests = self._rests[self._num_rows] = self.times.rests(self._num_rows, max(wider, NUM_LENGTHS))
+        return max(rests[wider] - rests[width], 0.0)
 
     def step(self, part: int, num_rows: int) -> float:
-        """Return the seconds of one more draft step over `num_rows` rows."""
-        known = self._steps.get((part, num_rows))
-        if known is None:
-            known = self._steps[part, num_rows] = self.times.step(part, num_rows)
-        return known
+        """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""
+        return self._draft_seconds(part, num_rows).step
 
     def drafting(self, part: int, num_rows: int, num_steps: int) -> float:
-        """Return the seconds of a draft of `num_steps` steps over `num_rows` rows."""
-        key = (part, num_rows, num_steps)
-        known = self._draftings.get(key)
+        """Return the seconds of a draft of `num_steps` steps over `num_rows` rows; 0 while unknown."""
+        return self._draft_seconds(part, num_rows).at(num_steps)
+
+    def _draft_seconds(self, part: int, num_rows: int) -> LinearSeconds:
+        known = self._drafts.get((part, num_rows))
         if known is None:
-            known = self._draftings[key] = self.times.drafting(part, num_rows, num_steps)
+            known = self._drafts[part, num_rows] = self.times.draft_seconds(part, num_rows)
         return known

@@ -11,7 +11,7 @@ draft is the cause.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from secondguess.controllers.cost.averages import OUTLIER_CLIP, CostCurve, LinearCost, PlainTime
 from secondguess.controllers.cost.load_detector import LoadDetector
@@ -212,28 +212,20 @@ class RoundTimes:
     def _nearest(self, num_rows: int) -> int | None:
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
-    def rest(self, num_rows: int, width: int) -> float:
-        """Return the seconds, without drafting, of a round with drafts of up to `width` levels."""
+    def rests(self, num_rows: int, longest: int) -> list[float]:
+        """Return the seconds, without drafting, of rounds with drafts of up to 0, 1, ... `longest` levels."""
         plain = self.plain(num_rows)
-        if width == 0:
-            return plain
-        curve = _at_nearest(self._curves, num_rows)
-        return plain * (curve or DEFAULT_CURVE).at(width)
+        curve = _at_nearest(self._curves, num_rows) or DEFAULT_CURVE
+        return [plain, *[plain * curve.at(width) for width in range(1, longest + 1)]]
 
-    def step(self, part: Hashable, num_rows: int) -> float:
-        """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""
-        line = self._step_line(part, num_rows)
-        return line.slope * self.plain(num_rows) if line else 0.0
-
-    def drafting(self, part: Hashable, num_rows: int, num_steps: float) -> float:
-        """Return the seconds of a draft of `num_steps` steps; 0 while unknown."""
-        line = self._step_line(part, num_rows)
-        return line.at(num_steps) * self.plain(num_rows) if line else 0.0
-
-    def _step_line(self, part: Hashable, num_rows: int) -> LinearCost | None:
-        """Return the costs of draft steps over about `num_rows` rows; None while unknown."""
+    def draft_seconds(self, part: Hashable, num_rows: int) -> LinearSeconds:
+        """Return the seconds of drafts over `num_rows` rows; zeros while unknown."""
         lines = self._steps.get(part, {})
-        return _at_nearest({size: line for size, line in lines.items() if line.is_known}, num_rows)
+        line = _at_nearest({size: line for size, line in lines.items() if line.is_known}, num_rows)
+        if line is None:
+            return LinearSeconds(0.0, 0.0)
+        plain = self.plain(num_rows)
+        return LinearSeconds(line.start * plain, line.slope * plain)
 
     def is_new(self, part: Hashable) -> bool:
         """Return whether too few drafts of a drafter have been timed to trust their cost."""
@@ -248,6 +240,22 @@ class RoundTimes:
     def most_rows(self, part: Hashable) -> int:
         """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
+
+
+class LinearSeconds(NamedTuple):
+    """Seconds of a draft.
+
+    Args:
+        start: of any draft.
+        step: of each of its steps.
+    """
+
+    start: float
+    step: float
+
+    def at(self, num_steps: float) -> float:
+        """Return the seconds of a draft of `num_steps` steps."""
+        return self.start + self.step * num_steps
 
 
 class Deviations:
