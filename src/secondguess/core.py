@@ -182,6 +182,9 @@ class Row:
         matches its tokens.
         """
         tokens = [*accepted, next_token]
+        if self._goes_on_after(tokens):
+            self.tokens += tokens
+            return Commit(self, tokens, len(accepted), rejected=rejected)
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             self.finish_reason = self._finish_reason_after(token)
@@ -189,6 +192,11 @@ class Row:
                 tokens = tokens[:count]
                 break
         return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
+
+    def _goes_on_after(self, tokens: Sequence[int]) -> bool:
+        """Return whether none of the next tokens needs a check of its own, so that none ends the row."""
+        is_checked = self.stop_checker is not None or self.grammar is not None
+        return not is_checked and len(tokens) < self.room and self.end_tokens.isdisjoint(tokens)
 
     def _finish_reason_after(self, token: int) -> FinishReason | None:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)

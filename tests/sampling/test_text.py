@@ -102,7 +102,7 @@ def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[Strea
     prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
     stream = StreamingDetokenizer(tokenizer, prompt_ids, stop)
     ends = frozenset({tokenizer.eos_token_id})
-    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream)
+    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream.stop_checker)
 
 
 def in_runs(tokens: list[int], seed: int) -> list[list[int]]:
@@ -243,15 +243,15 @@ class TestPieces:
         stream, row = watched_row(stop=["xyz"])
         tokens = single_bytes("axy🙂")
         assert pieces_of(stream, row, [tokens[:4]]) == ["a"]
-        assert stream.flush().text == "xy"
-        assert stream.flush().text == ""
+        assert stream.flush(row.output).text == "xy"
+        assert stream.flush(row.output).text == ""
 
     def test_an_interruption_between_commit_and_piece_loses_no_text(self):
         stream, row = watched_row()
         tokens = single_bytes("ab")
         stream.take(row.commit([], tokens[0]))
         row.commit([], tokens[1])
-        assert stream.flush().text == "b"
+        assert stream.flush(row.output).text == "b"
 
 
 class TestStopStrings:

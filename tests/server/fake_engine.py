@@ -128,7 +128,7 @@ class FakeEngine:
         detokenizer = StreamingDetokenizer(tokenizer, request.prompt, request.params.stop)
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length
-        row = Row(list(request.prompt), request.params, 0, index, False, ends, context, detokenizer)
+        row = Row(list(request.prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker)
         left = tokenizer(self.reply, add_special_tokens=False).input_ids
         return row, detokenizer, [], [], [*left, min(target.end_tokens)], Stats()
 
@@ -153,7 +153,7 @@ class FakeEngine:
 
     def _output(self, row, detokenizer, pieces, logprobs, left, stats):
         if not row.finished:
-            pieces.append(detokenizer.flush())
+            pieces.append(detokenizer.flush(row.output))
         text = "".join(piece.text for piece in pieces)
         drafted = [flag for piece in pieces for flag in piece.drafted]
         reason = None if self.is_cut else self.end_reason or row.finish_reason

@@ -33,13 +33,6 @@ class Context:
     most_frequent: int | None = None
     total: int = 0
 
-    def count(self, token: int) -> None:
-        """Count one more occurrence of a following token."""
-        self.total += 1
-        self.counts[token] = self.counts.get(token, 0) + 1
-        if self.most_frequent is None or self.counts[token] >= self.counts[self.most_frequent]:
-            self.most_frequent = token
-
     def split(self, length: int) -> Context:
         """Return a state for the substrings up to `length`, which now end elsewhere too."""
         return Context(
@@ -73,13 +66,9 @@ class SuffixAutomaton:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         for token in tokens:
-            self.append(token)
-
-    def append(self, token: int) -> None:
-        """Append one token to the text."""
-        self._count(token)
-        self._grow(token)
-        self.num_tokens += 1
+            self._count(token)
+            self._grow(token)
+        self.num_tokens += len(tokens)
 
     @property
     def match(self) -> Context:
@@ -102,28 +91,36 @@ class SuffixAutomaton:
             yield token, context.counts[token] / context.total
             context = self.contexts[context.next[token]]
 
+    # The two methods below run for every token, after forward passes that evict the CPU caches: they call little.
+
     def _count(self, token: int) -> None:
-        state = self._last
-        for _ in range(MAX_COUNTED_CONTEXTS):
-            if state == NO_STATE:
-                break
-            self.contexts[state].count(token)
-            state = self.contexts[state].suffix
+        """Count a token as the follower of the longest contexts of the text."""
+        contexts, state, num_left = self.contexts, self._last, MAX_COUNTED_CONTEXTS
+        while state != NO_STATE and num_left:
+            context = contexts[state]
+            counts = context.counts
+            counts[token] = count = counts.get(token, 0) + 1
+            context.total += 1
+            if context.most_frequent is None or count >= counts[context.most_frequent]:
+                context.most_frequent = token
+            state, num_left = context.suffix, num_left - 1
 
     def _grow(self, token: int) -> None:
-        contexts = self.contexts
-        if token in contexts[self._last].next:  # an earlier text begins like this one
-            self._last = self._step(self._last, token)
+        """Append a token to the text."""
+        contexts, state = self.contexts, self._last
+        context = contexts[state]
+        if token in context.next:  # an earlier text begins like this one
+            self._last = self._step(state, token)
             return
-        new = len(contexts)
-        contexts.append(Context(contexts[self._last].length + 1, ROOT))
-        state = self._last
-        self._last = new
-        while state != NO_STATE and token not in contexts[state].next:
-            contexts[state].next[token] = new
-            state = contexts[state].suffix
-        if state != NO_STATE:
-            contexts[new].suffix = self._step(state, token)
+        self._last = new = len(contexts)
+        contexts.append(Context(context.length + 1, ROOT, {}, {}))
+        while token not in context.next:
+            context.next[token] = new
+            state = context.suffix
+            if state == NO_STATE:
+                return
+            context = contexts[state]
+        contexts[new].suffix = self._step(state, token)
 
     def _step(self, state: int, token: int) -> int:
         """Return the state of the longest substring of `state` with the token; split off if needed."""

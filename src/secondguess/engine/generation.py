@@ -129,7 +129,9 @@ class Generation:
             for sample in range(settings.n):
                 detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
                 draws_by_race = llm.drafter.draws_by_race
-                row = make_row(llm.target, llm.verifier, ids, settings, detokenizer, sample, draws_by_race)
+                row = make_row(
+                    llm.target, llm.verifier, ids, settings, detokenizer.stop_checker, sample, draws_by_race
+                )
                 row.images = images
                 if guidance is not None:
                     check_request(llm.target, llm.verifier, guidance.negative, settings)
@@ -204,7 +206,7 @@ class Generation:
         held = []
         for row, sample in self._samples.items():
             if sample.is_open:
-                sample.pieces.append(sample.detokenizer.flush(row.finish_reason))
+                sample.pieces.append(sample.detokenizer.flush(row.output, row.finish_reason))
                 sample.is_open = not row.finished
                 held.append((sample.index, sample.pieces[-1]))
         return held

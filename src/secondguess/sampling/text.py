@@ -222,21 +222,26 @@ class StreamingDetokenizer:
         self._search = StopSearch(tuple(stop))
         # Text of each token that is not returned yet, and True if a drafter proposed the token.
         self._segments: list[tuple[str, bool]] = []
-        self._unread: list[int] = []  # tokens that are not decoded yet, if there are no stop strings
+        self._num_read = 0
+
+    @property
+    def stop_checker(self) -> StreamingDetokenizer | None:
+        """Itself if there are stop strings, to read each token as it is committed; else None.
+
+        Without them, `take` decodes the tokens of a commit together, and `flush` all that are left.
+        """
+        return self if self._has_stop else None
 
     def push(self, token: int) -> bool:
         """Add the row's next token; return True if it completes a stop string."""
-        if not self._has_stop:
-            # `take` decodes the tokens of a commit together, and `flush` all that are left.
-            self._unread.append(token)
-            return False
+        self._num_read += 1
         text = self._decoder.push(token)
         self._segments.append((text, False))
         self._search.push(text)
         return self._search.match is not None
 
     def take(self, commit: Commit) -> Piece:
-        """Return the text that is final after this commit, whose tokens were just pushed.
+        """Return the text that is final after this commit, whose tokens were just pushed if there are stop strings.
 
         Text that may be the beginning of a stop string is held back until the row is finished.
         """
@@ -246,7 +251,6 @@ class StreamingDetokenizer:
             for index, drafted in enumerate(commit.drafted, first):
                 self._segments[index] = (self._segments[index][0], drafted)
         else:
-            self._unread.clear()
             self._decode(commit.tokens[: commit.num_accepted], True)
             self._decode(commit.tokens[commit.num_accepted :], False)
         if commit.row.finish_reason is not None:
@@ -258,6 +262,7 @@ class StreamingDetokenizer:
 
     def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
         if tokens:
+            self._num_read += len(tokens)
             text = self._decoder.push(*tokens)
             self._search.held += text
             self._segments.append((text, drafted))
@@ -272,14 +277,14 @@ class StreamingDetokenizer:
         self._segments.append((rest, drafted))
         return len(search.held)
 
-    def flush(self, finish_reason: FinishReason | None = None) -> Piece:
+    def flush(self, output: Sequence[int], finish_reason: FinishReason | None = None) -> Piece:
         """Return the text that `take` has not returned; no commit follows.
 
         Args:
+            output: all output tokens of the row.
             finish_reason: that of the row; None if it was interrupted.
         """
-        self._decode(self._unread, False)
-        self._unread.clear()
+        self._decode(output[self._num_read :], False)
         size = len(self._search.held) if finish_reason is None else self._end(finish_reason, False)
         return self._release(size, [], [])
 
