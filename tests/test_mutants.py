@@ -828,14 +828,13 @@ def rejected_nodes_stay_visible(patch: Patch) -> None:
 
 def kernels_look_beyond_the_cache(patch: Patch) -> None:
     """They get one cached token more than there is."""
-    original = NativeRuntime._step
-    patch.setattr(
-        NativeRuntime,
-        "_step",
-        lambda self, starts, *others, **named: original(
-            self, [each + (each > 0) for each in starts], *others, **named
-        ),
-    )
+    original = native_forward.KernelForward._prepare
+
+    def prepare(self, cache, tokens, layout, step, *others, **named):
+        step = replace(step, starts=[each + (each > 0) for each in step.starts])
+        return original(self, cache, tokens, layout, step, *others, **named)
+
+    patch.setattr(native_forward.KernelForward, "_prepare", prepare)
 
 
 def siblings_see_each_other(patch: Patch) -> None:

@@ -316,6 +316,12 @@ class Draft:
         vars(draft).update(structure.properties, token_lists=token_lists)
         return draft
 
+    def with_probs(self, probs: Tensor | None) -> Draft:
+        """Return the same nodes with other distributions; the cached properties are kept."""
+        draft = object.__new__(Draft)
+        vars(draft).update(vars(self), probs=probs)
+        return draft
+
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
@@ -152,29 +151,44 @@ def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:
     drafted = [draft for draft in drafts if draft.num_nodes] or [drafts[0]]
     if len(drafted) == 1:  # as in every batch of one row
         (only,) = drafted
-        if vocab_size is None or only.probs is not None:
-            return only if vocab_size is not None else replace(only, probs=None)
-        return replace(only, probs=one_hot_probs(only.tokens, vocab_size))
-    widest = max(drafts, key=lambda draft: draft.num_nodes)
+        if (only.probs is None) == (vocab_size is None):
+            return only
+        return only.with_probs(None if vocab_size is None else one_hot_probs(only.tokens, vocab_size))
+    merged = _merge_nodes(drafts)
+    if vocab_size is None:
+        return merged
     dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
-    shape = (widest.num_rows, widest.num_nodes)
+    probs = merged.tokens.new_zeros(merged.num_rows, merged.num_nodes, vocab_size, dtype=dtype)
+    for draft in drafts:
+        rows, count = draft.lengths.nonzero()[:, 0], draft.num_nodes
+        own = one_hot_probs(draft.tokens[rows], vocab_size) if draft.probs is None else draft.probs[rows]
+        probs[rows, :count] = own.to(dtype)
+    return merged.with_probs(probs)
+
+
+def _merge_nodes(drafts: Sequence[Draft]) -> Draft:
+    """Return the nodes of all drafts, without distributions."""
+    widest = max(drafts, key=lambda draft: draft.num_nodes)
+    if all(draft.is_chain for draft in drafts):
+        chains: list[Sequence[int]] = [()] * widest.num_rows
+        for draft in drafts:
+            for row, length in enumerate(draft.num_levels):
+                if length:
+                    chains[row] = draft.token_lists[row][:length]
+        return Draft.chains(chains, device=widest.tokens.device)
     tokens, lengths = torch.zeros_like(widest.tokens), torch.zeros_like(widest.lengths)
     parents = torch.full_like(tokens, -1)
-    probs = None if vocab_size is None else tokens.new_zeros(*shape, vocab_size, dtype=dtype)
     for draft in drafts:
         rows, count = draft.lengths.nonzero()[:, 0], draft.num_nodes
         tokens[rows, :count] = draft.tokens[rows]
         parents[rows, :count] = draft.parents[rows]
         lengths[rows] = draft.lengths[rows]
-        if probs is not None and vocab_size is not None:
-            own = one_hot_probs(draft.tokens[rows], vocab_size) if draft.probs is None else draft.probs[rows]
-            probs[rows, :count] = own.to(dtype)
-    return Draft(tokens, parents, lengths, probs, widest.without_replacement)
+    return Draft(tokens, parents, lengths, None, widest.without_replacement)
 
 
 def one_hot_probs(tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the distribution `[..., vocab]` that each of these deterministic tokens was drawn from."""
-    return one_hot(tokens, vocab_size).float()
+    return torch.zeros(*tokens.shape, vocab_size, device=tokens.device).scatter_(-1, tokens[..., None], 1.0)
 
 
 @lru_cache(maxsize=4096)

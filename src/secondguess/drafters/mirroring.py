@@ -110,11 +110,6 @@ class MirroringDrafter(SamplingDrafter):
         members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
         return self.runtime.score(mirror_rows, members).logits
 
-    def _split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """Return the rows without a mirror row and those with one."""
-        new = [row for row in rows if row not in self._mirror_rows]
-        return new, [row for row in rows if row in self._mirror_rows]
-
     def _prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
         """Prefill those that are far behind."""
         far = [each.row for each in mirrors if self.runtime.num_to_prefill(each.row) >= PREFILL_THRESHOLD]
@@ -145,17 +140,22 @@ class TokenDrafter(MirroringDrafter):
 
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
-        new, known = self._split(rows)
+        known = [row for row in rows if row in self._mirror_rows]
         mirrors = [self._mirror_rows[row] for row in known]
         for row, mirror in zip(known, mirrors, strict=True):
             self._sync_tokens(mirror, self.tokens_of(row))
         self._rewind(mirrors)
-        for row in new:
-            # Registered before the prefill, so that `release` frees them even if it is interrupted.
+        if len(known) < len(rows):
+            self._admit([row for row in rows if row not in self._mirror_rows])
+            mirrors = [self._mirror_rows[row] for row in rows]
+        self._prefill(mirrors, max_tokens)
+
+    def _admit(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            # Registered first, so that `release` frees them even if this is interrupted.
             mirror_row = Row([self._known_token(token) for token in self.tokens_of(row)], row.params)
             self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
-        self.runtime.admit([self._mirror_rows[row].row for row in new])
-        self._prefill([self._mirror_rows[row] for row in rows], max_tokens)
+        self.runtime.admit([self._mirror_rows[row].row for row in rows])
 
     def _sync_tokens(self, mirror: MirrorRow, tokens: list[int]) -> None:
         """Replace a mirror row's tokens by `tokens`, and count the leading tokens that were equal."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -265,8 +264,8 @@ class SamplingDrafter(Drafter):
         if noise.all_greedy:
             return draft
         if draft.probs is None:
-            return replace(draft, probs=self._probs([], len(rows)))
-        return replace(draft, probs=self._padded(draft.probs))
+            return draft.with_probs(self._probs([], len(rows)))
+        return draft.with_probs(self._padded(draft.probs))
 
     def _of_target_width(self, logits: Tensor) -> Tensor:
         return logits[..., : self.vocab_size] if logits.shape[-1] > self.vocab_size else logits

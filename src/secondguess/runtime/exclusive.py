@@ -39,10 +39,14 @@ class CallLock:
 
     def exclusive(self) -> threading.RLock:
         """Return a context in which this thread holds the lock."""
-        is_daemon = threading.current_thread() is not threading.main_thread()
-        if _exiting and is_daemon and not self._lock._is_owned():  # type: ignore[attr-defined]
+        if _exiting and _is_daemon() and not self._lock._is_owned():  # type: ignore[attr-defined]
             threading.Event().wait()  # until the process ends
         return self._lock
+
+
+def _is_daemon() -> bool:
+    """Return whether this is not the main thread, which at exit runs on beside daemon threads only."""
+    return threading.current_thread() is not threading.main_thread()
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

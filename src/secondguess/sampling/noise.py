@@ -172,6 +172,10 @@ class KeyedNoise(Noise):
         return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
 
     def of_rows(self) -> list[RowNoise]:
+        return self._of_rows
+
+    @cached_property
+    def _of_rows(self) -> list[RowNoise]:
         rows = zip(self.keys, self.positions, self.coupled.tolist(), strict=True)
         return [RowNoise(key & ALL_BITS, position, is_coupled) for key, position, is_coupled in rows]
 

@@ -73,8 +73,9 @@ def even_layout(num_rows: int, width: int, num_logits: int) -> Layout:
     return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
 
 
-def uneven_layout(counts: Sequence[int], lengths: Sequence[int], num_nodes: int) -> Layout:
-    """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes.
+@lru_cache(maxsize=256)
+def uneven_layout(counts: tuple[int, ...], lengths: tuple[int, ...], num_nodes: int) -> Layout:
+    """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes; cached.
 
     Args:
         counts: per row, the number of tokens.
@@ -90,7 +91,7 @@ def uneven_layout(counts: Sequence[int], lengths: Sequence[int], num_nodes: int)
 @lru_cache(maxsize=256)
 def last_token_layout(counts: tuple[int, ...]) -> Layout:
     """Return the layout of rows with these numbers of tokens, with the logits of the last of each."""
-    return uneven_layout(counts, [0] * len(counts), 0)
+    return uneven_layout(counts, (0,) * len(counts), 0)
 
 
 def num_keys_of_chains(
@@ -106,6 +107,23 @@ def in_rows(output: Output, tokens: Tensor) -> Output:
     return Output(
         output.logits, {layer: each.view(*tokens.shape, -1) for layer, each in output.hidden.items()}
     )
+
+
+def in_columns(of_tokens: Tensor, layout: Layout) -> Tensor:
+    """Return hidden states `[row, column, width]` of the selected tokens, zeros where there is none.
+
+    Args:
+        of_tokens: `[token, width]`.
+        layout: places of the selected tokens.
+    """
+    num_rows, num_selected = len(layout.firsts) - 1, len(layout.selected)
+    if num_selected < len(of_tokens):
+        of_tokens = of_tokens[torch.tensor(layout.selected[:])]
+    if num_selected < num_rows * layout.num_columns:
+        selected = of_tokens
+        of_tokens = selected.new_zeros(num_rows * layout.num_columns, selected.shape[-1])
+        of_tokens[torch.tensor(layout.places[:])] = selected
+    return of_tokens.view(num_rows, layout.num_columns, -1)
 
 
 class PreparedCall(NamedTuple):

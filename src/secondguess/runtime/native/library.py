@@ -114,10 +114,6 @@ class Settings(Structure):
     ]
 
 
-class RowNoise(Structure):
-    _fields_ = [("key", c_uint64), *_fields(c_int64, "position races")]
-
-
 class StoppingRule(Structure):
     _fields_ = [("num_edges", c_int64), *_fields(c_void_p, "edges own following least groups")]
 

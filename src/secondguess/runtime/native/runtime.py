@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, token_tensor
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import (
     ChainDecision,
@@ -25,8 +25,10 @@ from secondguess.runtime.fused import CheckedDecoder, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
+    NO_POSITIONS,
     KernelForward,
     even_layout,
+    in_columns,
     in_rows,
     kernel_step,
     num_keys_of_chains,
@@ -202,25 +204,33 @@ class NativeRuntime(LayeredRuntime):
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
-        if len(states) == 1 or self._partial is not None:
+        if self._partial is not None:
             return super()._run_queries(states, num_uncached, draft)
-        lengths = draft.lengths.tolist()
+        lengths: list[int] = draft.lengths.tolist()
         counts = [count + length for count, length in zip(num_uncached, lengths, strict=True)]
-        if min(counts) == max(counts):
-            return super()._run_queries(states, num_uncached, draft)
-        # Rows differ: their tokens follow each other without padding.
-        tokens, step = self._prepare(states, num_uncached, draft)
-        is_real = torch.arange(tokens.shape[1]) < torch.tensor(counts)[:, None]
-        layout = uneven_layout(counts, lengths, draft.num_nodes)
-        output = self._forward(
-            self.cache, tokens[is_real], layout, step, range(self.num_layers), self.hidden_layers
-        )
-        hidden = {}
-        for layer, of_tokens in output.hidden.items():
-            padded = of_tokens.new_zeros(len(states) * layout.num_columns, of_tokens.shape[-1])
-            padded[torch.tensor(layout.places[:])] = of_tokens[torch.tensor(layout.selected[:])]
-            hidden[layer] = padded.view(len(states), layout.num_columns, -1)
+        if draft.is_chain:
+            tokens, step = self._prepare_chains(states, draft, counts, lengths)
+        else:
+            padded, step = self._prepare(states, num_uncached, draft)
+            tokens = padded[torch.arange(padded.shape[1]) < torch.tensor(counts)[:, None]]
+        layout = uneven_layout(tuple(counts), tuple(lengths), draft.num_nodes)
+        output = self._forward(self.cache, tokens, layout, step, range(self.num_layers), self.hidden_layers)
+        hidden = {layer: in_columns(each, layout) for layer, each in output.hidden.items()}
         return output.logits, hidden
+
+    def _prepare_chains(
+        self, states: Sequence[CachedRow], draft: Draft, counts: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[Tensor, ForwardStep]:
+        """Return the uncached tokens and nodes of all rows, which follow each other without padding."""
+        starts = [state.length for state in states]
+        num_keys = max([start + count for start, count in zip(starts, counts, strict=True)])
+        self._place(states, starts, max(counts), num_keys)
+        tokens = []
+        for state, nodes, length in zip(states, draft.token_lists, lengths, strict=True):
+            tokens += state.row.tokens[state.length :]
+            tokens += nodes[:length]
+        step = ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
+        return token_tensor(tokens, self.device), step
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         layout = even_layout(*tokens.shape, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Array, c_int64
+from ctypes import Array, c_int64, c_uint64
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,9 +41,10 @@ class KernelVerdict(NamedTuple):
     samples: list[list[int]]
 
 
-def noises_of_rows(noises: Sequence[RowNoise]) -> Array[library.RowNoise]:
-    """Return the noise of the rows of a batch as the kernels take it."""
-    return (library.RowNoise * len(noises))(*[library.RowNoise(*noise) for noise in noises])
+def noises_of_rows(noises: Sequence[RowNoise]) -> Array[c_uint64]:
+    """Return the noise of the rows of a batch as the kernels take it: three numbers per row."""
+    numbers = [number for noise in noises for number in noise]
+    return (c_uint64 * len(numbers))(*numbers)
 
 
 @lru_cache(maxsize=256)
