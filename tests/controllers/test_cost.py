@@ -741,7 +741,9 @@ def test_slow_drafted_rounds_are_compared_with_plain_ones() -> None:
     assert not times.needs_plain(1, 10)
     for _ in range(4):
         times.add(1, 2, 2.4)
-    assert times.rests(1, 2)[-1] > known + 0.3, "the machine was not the cause: the new cost is learned quickly"
+    assert times.rests(1, 2)[-1] > known + 0.3, (
+        "the machine was not the cause: the new cost is learned quickly"
+    )
 
 
 def test_a_pass_cheaper_than_a_plain_round_causes_plain_rounds() -> None:

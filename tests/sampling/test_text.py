@@ -102,7 +102,9 @@ def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[Strea
     prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
     stream = StreamingDetokenizer(tokenizer, prompt_ids, stop)
     ends = frozenset({tokenizer.eos_token_id})
-    return stream, Row(prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream.stop_checker)
+    return stream, Row(
+        prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream.stop_checker
+    )
 
 
 def in_runs(tokens: list[int], seed: int) -> list[list[int]]:

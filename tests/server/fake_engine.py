@@ -128,7 +128,9 @@ class FakeEngine:
         detokenizer = StreamingDetokenizer(tokenizer, request.prompt, request.params.stop)
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length
-        row = Row(list(request.prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker)
+        row = Row(
+            list(request.prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker
+        )
         left = tokenizer(self.reply, add_special_tokens=False).input_ids
         return row, detokenizer, [], [], [*left, min(target.end_tokens)], Stats()
 
