@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from families import (
     FAMILIES,
@@ -238,6 +239,27 @@ def test_a_missing_or_broken_tokenizer_is_refused(copied, content):
         (copied / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer"):
         Checkpoint.resolve(copied).load()
+
+
+def test_a_folder_without_any_file_of_a_tokenizer_is_named(copied):
+    for file in copied.glob("*token*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json; copy"):
+        Checkpoint.resolve(copied).load()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
+    config, file = json.loads((copied / "config.json").read_text()), copied / "model.safetensors"
+    last = config["num_hidden_layers"] - 1
+    assert last > 0
+    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
+    with pytest.raises(CheckpointError, match=rf"model\.layers\.{last}, a layer that the configuration"):
+        Checkpoint.resolve(copied, dtype=dtype).load()
+    # With a tensor that no layer has it is another module, such as one that predicts later tokens.
+    extra = {f"model.layers.{last}.eh_proj.weight": torch.zeros(1)}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    Checkpoint.resolve(copied, dtype=dtype).load()
 
 
 def test_too_little_memory_is_reported_before_loading(checkpoint, monkeypatch):

@@ -83,6 +83,18 @@ def test_a_draft_model_is_described_and_counted(inspected, tiny_checkpoint, tiny
     assert memory["fits"] is True
 
 
+def test_weights_of_a_smaller_model_than_the_configuration_describes_are_refused(
+    secondguess_command, tiny_checkpoint, tmp_path
+):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "copied")
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 16
+    (folder / "config.json").write_text(json.dumps(config))
+    done = secondguess_command("inspect", folder, *FLOAT32)
+    assert done.code == 2
+    assert "expected weights of" in done.err
+
+
 @pytest.mark.parametrize(("rows", "context"), [(1, 7), (3, 200), (4, 256), (5, 100)])
 def test_caches_are_counted_as_they_are_allocated(inspected, tiny_checkpoint, monkeypatch, rows, context):
     planned = inspected(tiny_checkpoint, "--rows", rows, "--context", context)["memory"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import outline_of, require_torchao
-from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.checkpoint.weights import count_parameters, is_gguf, weight_files
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.native.decoder import why_not_native
@@ -79,6 +81,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     with quiet():
         model = outline_of(config)
     check_supported(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    _check_size(checkpoint, num_parameters)
     text, layers = config.get_text_config(), cached_layers(config)
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)
     attention = _count_attention_types(text)
@@ -91,7 +95,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         path=checkpoint.path,
         architecture=type(model).__name__,
         model_type=config.model_type,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters,
         num_layers=checkpoint.num_layers,
         hidden_size=text.hidden_size,
         num_heads=max((layer.num_attention_heads for layer in layers), default=0),
@@ -109,6 +113,22 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         cache_bytes=need.cache,
         available_bytes=available_memory(checkpoint.device),
     )
+
+
+def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
+    """Check that the weight files have as many numbers as the configuration asks for.
+
+    Only unquantised safetensors are counted. They may have more than that, such as an image encoder.
+    """
+    folder = Path(checkpoint.path)
+    is_packed = checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config")
+    if is_gguf(folder) or is_packed or not weight_files(folder):
+        return
+    if (stored := count_parameters(folder)) < num_parameters:
+        raise CheckpointError(
+            f"expected weights of {num_parameters:,} parameters in {folder}, as its configuration says, got {stored:,}; "
+            "copy or download the checkpoint again"
+        )
 
 
 def _count_attention_types(config: Any) -> dict[str, int]:

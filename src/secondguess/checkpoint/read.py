@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +52,10 @@ MOST_OF_REASON = 300
 """Characters of a library's error that are shown."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+"""Patterns of which a file of any tokenizer has one."""
+LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
+"""Name of a tensor in a list of layers."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -193,6 +199,10 @@ def read_tokenizer(path: str) -> Any:
     Raises:
         CheckpointError: if there is none, or it cannot be read.
     """
+    if not is_gguf(path) and not any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"expected a tokenizer in {path}, got none of its files, such as tokenizer.json; copy them there, too"
+        )
     with _reading("a tokenizer", path):
         # AutoTokenizer reads the configuration, too
         is_of_its_own = is_gguf(path) and is_of_gpt_oss(Path(path))
@@ -234,7 +244,7 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         model, found = loader.from_pretrained(
             **_place(path), config=config, dtype=dtype, output_loading_info=True, **_experts_option(dtype)
         )
-        _check_complete(found)
+        _check_complete(model, found)
         return model
 
 
@@ -270,7 +280,7 @@ def _read_stored(
         output_loading_info=True,
         **_experts_option(dtype),
     )
-    _check_complete(info)
+    _check_complete(model, info)
     for name, sizes in stored.items():
         place = name.removesuffix(".weight")
         bias = model.get_submodule(place).bias
@@ -326,9 +336,19 @@ def ties_embeddings(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def _check_complete(loading_info: Any) -> None:
+def _check_complete(model: Any, loading_info: Any) -> None:
+    """Check that no tensor of the module is missing, and that the module has all layers with weights."""
     if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
+    left_out: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in loading_info["unexpected_keys"]:
+        if found := LAYER_NUMBER.fullmatch(name):
+            left_out[found["before"], int(found["number"])].add(found["after"])
+    names = model.state_dict().keys()
+    for (before, number), tensors in sorted(left_out.items()):
+        # A module for the prediction of later tokens (MTP) is stored as a layer, with more tensors than one.
+        if all(f"{before}.0.{tensor}" in names for tensor in tensors):
+            raise ValueError(f"weights of {before}.{number}, a layer that the configuration leaves out")
 
 
 def pick_device(device: str) -> torch.device:
