@@ -3,7 +3,7 @@
 
 // Sums of some rows with codes of 8 bits.
 template <int COUNT, class Finish>
-inline void sum_rows(const char* codes, const GroupValues& values, int first, Finish finish) {
+[[gnu::always_inline]] inline void sum_rows(const char* codes, const GroupValues& values, int first, Finish finish) {
     Wholes whole[COUNT] = {};
     const int8_t* numbers = values.numbers + first * values.stride;
     UNROLLED for (int four = 0; four < 8; four++)
@@ -14,7 +14,7 @@ inline void sum_rows(const char* codes, const GroupValues& values, int first, Fi
 
 // Call `finish(row, sums)` with the sums of the products of some rows, at most MOST_ROWS, with a group of one tile.
 template <Encoding ENCODING, class Finish>
-inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
+[[gnu::always_inline]] inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
     if constexpr (ENCODING == INT8_GROUPS) {
         int row = 0;
         for (; row + 2 <= count; row += 2) sum_rows<2>(codes, values, row, finish);
@@ -40,7 +40,7 @@ inline void sum_group(const char* codes, const GroupValues& values, int count, F
                 fours[part][2 * line] = decoded(both);
                 fours[part][2 * line + 1] = decoded(_mm256_srli_epi16(both, 4));
             }
-        for (int row = 0; row < count; row++) {
+        UNROLLED for (int row = 0; row < count; row++) {
             const int8_t* from = values.numbers + row * values.stride + half * 16;
             __m256i narrow[2], wide[2];  // sums in 16 and in 32 bits
             UNROLLED for (int part = 0; part < 2; part++)

@@ -80,17 +80,17 @@ inline void block_sums(const Number* rows, int64_t stride, const char* block, in
     }
 }
 
-// Add the products of some rows with a block in groups to `sums`. Lines of the group that is read some groups
-// later are prefetched.
-template <Encoding ENCODING>
-inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
+// Products of some rows with a block in groups. Lines of the group that is read some groups later are prefetched. (Inlined
+// into the products of a decoder, GCC spills the sums.)
+template <Encoding ENCODING, class Count>
+[[gnu::noinline]] inline void sum_products_of_groups(const GroupValues& values, Count count, const char* block, int64_t num_groups, float* sums) {
     constexpr int64_t BYTES = group_bytes(ENCODING);
     std::fill_n(sums, count * BLOCK, 0.0f);
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
         const GroupValues of_group = values.of_group(group);
         for (int64_t line = 0; line < BYTES; line += LINE_BYTES) __builtin_prefetch(data + PREFETCH_BYTES + line);
-        for (int tile = 0; tile < BLOCK / TILE; tile++) {
+        UNROLLED for (int tile = 0; tile < BLOCK / TILE; tile++) {
             const Parameters<ENCODING> parameters((const uint16_t*)(data + code_bytes(ENCODING)) + tile * TILE);
             sum_group<ENCODING>(data + tile * LINE_BYTES, of_group, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
@@ -98,6 +98,14 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
             });
         }
     }
+}
+
+template <Encoding ENCODING>
+inline void add_groups(const GroupValues& values, int count, const char* block, int64_t num_groups, float* sums) {
+    if (count == 1)  // a constant, with which the compiler keeps the sums of the row in registers
+        sum_products_of_groups<ENCODING>(values, std::integral_constant<int, 1>(), block, num_groups, sums);
+    else
+        sum_products_of_groups<ENCODING>(values, count, block, num_groups, sums);
 }
 
 struct VectorUnit {
