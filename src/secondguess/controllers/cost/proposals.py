@@ -128,13 +128,16 @@ class ProposalMaker:
         estimates: dict[Hashable, Estimate],
     ) -> DraftProposal | None:
         best = None
-        limit, level = row.params.max_draft_length, self._expectations.level(row)
+        params, room, level = row.params, row.room - 1, self._expectations.level(row)
+        most = room if params.max_draft_length is None else min(params.max_draft_length, room)
+        of_row = row.coupled, params.temperature, level
         for candidate in choices:
             longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
-            length = min(candidate.longest, longest if limit is None else min(limit, longest), row.room - 1)
+            length = min(candidate.longest, longest, most)
             if length <= 0:
                 continue
-            key = candidate, row.coupled, row.params.temperature, level, length
+            # Without the prefill, which differs between rows.
+            key = of_row, candidate.part, candidate.kind, candidate.deterministic, length, longest
             estimate = estimates.get(key)
             if estimate is None:
                 kind = self._expectations.kind(row, candidate)
