@@ -24,7 +24,7 @@ from families import (
     row_of,
     write_checkpoint,
 )
-from secondguess.checkpoint import memory
+from secondguess.checkpoint import memory, read
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
@@ -260,6 +260,19 @@ def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
     extra = {f"model.layers.{last}.eh_proj.weight": torch.zeros(1)}
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
     Checkpoint.resolve(copied, dtype=dtype).load()
+
+
+def test_tensors_that_a_layer_does_not_use_are_ignored():
+    """Some layers share keys and values with an earlier one, and yet have weights for them in the checkpoint."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(
+        [torch.nn.ModuleDict({"key": torch.nn.Linear(1, 1), "rest": torch.nn.Linear(1, 1)})]
+    )
+    model.layers.append(torch.nn.ModuleDict({"rest": torch.nn.Linear(1, 1)}))
+    info = {"missing_keys": [], "unexpected_keys": ["layers.1.key.weight"]}
+    read._check_complete(model, info)
+    with pytest.raises(ValueError, match=r"layers\.2"):
+        read._check_complete(model, info | {"unexpected_keys": ["layers.2.key.weight"]})
 
 
 def test_too_little_memory_is_reported_before_loading(checkpoint, monkeypatch):

@@ -346,8 +346,10 @@ def _check_complete(model: Any, loading_info: Any) -> None:
             left_out[found["before"], int(found["number"])].add(found["after"])
     names = model.state_dict().keys()
     for (before, number), tensors in sorted(left_out.items()):
-        # A module for the prediction of later tokens (MTP) is stored as a layer, with more tensors than one.
-        if all(f"{before}.0.{tensor}" in names for tensor in tensors):
+        # A layer of the module may leave out some of its tensors, such as keys that it shares with another one. A module
+        # for the prediction of later tokens (MTP) is stored as a layer, with more tensors than one.
+        is_layer = any(name.startswith(f"{before}.{number}.") for name in names)
+        if not is_layer and all(f"{before}.0.{tensor}" in names for tensor in tensors):
             raise ValueError(f"weights of {before}.{number}, a layer that the configuration leaves out")
 
 

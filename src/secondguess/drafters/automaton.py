@@ -68,7 +68,7 @@ class SuffixAutomaton:
         for token in tokens:
             self._count(token)
             self._grow(token)
-        self.num_tokens += len(tokens)
+            self.num_tokens += 1
 
     @property
     def match(self) -> Context:

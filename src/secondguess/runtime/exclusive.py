@@ -45,7 +45,7 @@ class CallLock:
 
 
 def _is_daemon() -> bool:
-    """Return whether this is not the main thread, which at exit runs on beside daemon threads only."""
+    """Return whether this is a daemon thread, given that the interpreter exits: other threads have ended by then."""
     return threading.current_thread() is not threading.main_thread()
 
 
