@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -254,7 +255,7 @@ def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
     last = config["num_hidden_layers"] - 1
     assert last > 0
     (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
-    with pytest.raises(CheckpointError, match=rf"model\.layers\.{last}, a layer that the configuration"):
+    with pytest.raises(CheckpointError, match=rf"model\.layers\.{last}, while num_hidden_layers is {last}"):
         Checkpoint.resolve(copied, dtype=dtype).load()
     # With a tensor that no layer has it is another module, such as one that predicts later tokens.
     extra = {f"model.layers.{last}.eh_proj.weight": torch.zeros(1)}
@@ -262,17 +263,28 @@ def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
     Checkpoint.resolve(copied, dtype=dtype).load()
 
 
-def test_tensors_that_a_layer_does_not_use_are_ignored():
-    """Some layers share keys and values with an earlier one, and yet have weights for them in the checkpoint."""
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(
-        [torch.nn.ModuleDict({"key": torch.nn.Linear(1, 1), "rest": torch.nn.Linear(1, 1)})]
+def test_left_out_layers_are_told_from_other_tensors():
+    """The kept layers differ, as in a mixture of experts whose first layer is dense; an image encoder has layers, too."""
+    kept = [
+        "layers.0.a",
+        "layers.0.b",
+        "layers.1.a",
+        "layers.1.c",
+        "layers.1.mlp.experts.0.w",
+        "tower.blocks.0.a",
+    ]
+    model = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=2)),
+        state_dict=lambda: dict.fromkeys(kept),
     )
-    model.layers.append(torch.nn.ModuleDict({"rest": torch.nn.Linear(1, 1)}))
-    info = {"missing_keys": [], "unexpected_keys": ["layers.1.key.weight"]}
-    read._check_complete(model, info)
-    with pytest.raises(ValueError, match=r"layers\.2"):
-        read._check_complete(model, info | {"unexpected_keys": ["layers.2.key.weight"]})
+
+    def check(*names: str) -> None:
+        read._check_complete(model, {"missing_keys": [], "unexpected_keys": names})
+
+    # of a layer that shares it with another one, of the encoder, of another module, and not in any list
+    check("layers.1.b", "tower.blocks.1.a", "tower.blocks.2.a", "layers.2.a", "layers.2.other", "rest")
+    with pytest.raises(ValueError, match=r"layers\.3"):
+        check("layers.3.a", "layers.3.c", "layers.3.mlp.experts.5.w")
 
 
 def test_too_little_memory_is_reported_before_loading(checkpoint, monkeypatch):

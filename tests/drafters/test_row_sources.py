@@ -2,6 +2,7 @@
 
 import keyword
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -319,3 +320,12 @@ def test_a_code_edit_takes_a_quarter_of_the_passes():
 def test_the_part_numbers_are_not_those_of_drafters():
     assert len({FORCED_PART, PREDICTION_PART}) == 2
     assert max(FORCED_PART, PREDICTION_PART) < 0
+
+
+def test_padding_of_chains_is_dropped_when_they_are_joined():
+    padded = Draft.chains([[2, 3, 4, 5], []], torch.full((2, 4, 6), 1 / 6)).select(torch.tensor([0, 1]))
+    padded = replace(padded, lengths=torch.tensor([2, 0]), parents=torch.tensor([[-1, 0, -1, -1], [-1] * 4]))
+    joined = merge_drafts([padded, Draft.chains([[], [1]])], 6)
+    assert joined.tokens.tolist() == [[2, 3], [1, 0]]
+    assert joined.probs[0].tolist() == padded.probs[0, :2].tolist()
+    assert joined.probs[1].tolist() == [[0, 1, 0, 0, 0, 0], [0] * 6]

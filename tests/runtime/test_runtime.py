@@ -22,6 +22,7 @@ from families import (
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache
+from secondguess.runtime.native.forward import KernelForward
 from secondguess.runtime.transformers import TransformersRuntime
 
 NODES = random_tokens(4, seed=5)
@@ -149,9 +150,16 @@ def test_scoring_computes_only_the_requested_logits(runtime, kind, monkeypatch):
         return output
 
     monkeypatch.setattr(runtime, "run", spy)
+    if kind == "native":  # it runs chains in another way
+        prepare = KernelForward._prepare
+
+        def spy_on_kernels(*inputs, **named):
+            call = prepare(*inputs, **named)
+            seen.append(inputs[0]._arguments.num_logits)
+            return call
+
+        monkeypatch.setattr(KernelForward, "_prepare", spy_on_kernels)
     assert runtime.score([row], Draft.chains([NODES])).logits.shape == (1, 5, 300)
-    if kind == "native":  # which runs chains in another way
-        seen = [runtime._forward._arguments.num_logits]
     assert seen == [5]
 
 

@@ -12,7 +12,7 @@ import torch
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import outline_of, require_torchao
-from secondguess.checkpoint.weights import count_parameters, is_gguf, weight_files
+from secondguess.checkpoint.weights import count_loaded_parameters
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
@@ -116,18 +116,17 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
 
 
 def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
-    """Check that the weight files have as many numbers as the configuration asks for.
+    """Check that the weights have as many numbers as the configuration asks for, if they are unquantised safetensors.
 
-    Only unquantised safetensors are counted. They may have more than that, such as an image encoder.
+    They may have more than that, such as an image encoder.
     """
-    folder = Path(checkpoint.path)
-    is_packed = checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config")
-    if is_gguf(folder) or is_packed or not weight_files(folder):
+    if checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config"):
         return
-    if (stored := count_parameters(folder)) < num_parameters:
+    stored = count_loaded_parameters(Path(checkpoint.path))
+    if stored is not None and stored < num_parameters:
         raise CheckpointError(
-            f"expected weights of {num_parameters:,} parameters in {folder}, as its configuration says, got {stored:,}; "
-            "copy or download the checkpoint again"
+            f"expected weights of {num_parameters:,} parameters in {checkpoint.path}, as its configuration says, "
+            f"got {stored:,}; copy or download the checkpoint again"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -52,8 +52,8 @@ MOST_OF_REASON = 300
 """Characters of a library's error that are shown."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
-TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
-"""Patterns of which a file of any tokenizer has one."""
+TOKENIZER_FILES = ("tokeniz*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken.json")
+"""Patterns of the names of a tokenizer's files."""
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
 """Name of a tensor in a list of layers."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -340,17 +340,24 @@ def _check_complete(model: Any, loading_info: Any) -> None:
     """Check that no tensor of the module is missing, and that the module has all layers with weights."""
     if missing := sorted(loading_info["missing_keys"]):
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
-    left_out: dict[tuple[str, int], set[str]] = defaultdict(set)
-    for name in loading_info["unexpected_keys"]:
-        if found := LAYER_NUMBER.fullmatch(name):
-            left_out[found["before"], int(found["number"])].add(found["after"])
-    names = model.state_dict().keys()
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    kept, left_out = _tensors_by_layer(model.state_dict()), _tensors_by_layer(loading_info["unexpected_keys"])
     for (before, number), tensors in sorted(left_out.items()):
-        # A layer of the module may leave out some of its tensors, such as keys that it shares with another one. A module
-        # for the prediction of later tokens (MTP) is stored as a layer, with more tensors than one.
-        is_layer = any(name.startswith(f"{before}.{number}.") for name in names)
-        if not is_layer and all(f"{before}.0.{tensor}" in names for tensor in tensors):
-            raise ValueError(f"weights of {before}.{number}, a layer that the configuration leaves out")
+        # Not the layers of an image encoder, nor tensors that a layer does not use, such as keys that it shares.
+        if number < num_layers or (before, num_layers - 1) not in kept or (before, number) in kept:
+            continue
+        # A module for the prediction of later tokens (MTP) is stored as a layer, with more tensors than one.
+        if any(tensors <= kept[before, index] for index in range(num_layers)):
+            raise ValueError(f"weights of {before}.{number}, while num_hidden_layers is {num_layers}")
+
+
+def _tensors_by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
+    """Return the names within each layer of its tensors, except those of single experts, by list and number."""
+    by_layer: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in names:
+        if (found := LAYER_NUMBER.fullmatch(name)) and ".experts." not in name:
+            by_layer[found["before"], int(found["number"])].add(found["after"])
+    return by_layer
 
 
 def pick_device(device: str) -> torch.device:

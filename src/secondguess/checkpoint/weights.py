@@ -47,6 +47,22 @@ def tensor_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def count_loaded_parameters(folder: Path) -> int | None:
+    """Return the number of parameters in the safetensors files from which a model is loaded; None if there are none.
+
+    Other files in the folder, such as adapters or a copy in another format, are not counted.
+
+    Raises:
+        CheckpointError: if a file is not safetensors or is truncated.
+    """
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return _count_in_file(whole, "")
+    if not (folder / "model.safetensors.index.json").is_file():
+        return None
+    return sum(_count_in_file(file, "") for file in tensor_files(folder))
+
+
 def count_parameters(folder: Path, suffix: str = "") -> int:
     """Return a model's number of parameters, from the headers of its weight files.
 

@@ -160,9 +160,11 @@ def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:
     dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
     probs = merged.tokens.new_zeros(merged.num_rows, merged.num_nodes, vocab_size, dtype=dtype)
     for draft in drafts:
-        rows, count = draft.lengths.nonzero()[:, 0], draft.num_nodes
-        own = one_hot_probs(draft.tokens[rows], vocab_size) if draft.probs is None else draft.probs[rows]
-        probs[rows, :count] = own.to(dtype)
+        rows, count = draft.lengths.nonzero()[:, 0], min(draft.num_nodes, merged.num_nodes)  # less padding
+        nodes, own = draft.tokens[rows, :count], draft.probs
+        probs[rows, :count] = (one_hot_probs(nodes, vocab_size) if own is None else own[rows, :count]).to(
+            dtype
+        )
     return merged.with_probs(probs)
 
 

@@ -80,8 +80,8 @@ inline void block_sums(const Number* rows, int64_t stride, const char* block, in
     }
 }
 
-// Products of some rows with a block in groups. Lines of the group that is read some groups later are prefetched. (Inlined
-// into the products of a decoder, GCC spills the sums.)
+// Products of some rows with a block in groups. Lines of the group that is read some groups later are prefetched. It
+// is not inlined, as GCC spills the sums in the products of a decoder.
 template <Encoding ENCODING, class Count>
 [[gnu::noinline]] inline void sum_products_of_groups(const GroupValues& values, Count count, const char* block, int64_t num_groups, float* sums) {
     constexpr int64_t BYTES = group_bytes(ENCODING);
