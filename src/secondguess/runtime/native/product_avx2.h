@@ -40,7 +40,7 @@ template <Encoding ENCODING, class Finish>
                 fours[part][2 * line] = decoded(both);
                 fours[part][2 * line + 1] = decoded(_mm256_srli_epi16(both, 4));
             }
-        UNROLLED for (int row = 0; row < count; row++) {
+        for (int row = 0; row < count; row++) {
             const int8_t* from = values.numbers + row * values.stride + half * 16;
             __m256i narrow[2], wide[2];  // sums in 16 and in 32 bits
             UNROLLED for (int part = 0; part < 2; part++)
