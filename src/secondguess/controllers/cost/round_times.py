@@ -1,7 +1,7 @@
 """Measured costs of rounds: T_target(m) and T_draft(k) at the batch size in use.
 
-A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rest(R, w)` seconds
-besides drafting, and a draft of k steps over n rows `drafting(part, n, k)`. Plain rounds (rounds
+A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rests(R, w)[w]`
+seconds besides drafting, and a draft of k steps over n rows `draft_seconds(part, n).at(k)`. Plain rounds (rounds
 without drafts) are kept in seconds, all other costs relative to plain rounds of the same time, so
 that a machine that changes its speed changes all costs alike. If rounds with drafts take
 unexpectedly long (or short), a few plain rounds are timed to find out whether the machine or the
