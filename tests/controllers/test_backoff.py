@@ -13,7 +13,7 @@ import torch
 from simulation import Simulation
 
 from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
-from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.cost.controller import ROWS_PER_PAUSED_ROUND, CostController
 from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
@@ -306,13 +306,67 @@ def test_a_pause_ends_with_its_rows(change: str) -> None:
     assert controller.begin_round({"row": [other], "second row": [row, other], "end": [row]}[change])
 
 
-def test_lookups_are_never_paused() -> None:
+LOOKUP = Candidate(kind="match", deterministic=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS_PER_PAUSED_ROUND - 1])
+def test_lookups_of_few_rows_are_never_paused(num_rows: int) -> None:
     """Their candidates depend on the text, so each round may have a better one."""
-    controller, rows = CostController(), make_rows(1)
-    lookup = Candidate(kind="match", deterministic=True)
+    controller, rows = CostController(), make_rows(num_rows)
     for _ in range(300):
         assert controller.begin_round(rows)
-        play(controller, rows, [(lookup, Candidate(part=1))])
+        play(controller, rows, [(LOOKUP, Candidate(part=1))] * num_rows)
+
+
+def run_paused_rounds(controller: CostController, rows: Sequence[Row]) -> int:
+    """Run the rounds that are paused now and return their number."""
+    num_paused = 0
+    while not controller.begin_round(rows):
+        verdict = Verdict.from_chain([0] * len(rows), [0] * len(rows))
+        controller.learn(rows, Draft.empty(len(rows)), verdict, RoundTime(0.0, 0.0, 1.0))
+        num_paused += 1
+    return num_paused
+
+
+@pytest.mark.parametrize("kinds", [["match"], ["match", "another"]])
+def test_a_batch_in_which_nothing_pays_pauses(kinds: list[str]) -> None:
+    """Its candidates are in backoff, or new ones that are evaluated."""
+    num_rows = 3 * ROWS_PER_PAUSED_ROUND
+    controller, rows = CostController(), make_rows(num_rows)
+    num_paused = 0
+    for number in range(300):
+        candidates = [(LOOKUP._replace(kind=kinds[number // 40 % len(kinds)]),)] * num_rows
+        drafted = any(play(controller, rows, candidates, price=2.0))
+        paused = run_paused_rounds(controller, rows)
+        assert paused == (0 if drafted or controller.measures_plain else 3)
+        num_paused += paused
+    assert num_paused > 800
+
+
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_a_batch_probes_a_lookup_that_was_never_right(num_rows: int) -> None:
+    """Once it is right, it is drafted again."""
+    controller, rows = CostController(), make_rows(num_rows)
+    for _ in range(200):
+        play_or_pause(controller, rows, accepted=False)
+    drafted = [any(play_or_pause(controller, rows, accepted=True)) for _ in range(1000)]
+    assert sum(drafted[-100:]) > 50
+
+
+def play_or_pause(controller: CostController, rows: Sequence[Row], accepted: bool) -> list[int]:
+    """Run one round in which a lookup costs little; returns the draft lengths."""
+    if run_paused_rounds(controller, rows):
+        return []
+    return play(controller, rows, [(LOOKUP,)] * len(rows), price=0.05, accepted=accepted)
+
+
+@pytest.mark.parametrize("settings", [{"sources": (Prediction([0, 0]),)}, {"draft_length": 0}])
+def test_a_batch_with_drafts_of_its_own_is_never_paused(settings: dict[str, object]) -> None:
+    own = Row([0], SamplingParams(draft_length=settings.pop("draft_length", None)), **settings)
+    controller, rows = CostController(), [own, *make_rows(2 * ROWS_PER_PAUSED_ROUND)]
+    for _ in range(300):
+        assert controller.begin_round(rows)
+        play(controller, rows, [(LOOKUP,)] * len(rows))
 
 
 @pytest.fixture

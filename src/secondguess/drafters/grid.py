@@ -87,9 +87,10 @@ class GridDrafter(LookupDrafter[GridIndex]):
     def make_index(self, row: Row) -> GridIndex:
         return GridIndex(self.options.width)
 
-    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        """Return one candidate per row, of length 0 without a match; its `kind` is the match's size."""
-        return [(CANDIDATES[found[0] if (found := self._indices[row].match()) else 0],) for row in rows]
+    def choices(self, index: GridIndex) -> tuple[Candidate]:
+        """Return one candidate, of length 0 without a match; its `kind` is the match's size."""
+        found = index.match()
+        return (CANDIDATES[found[0] if found else 0],)
 
     def chain(self, index: GridIndex, limit: int) -> list[int]:
         return index.continuation(limit)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.core import Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.names import Name, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
@@ -64,6 +64,10 @@ class LookupDrafter(Drafter, Generic[IndexT]):
     def make_index(self, row: Row) -> IndexT:
         """Return the index of a row, which does not hold its text yet."""
 
+    def choices(self, index: IndexT) -> tuple[Candidate, ...]:
+        """Return the draft candidates after an indexed text; override it if they depend on the text."""
+        return (Candidate(deterministic=True),)
+
     @abstractmethod
     def chain(self, index: IndexT, limit: int) -> list[int]:
         """Return a draft of at most `limit` tokens after an indexed text."""
@@ -71,21 +75,25 @@ class LookupDrafter(Drafter, Generic[IndexT]):
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row in rows:
             self._indices[row] = self.make_index(row)
-        self._read(rows)
+            self._index(row)
+
+    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate, ...]]:
+        return [self.choices(self._index(row)) for row in rows]
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
         return Draft.chains(
-            [self.chain(self._indices[row], limit) for row, limit in limits], device=noise.device
+            [self.chain(self._index(row), limit) for row, limit in limits], device=noise.device
         )
-
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        self._read(rows)
 
     def release(self, row: Row) -> None:
         self._indices.pop(row, None)
 
-    def _read(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            index = self._indices[row]
-            index.extend(row.tokens[index.num_tokens :])
+    def _index(self, row: Row) -> IndexT:
+        """Return the index of a row, after it has read what was committed since the last call.
+
+        Rounds that ask for no candidates leave their tokens unread: several at once take less time.
+        """
+        index = self._indices[row]
+        index.extend(row.tokens[index.num_tokens :])
+        return index

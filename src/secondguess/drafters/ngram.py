@@ -96,9 +96,9 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
     def make_index(self, row: Row) -> NgramIndex:
         return NgramIndex(self.options)
 
-    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        """Return one candidate per row, of length 0 if no n-gram matches."""
-        return [(SOMETHING if self._indices[row].has_match else NOTHING,) for row in rows]
+    def choices(self, index: NgramIndex) -> tuple[Candidate]:
+        """Return one candidate, of length 0 if no n-gram matches."""
+        return (SOMETHING if index.has_match else NOTHING,)
 
     def chain(self, index: NgramIndex, limit: int) -> list[int]:
         return index.continuation(limit)

@@ -83,14 +83,11 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
     def make_index(self, row: Row) -> RowIndex:
         return RowIndex(None if row.history is None else HistoryReader(self.histories.of(row.history)))
 
-    def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate]]:
-        """Return one candidate per row, of length 0 if the match is shorter than `min`.
+    def choices(self, index: RowIndex) -> tuple[Candidate]:
+        """Return one candidate, of length 0 if the match is shorter than `min`.
 
         Its `kind` groups matches of similar length, which have similar acceptance.
         """
-        return [self._candidates_of(self._indices[row]) for row in rows]
-
-    def _candidates_of(self, index: RowIndex) -> tuple[Candidate]:
         shared = index.shared_match()
         if shared is None:
             return self._choices("suffix", index.own.match.length)

@@ -69,16 +69,14 @@ class Backoffs:
         backoff = self._of.get(key)
         return backoff is not None and backoff.until > self._now and backoff.count >= count
 
-    def num_constant(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
+    def num_constant(self, candidates: Sequence[Sequence[Candidate]]) -> int:
         """Return for how many more rounds all of these candidates stay the same and in backoff.
 
-        The candidates of a drafter that samples do not depend on the text, unlike those of a lookup
-        and of a row's own sources. In a batch, acceptance rates may change.
+        The candidates of a drafter that samples do not depend on the text, unlike those of a lookup.
+        In a batch, acceptance rates may change.
         """
-        for row, choices in zip(rows, candidates, strict=True):
-            if row.sources or row.params.draft_length is not None:
-                return 0
-            if any(choice.deterministic or not choice.longest for choice in choices):
+        for choices in candidates:
+            if any([choice.deterministic or not choice.longest for choice in choices]):
                 return 0
         return min(self._of[key].until for key in self._counts) - self._now - 1
 

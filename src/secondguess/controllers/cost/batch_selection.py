@@ -55,12 +55,13 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
             best, best_drafts, best_width = net, drafts, width
         if width >= longest:
             break
-    for proposal in best_drafts.chosen:
-        if proposal.deterministic:
-            proposal.length = min(proposal.length, best_width, proposal.estimate.num_likely)
     if not best_drafts.is_trial:
         cost_model.expect(best_drafts.tokens, best_drafts.seconds)
-    return best_drafts._replace(chosen=[proposal for proposal in best_drafts.chosen if proposal.length])
+    chosen = [each for each in best_drafts.chosen if not each.deterministic or each.estimate.num_likely]
+    for proposal in chosen:
+        if proposal.deterministic:
+            proposal.length = min(proposal.length, best_width, proposal.estimate.num_likely)
+    return best_drafts._replace(chosen=chosen)
 
 
 def _together(
