@@ -123,6 +123,27 @@ def test_the_time_of_the_current_round_counts_from_its_start(clock):
             clock.advance(8)
 
 
+def test_learning_from_a_round_counts_as_planning_of_the_next(clock):
+    recorder, rows = StatsRecorder(clock), rows_of(1)
+
+    def round_with_plan(planning, learning):
+        with recorder.round(rows):
+            with recorder.phase("plan"):
+                clock.advance(planning)
+            clock.advance(8)
+            with recorder.phase("plan"):
+                time = recorder.round_time()
+                clock.advance(learning)
+        return time
+
+    assert round_with_plan(1, 2) == RoundTime(prefill=0, draft=0, total=9, plan=1)
+    with recorder.round(rows), recorder.phase("prefill"):  # no controller is called
+        clock.advance(16)
+    assert round_with_plan(4, 0) == RoundTime(prefill=0, draft=0, total=14, plan=6)
+    assert round_with_plan(4, 0) == RoundTime(prefill=0, draft=0, total=12, plan=4)
+    assert recorder.of(rows[0]).seconds["plan"] == 11
+
+
 def test_a_failed_round_is_counted(clock):
     recorder, rows = StatsRecorder(clock), rows_of(1)
 

@@ -596,8 +596,16 @@ class Budgets(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Seconds of a round: to prepare the drafter (its prefill), to draft, and in total."""
+    """Seconds of a round.
+
+    Args:
+        prefill: to prepare the drafter (its prefill).
+        draft: to draft.
+        total: of the round, with `plan`.
+        plan: to choose draft lengths, and to learn from the round before.
+    """
 
     prefill: float
     draft: float
     total: float
+    plan: float = 0.0

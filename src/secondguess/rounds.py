@@ -84,7 +84,8 @@ def run_round(
     recorder = components.recorder
     with recorder.round(rows):
         noise = components.noise(rows)
-        budgets = _budgets(components, rows)
+        with recorder.phase("plan"):
+            budgets = _budgets(components, rows)
         if budgets.longest:
             with recorder.phase("prefill"):
                 budgets = prepare_drafter(components.drafter, rows, budgets, max_prefill_tokens)
@@ -99,7 +100,8 @@ def run_round(
         commits = _commit(rows, draft, scores, verdict, paths)
         with recorder.phase("draft"):
             components.drafter.observe(rows, verdict, scores.hidden)
-        components.controller.learn(rows, draft, verdict, recorder.round_time())
+        with recorder.phase("plan"):
+            components.controller.learn(rows, draft, verdict, recorder.round_time())
     recorder.record(rows, draft, commits, [part == PREDICTION_PART for part in budgets.parts])
     return commits
 

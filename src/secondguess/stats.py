@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from secondguess.core import Commit, Draft, RoundTime, Row
 from secondguess.preparation import preparation_time, working_time
 
-PHASES = ("prefill", "draft", "score", "verify", "other")
+PHASES = ("plan", "prefill", "draft", "score", "verify", "other")
 
 Clock = Callable[[], float]
 """Seconds since a fixed moment; tests and replays pass clocks of their own."""
@@ -147,6 +147,8 @@ class StatsRecorder:
         self._stats: WeakKeyDictionary[Row, Stats] = WeakKeyDictionary()
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = 0.0
+        # Of phase `plan`: what `round_time` has returned, and what earlier rounds spent after it.
+        self._planned = self._learning = 0.0
 
     def of(self, row: Row) -> Stats:
         """Return the counters of one row."""
@@ -160,13 +162,20 @@ class StatsRecorder:
         return _PhaseTimer(self._phase_seconds, name, self._clock)
 
     def round_time(self) -> RoundTime:
-        """Return the duration of the current round so far."""
-        seconds = self._phase_seconds
-        return RoundTime(seconds["prefill"], seconds["draft"], self._clock() - self._round_start)
+        """Return the duration of the current round so far.
+
+        A controller learns from a round after this call: that time counts for the next round.
+        """
+        seconds, learning = self._phase_seconds, self._learning
+        self._planned, self._learning = seconds["plan"], 0.0
+        total = self._clock() - self._round_start + learning
+        return RoundTime(seconds["prefill"], seconds["draft"], total, seconds["plan"] + learning)
 
     @contextmanager
     def round(self, rows: Sequence[Row]) -> Iterator[None]:
         """Add the time spent inside to these rows; time outside of phases counts as `other`."""
+        self._learning += self._phase_seconds["plan"] - self._planned
+        self._planned = 0.0
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = self._clock()
         prepared = preparation_time()

@@ -73,7 +73,7 @@ def test_json_is_one_object_with_every_documented_field(secondguess_command, com
     (record,) = done.records
     assert list(record) == FIELDS
     assert list(record["stats"]) == list(Stats().as_dict())
-    assert list(record["stats"]["seconds"]) == ["prefill", "draft", "score", "verify", "other"]
+    assert list(record["stats"]["seconds"]) == ["plan", "prefill", "draft", "score", "verify", "other"]
     assert record["stats"]["num_tokens"] == len(record["token_ids"]) == 12
     assert record["finish_reason"] == "length"
     assert record["exactness"] == "lossless"

@@ -13,8 +13,9 @@ import torch
 from simulation import Simulation
 
 from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
-from secondguess.controllers.cost.controller import ROWS_PER_PAUSED_ROUND, CostController
+from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
+from secondguess.controllers.cost.round_times import MAX_PLAN_SHARE
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.row_sources import Prediction
@@ -40,8 +41,9 @@ def play(
     candidates: Sequence[Sequence[Candidate]],
     price: float = 0.5,
     accepted: bool = False,
+    planning: float = 0.0,
 ) -> list[int]:
-    """One round in which a node costs so many plain rounds; gives the draft lengths, one node at most."""
+    """One round in which a node and planning cost so many plain rounds; gives the draft lengths, one node at most."""
     plans = controller.plan(rows, candidates)
     lengths = [min(plan.length, 1) for plan in plans]
     kept = [length * accepted for length in lengths]
@@ -50,7 +52,7 @@ def play(
     draft = Draft.chains([[0] * length for length in lengths])
     verdict = Verdict.from_chain(kept, [0] * len(rows))
     drafting = price * max(lengths)
-    controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, 1 + drafting))
+    controller.learn(rows, draft, verdict, RoundTime(0.0, drafting, 1 + drafting + planning, planning))
     return lengths
 
 
@@ -309,13 +311,13 @@ def test_a_pause_ends_with_its_rows(change: str) -> None:
 LOOKUP = Candidate(kind="match", deterministic=True)
 
 
-@pytest.mark.parametrize("num_rows", [1, ROWS_PER_PAUSED_ROUND - 1])
-def test_lookups_of_few_rows_are_never_paused(num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_lookups_are_not_paused_where_planning_takes_little_time(num_rows: int) -> None:
     """Their candidates depend on the text, so each round may have a better one."""
     controller, rows = CostController(), make_rows(num_rows)
     for _ in range(300):
         assert controller.begin_round(rows)
-        play(controller, rows, [(LOOKUP, Candidate(part=1))] * num_rows)
+        play(controller, rows, [(LOOKUP, Candidate(part=1))] * num_rows, planning=0.9 * MAX_PLAN_SHARE)
 
 
 def run_paused_rounds(controller: CostController, rows: Sequence[Row]) -> int:
@@ -328,19 +330,22 @@ def run_paused_rounds(controller: CostController, rows: Sequence[Row]) -> int:
     return num_paused
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
 @pytest.mark.parametrize("kinds", [["match"], ["match", "another"]])
-def test_a_batch_in_which_nothing_pays_pauses(kinds: list[str]) -> None:
-    """Its candidates are in backoff, or new ones that are evaluated."""
-    num_rows = 3 * ROWS_PER_PAUSED_ROUND
+def test_rounds_without_drafts_are_planned_rarely_where_planning_takes_long(
+    kinds: list[str], num_rows: int
+) -> None:
+    """Their candidates are in backoff, or new ones that are evaluated."""
     controller, rows = CostController(), make_rows(num_rows)
     num_paused = 0
     for number in range(300):
         candidates = [(LOOKUP._replace(kind=kinds[number // 40 % len(kinds)]),)] * num_rows
-        drafted = any(play(controller, rows, candidates, price=2.0))
+        drafted = any(play(controller, rows, candidates, price=2.0, planning=3.5 * MAX_PLAN_SHARE))
         paused = run_paused_rounds(controller, rows)
         assert paused == (0 if drafted or controller.measures_plain else 3)
         num_paused += paused
     assert num_paused > 800
+    assert controller.times.plain(num_rows) == pytest.approx(1.0), "planning is no part of a plain round"
 
 
 @pytest.mark.parametrize("num_rows", [4, 16])
@@ -361,12 +366,12 @@ def play_or_pause(controller: CostController, rows: Sequence[Row], accepted: boo
 
 
 @pytest.mark.parametrize("settings", [{"sources": (Prediction([0, 0]),)}, {"draft_length": 0}])
-def test_a_batch_with_drafts_of_its_own_is_never_paused(settings: dict[str, object]) -> None:
+def test_a_row_with_drafts_of_its_own_is_planned_in_every_round(settings: dict[str, object]) -> None:
     own = Row([0], SamplingParams(draft_length=settings.pop("draft_length", None)), **settings)
-    controller, rows = CostController(), [own, *make_rows(2 * ROWS_PER_PAUSED_ROUND)]
+    controller, rows = CostController(), [own, *make_rows(16)]
     for _ in range(300):
         assert controller.begin_round(rows)
-        play(controller, rows, [(LOOKUP,)] * len(rows))
+        play(controller, rows, [(LOOKUP,)] * len(rows), planning=1.0)
 
 
 @pytest.fixture

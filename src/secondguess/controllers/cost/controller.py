@@ -55,12 +55,6 @@ PLAIN = Plan(0, 0)
 NOTHING = (Candidate(longest=0, deterministic=True),)
 PROBE_LENGTH = 2
 """Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
-ROWS_PER_PAUSED_ROUND = 8
-"""A batch in which nothing pays runs one round per so many rows without a decision.
-
-Evaluating its candidates takes time in proportion to the rows, up to 0.4 ms for 16 rows: a tenth of
-a round of a small target.
-"""
 INITIAL_MAX_LENGTH = 2
 """Maximum levels of drafts whose cost is not known yet."""
 
@@ -147,7 +141,7 @@ class CostController(Controller):
         """Return the number of rounds after this backoff round that need no decision of their own."""
         if any([row.sources or row.params.draft_length is not None for row in rows]):
             return 0
-        num_rounds = max(self._backoffs.num_constant(candidates), len(rows) // ROWS_PER_PAUSED_ROUND)
+        num_rounds = max(self._backoffs.num_constant(candidates), self.times.num_unplanned(len(rows)))
         return num_rounds and min(num_rounds, self._buffered.room)
 
     def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
@@ -183,7 +177,7 @@ class CostController(Controller):
             decision.explores = decision.is_probe and len(rows) > 1
         if not decision.proposals:
             self._backoffs.begin()
-            if len(rows) >= ROWS_PER_PAUSED_ROUND:
+            if self.times.num_unplanned(len(rows)):
                 self._in_backoff = True
                 self._num_pausable = self._num_undecided(rows, candidates)
         elif not decision.is_probe:
@@ -314,6 +308,8 @@ class CostController(Controller):
         if self._is_paused:
             self._buffered.repeat(time)
             return
+        if not draft.num_nodes:
+            self.times.add_plan(len(rows), time.plan)
         if self._in_backoff:
             if (
                 draft.num_nodes

@@ -135,7 +135,7 @@ class PlainRounds:
         num: number of rounds.
         context: mean tokens per row halfway through them.
         places: number of rounds by key of the token rate (`CostModel`).
-        seconds: duration of each round without prefill.
+        seconds: duration of each round without prefill and planning.
     """
 
     __slots__ = ("context", "num", "places", "seconds")
@@ -144,7 +144,7 @@ class PlainRounds:
         self.num = len(times)
         self.context = context
         self.places = {place: places.count(place) for place in set(places)}
-        self.seconds = [time.total - time.prefill for time in times]
+        self.seconds = [time.total - time.prefill - time.plan for time in times]
 
 
 class PlainRoundBuffer:

@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from secondguess.controllers.cost.averages import OUTLIER_CLIP, CostCurve, LinearCost, PlainTime
+from secondguess.controllers.cost.averages import (
+    NUM_WARMUP,
+    OUTLIER_CLIP,
+    Average,
+    CostCurve,
+    LinearCost,
+    PlainTime,
+)
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.core import Row
 
@@ -42,6 +49,8 @@ MIN_PASS_COST = 0.9
 They have probably become faster. If they have not, such passes are cheaper: some processors run a
 pass over several tokens in less time than one over a single token.
 """
+MAX_PLAN_SHARE = 1 / 32
+"""Share of the time that may be spent on planning while nothing is drafted."""
 BATCH_SIZE_TOLERANCE = 1.3
 """Maximum factor between batch sizes at which the time of one is estimated from the other's."""
 
@@ -58,6 +67,7 @@ class RoundTimes:
         self.context: float | None = None
         self.load_detector = LoadDetector()
         self._plain: dict[int, PlainTime] = {}
+        self._plans: dict[int, Average] = {}
         self._curves: dict[int, CostCurve] = {}
         self._steps: dict[Hashable, dict[int, LinearCost]] = {}
         self._prefill_lines: dict[Hashable, LinearCost] = {}
@@ -113,6 +123,17 @@ class RoundTimes:
         self._num_since_plain = 0
         self._end_check(len(seconds), changed)
         return changed or has_calmed
+
+    def add_plan(self, num_rows: int, seconds: float) -> None:
+        """Add the time spent on planning a round without drafts."""
+        self._plans.setdefault(num_rows, Average(NUM_WARMUP)).add(seconds)
+
+    def num_unplanned(self, num_rows: int) -> int:
+        """Return the number of rounds without a plan after one without drafts, so that planning takes little time."""
+        known = self._plans.get(num_rows)
+        if known is None or not self._plain:
+            return 0
+        return int(known.value / (MAX_PLAN_SHARE * self.plain(num_rows)))
 
     def _end_check(self, num_rounds: int, changed: bool) -> None:
         if not self._num_checks:
