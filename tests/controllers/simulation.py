@@ -41,7 +41,8 @@ class Simulation:
     Args:
         chance: of acceptance, by round and depth.
         step: seconds of a draft step; a plain round takes 1.
-        node: seconds that a node adds to the target's pass.
+        node: seconds that a node adds to the target's pass, as one of the longest draft.
+        node_of_row: seconds that each node of any row adds to the target's pass.
         deterministic: whether the drafter is a lookup.
         confidence: the drafter's confidence in every node.
         kind: the kind of its candidate, by round.
@@ -55,6 +56,7 @@ class Simulation:
     chance: Chance
     step: float = 0.15
     node: float = 0.05
+    node_of_row: float = 0.0
     deterministic: bool = False
     confidence: float = 0.5
     prefill: float = 0.0
@@ -101,7 +103,8 @@ class Simulation:
             ]
             now = len(self.drafted)
             drafting = self.delay(rng, now, self.step * max(lengths))
-            scoring = 1 + self.node * max(lengths) + (self.prefill if max(lengths) else 0)
+            scoring = 1 + self.node * max(lengths) + self.node_of_row * sum(lengths)
+            scoring += self.prefill if max(lengths) else 0
             total = drafting + self.delay(rng, now, scoring)
             for row, gained in zip(rows, accepted, strict=True):
                 row.tokens.extend([0] * (gained + 1))

@@ -490,6 +490,73 @@ def test_batches_find_the_best_length_in_few_rounds(num_rows: int, any_node: flo
     assert found > 0.9 * best_fixed(chance, step, 0.0, any_node)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("num_rows", "node_of_row"), [(4, 0.02), (4, 0.2), (16, 0.01), (16, 0.05)])
+def test_batches_find_the_best_constant_length(
+    num_rows: int, node_of_row: float, chance: float, deterministic: bool
+) -> None:
+    step = 0.0 if deterministic else 0.05
+    simulation = Simulation(
+        lambda number, depth: chance, step, 0.0, node_of_row, deterministic, confidence=chance
+    ).play(CostController(), 800, num_rows)
+    assert simulation.speed > 0.95 * max(1.0, best_fixed(chance, step, node_of_row * num_rows))
+
+
+CHANCES = {"good": 0.9, "poor": 0.4, "none": 0.0}
+"""Chance of a lookup node by kind of match."""
+SHARES = {"good": 0.3, "poor": 0.4, "none": 0.3}
+"""Share of rows and rounds with each kind of match."""
+
+
+def best_of_kinds(node: float) -> float:
+    """Speed of the best constant lengths for each kind of match, where a node of every row costs `node`."""
+    gained, added = {}, {}
+    for kind, chance in CHANCES.items():
+        gained[kind] = [SHARES[kind] * sum(chance**depth for depth in range(1, n + 1)) for n in range(17)]
+        added[kind] = [SHARES[kind] * node * length for length in range(17)]
+    return max(
+        (1 + gained["good"][good] + gained["poor"][poor]) / (1 + added["good"][good] + added["poor"][poor])
+        for good in range(17)
+        for poor in range(17)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "node_of_row"), [(4, 0.02), (4, 0.2), (8, 0.05), (16, 0.005), (16, 0.02), (16, 0.05)]
+)
+def test_the_nodes_of_a_batch_are_drafted_where_they_pay(num_rows: int, node_of_row: float) -> None:
+    """The pass is limited by arithmetic: its time grows with the nodes of all rows, of which different ones have matches."""
+    controller, rng = CostController(), random.Random(1)
+    rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(num_rows)]
+    num_tokens, seconds = 0, 0.0
+    for _ in range(600):
+        kinds = rng.choices(list(SHARES), list(SHARES.values()), k=num_rows)
+        lengths = [0] * num_rows
+        if controller.begin_round(rows):
+            candidates = [
+                (Candidate(kind=kind, deterministic=True, longest=16 if CHANCES[kind] else 0),)
+                for kind in kinds
+            ]
+            lengths = [plan.length for plan in controller.plan(rows, candidates)]
+        accepted = [
+            next((depth for depth in range(length) if rng.random() >= CHANCES[kind]), length)
+            for kind, length in zip(kinds, lengths, strict=True)
+        ]
+        time = RoundTime(0.0, 0.0, 1 + node_of_row * sum(lengths))
+        for row, gained in zip(rows, accepted, strict=True):
+            row.tokens.extend([0] * (gained + 1))
+        controller.learn(
+            rows,
+            Draft.chains([[0] * length for length in lengths]),
+            Verdict.from_chain(accepted, [0] * num_rows),
+            time,
+        )
+        num_tokens += num_rows + sum(accepted)
+        seconds += time.total
+    assert num_tokens / num_rows / seconds > 0.95 * best_of_kinds(num_rows * node_of_row)
+
+
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_batches_notice_that_a_drafter_has_become_good(num_rows: int) -> None:
     """A series of probes is only begun with a budget for all of them: one that ends early does not find out."""

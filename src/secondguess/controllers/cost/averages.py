@@ -106,6 +106,11 @@ class DecayedLine:
             return FIRST_SLOPE * mean
         return (self._xy * self.weight - self.x * self.y) / spread
 
+    def shrunk_slope(self) -> float:
+        """Return the slope, shrunk towards 0 while the x of few points hardly differ."""
+        spread = self._xx * self.weight - self.x * self.x
+        return (self._xy * self.weight - self.x * self.y) / (spread + self.x * self.x / (4 * self.weight))
+
     def reset_weight(self) -> None:
         """Keep the line, but only with the weight of a single point."""
         if self.weight > 1:
@@ -175,9 +180,14 @@ class CostCurve:
     A running average per length, shrunk towards its neighbours and a straight line fitted to all
     lengths. The weight of a length decays while others are drafted, so that a single disturbed
     round does not fix its cost permanently.
+
+    Args:
+        of_batch: True for the lengths of all drafts of a batch together. As a drafter is tried on few
+            rows first, costs hardly grow with the length until that is seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_batch: bool = False) -> None:
+        self._of_batch = of_batch
         self._now = 0
         self._cells: dict[int, _LengthCost] = {}
         self._excess = DecayedLine()  # through the costs beyond a plain round
@@ -225,7 +235,8 @@ class CostCurve:
         line = self._excess
         line.add(length, slowdown)
         mean = line.y / line.x
-        self._slope = min(max(line.slope(mean), min(FIRST_NODE_COST, mean)), mean)
+        slope = line.shrunk_slope() if self._of_batch else line.slope(mean)
+        self._slope = min(max(slope, min(FIRST_NODE_COST, mean)), mean)
         self._start = (line.y - self._slope * line.x) / line.weight
 
     def _line(self, length: int) -> float:

@@ -1,6 +1,6 @@
 """Selection of the drafts that pay together in a batch.
 
-The rows of a batch wait for the longest draft and share the cost of draft steps. Rows with equal
+The rows of a batch wait for each other's draft steps and for the pass over all nodes. Rows with equal
 values are treated alike. If positions in the batch decided, whether a row is drafted for would
 depend on something unrelated to it, and the exact enumeration (`proof/enumeration.py`), whose batch
 holds all possible outcomes of a row, would report that as anticipation. If only a few of many rows
@@ -14,11 +14,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from secondguess.controllers.cost.cost_model import CostModel
-from secondguess.controllers.cost.proposals import DraftProposal
+from secondguess.controllers.cost.proposals import SURVIVALS, DraftProposal
 from secondguess.core import Row
-
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Maximum draft lengths that are considered for a batch."""
 
 
 class Drafts(NamedTuple):
@@ -38,7 +35,7 @@ class Drafts(NamedTuple):
 
 
 def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_model: CostModel) -> Drafts:
-    """Return the drafts that pay together, with lengths cut to the best one for the batch.
+    """Return the drafts that pay together, with lookups cut where their nodes do not pay.
 
     In a batch, the rate of the cost model is raised to the one that they are expected to reach.
     """
@@ -46,45 +43,57 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
         return Drafts([proposal for proposal in proposals if proposal.net > 0])
     # The exploration bonus counts once, however many rows are drafted for.
     exploration_bonus = max((proposal.estimate.exploration_bonus for proposal in proposals), default=0.0)
-    longest = max((proposal.estimate.width for proposal in proposals), default=0)
-    best, best_drafts, best_width = 0.0, Drafts([]), 0
-    for width in WIDTHS:
-        drafts = _together(proposals, rows, width, cost_model)
+    lookups = [proposal for proposal in proposals if proposal.deterministic]
+    models = [(proposal.estimate.gain, proposal) for proposal in proposals if not proposal.deterministic]
+    models.sort(key=itemgetter(0), reverse=True)
+    best, best_drafts, best_lengths = 0.0, Drafts([]), [0] * len(lookups)
+    lengths: list[int] = []
+    for index in range(len(SURVIVALS)):
+        before, lengths = lengths, [proposal.estimate.lengths[index] for proposal in lookups]
+        if lengths == before and index:
+            continue
+        drafts = _together(lookups, lengths, models, rows, cost_model)
         net = drafts.tokens - cost_model.rate * drafts.seconds + exploration_bonus
         if drafts.chosen and net > best:
-            best, best_drafts, best_width = net, drafts, width
-        if width >= longest:
-            break
+            best, best_drafts, best_lengths = net, drafts, lengths
     if not best_drafts.is_trial:
         cost_model.expect(best_drafts.tokens, best_drafts.seconds)
-    chosen = [each for each in best_drafts.chosen if not each.deterministic or each.estimate.num_likely]
-    for proposal in chosen:
-        if proposal.deterministic:
-            proposal.length = min(proposal.length, best_width, proposal.estimate.num_likely)
-    return best_drafts._replace(chosen=chosen)
+    for proposal, length in zip(lookups, best_lengths, strict=True):
+        if length:
+            proposal.length = length
+    return best_drafts
 
 
 def _together(
-    proposals: Sequence[DraftProposal], rows: Sequence[Row], width: int, cost_model: CostModel
+    lookups: Sequence[DraftProposal],
+    lengths: Sequence[int],
+    models: Sequence[tuple[float, DraftProposal]],
+    rows: Sequence[Row],
+    cost_model: CostModel,
 ) -> Drafts:
-    """Return the drafts of at most `width` nodes with the largest net gain."""
+    """Return lookup drafts of these lengths with the drafts of models that give the largest net gain.
+
+    Args:
+        lookups, lengths: lookup drafts and their nodes.
+        models: expected tokens and drafts of models, best first.
+        rows: the batch.
+        cost_model: costs in the current round.
+    """
     rate = cost_model.rate
-    chosen = [proposal for proposal in proposals if proposal.deterministic]
-    tokens = sum(proposal.estimate.expected_tokens(width) for proposal in chosen)
-    seconds = cost_model.extra_pass_seconds(0, width)
-    models = [
-        (proposal.estimate.expected_tokens(width), proposal)
-        for proposal in proposals
-        if not proposal.deterministic
-    ]
-    models.sort(key=itemgetter(0), reverse=True)
+    chosen = [proposal for proposal, length in zip(lookups, lengths, strict=True) if length]
+    tokens = sum([proposal.estimate.gains[length] for proposal, length in zip(lookups, lengths, strict=True)])
+    num_levels = sum(lengths)
+    seconds = cost_model.extra_pass_seconds(0, num_levels)
     total, prefill, sums = 0.0, 0.0, [(0.0, 0.0)]
+    num_more = num_levels
     for count, (expected_tokens, proposal) in enumerate(models, start=1):
         total += expected_tokens
         prefill += proposal.prefill_seconds
-        drafting = cost_model.drafting(proposal.part, count, min(width, proposal.estimate.width))
-        sums.append((total, prefill + drafting))
+        num_more += proposal.estimate.width
+        drafting = cost_model.drafting(proposal.part, count, proposal.estimate.width)
+        sums.append((total, prefill + drafting + cost_model.extra_pass_seconds(num_levels, num_more)))
     nets = [gained - rate * spent for gained, spent in sums]
+    nets[0] -= max([proposal.estimate.exploration_bonus for _, proposal in models], default=0.0)
     best_count = _with_equals([expected_tokens for expected_tokens, _ in models], nets.index(max(nets)))
     of_models, spent = sums[best_count]
     is_trial = False
@@ -121,13 +130,13 @@ def best_with_ties(
 
 
 def select_extensions(
-    chances: list[tuple[float, DraftProposal]], extra_pass_seconds: float, cost_model: CostModel
+    chances: list[tuple[float, DraftProposal]], num_levels: int, cost_model: CostModel
 ) -> list[DraftProposal]:
     """Return the candidates whose drafts should get another node.
 
     Args:
         chances: the probability that the node is accepted, for each row that could get one.
-        extra_pass_seconds: seconds that the node adds to the rest of the round, however many rows have it.
+        num_levels: levels of all drafts so far.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
@@ -135,6 +144,7 @@ def select_extensions(
     total, best, best_count = 0.0, 0.0, 0
     for count, (chance, proposal) in enumerate(ordered, start=1):
         total += chance
+        extra_pass_seconds = cost_model.extra_pass_seconds(num_levels, num_levels + count)
         net = total - rate * (cost_model.step(proposal.part, count) + extra_pass_seconds)
         if net > best:
             best, best_count = net, count

@@ -207,7 +207,7 @@ class CostController(Controller):
         return Decision(place, rate, taken, explores=explores, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
-        """Limit drafts whose cost is not known yet, which explore, and record the length of the longest lookup.
+        """Limit drafts whose cost is not known yet, which explore, and record whether there is a lookup.
 
         Lookups cost nothing but a longer target pass.
         """
@@ -217,8 +217,7 @@ class CostController(Controller):
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
                 if num_rows > 1:
                     decision.explores, decision.is_settled = True, False
-            if proposal.deterministic:
-                decision.longest_lookup = max(decision.longest_lookup, proposal.length)
+            decision.has_lookup |= proposal.deterministic
 
     def _probe(
         self, proposals: list[DraftProposal], rows: Sequence[Row], was_probing: bool
@@ -229,7 +228,9 @@ class CostController(Controller):
         """
         part, model = proposals[0].part, self._cost_model
         num_levels = PROBE_LENGTH if len(rows) > 1 else 1  # those that are certainly drafted
-        price = model.drafting(part, len(proposals), num_levels) + model.extra_pass_seconds(0, num_levels)
+        price = model.drafting(part, len(proposals), num_levels) + model.extra_pass_seconds(
+            0, num_levels * len(proposals)
+        )
         num_uncached = sum([proposal.candidate.num_uncached for proposal in proposals])
         price = (price + self.times.prefill_seconds(part, num_uncached) / SERIES) / self.times.plain(
             len(rows)
@@ -275,20 +276,15 @@ class CostController(Controller):
             return ()
         if self._decision.explores and depth + 1 < PROBE_LENGTH:
             return [proposal for _, proposal in chances]
+        num_levels = sum(
+            [each.length if each.deterministic else len(each.seen) for each in self._decision.proposals]
+        )
         if len(chances) > 1:
-            return select_extensions(chances, self._extra_pass_seconds(depth + 1), self._cost_model)
+            return select_extensions(chances, num_levels, self._cost_model)
         chance, proposal = chances[0]
-        seconds = self._cost_model.step(proposal.part, 1) + self._extra_pass_seconds(depth + 1)
+        extra_pass_seconds = self._cost_model.extra_pass_seconds(num_levels, num_levels + 1)
+        seconds = self._cost_model.step(proposal.part, 1) + extra_pass_seconds
         return (proposal,) if chance > self._cost_model.rate * seconds else ()
-
-    def _extra_pass_seconds(self, depth: int) -> float:
-        """Return the seconds that nodes at this depth add to the round, without drafting them.
-
-        They are 0 if a lookup draft in the batch is that long anyway.
-        """
-        if depth < self._decision.longest_lookup:
-            return 0.0
-        return self._cost_model.extra_pass_seconds(depth, depth + 1)
 
     def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
         proposals = self._decision.proposals
@@ -346,7 +342,7 @@ class CostController(Controller):
         drafted_round = DraftedRound(decision, drafted, seen, lengths, accepted, time, won)
         # The length of a lookup draft is decided in advance, so that one that lost time, or a single
         # one that could have been longer, is learned from at once.
-        is_informative = decision.longest_lookup > 0 and (
+        is_informative = decision.has_lookup and (
             won < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
         )
         has_room = self._drafted.add(drafted_round) and not is_informative
@@ -357,7 +353,7 @@ class CostController(Controller):
         """Learn from the buffered rounds with drafts."""
         rows = self._drafted.rows
         for decision, drafted, seen, lengths, accepted, time, _ in self._drafted.take():
-            clipped = self._learn_times(len(rows), max(lengths), drafted, lengths, time)
+            clipped = self._learn_times(len(rows), drafted, lengths, time)
             for proposal, levels in zip(drafted, seen, strict=True):
                 row, length = rows[proposal.row], lengths[proposal.row]
                 self.expectations.learn(
@@ -408,13 +404,12 @@ class CostController(Controller):
     def _learn_times(
         self,
         num_rows: int,
-        width: int,
         drafted: Sequence[DraftProposal],
         lengths: Sequence[int],
         time: RoundTime,
     ) -> float:
         """Learn the costs of a round with drafts; return its seconds, clipped if it was disturbed."""
-        scoring = self.times.add(num_rows, width, time.total - time.draft - time.prefill)
+        scoring = self.times.add(num_rows, sum(lengths), time.total - time.draft - time.prefill)
         self._cost_model.renew()
         # Next to the draft steps of a model, the time of a lookup is negligible.
         steppers = [proposal for proposal in drafted if not proposal.deterministic] or drafted

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from secondguess.controllers.cost.round_times import LinearSeconds, RoundTimes
+from secondguess.controllers.cost.round_times import LinearSeconds, RoundTimes, levels_per_cell
 
 RATE_WINDOW = 64
 """Number of rounds over which a pace is averaged."""
@@ -26,8 +26,8 @@ RATE_DECAY = 1 - 1 / 8
 CACHE_ROUNDS = 16
 """Number of rounds after which costs are recomputed; initially after every round with a draft."""
 
-NUM_LENGTHS = 16
-"""Number of draft lengths whose costs are computed together, as most of them are needed."""
+NUM_CELLS = 16
+"""Number of points of a cost curve that are computed together, as most of them are needed."""
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class CostModel:
         if known is None:
             drafting = self._draft_seconds(part, self._num_rows)
             known = self._shares[key] = [
-                (drafting.at(width) + self.extra_pass_seconds(0, width)) / self._num_rows
+                (drafting.at(width) + self.extra_pass_seconds(0, width * self._num_rows)) / self._num_rows
                 for width in range(1, longest + 1)
             ]
         return known
@@ -155,12 +155,24 @@ class CostModel:
             ]
         return known
 
-    def extra_pass_seconds(self, width: int, wider: int) -> float:
-        """Return the seconds that drafts of `wider` instead of `width` levels add to the pass."""
+    def extra_pass_seconds(self, num_levels: int, more: int) -> float:
+        """Return the seconds that drafts of `more` instead of `num_levels` levels, of all rows together, add to the pass."""
+        return max(self._rest(more) - self._rest(num_levels), 0.0)
+
+    def _rest(self, num_levels: int) -> float:
+        """Return the seconds, without drafting, of a round with drafts of so many levels in all.
+
+        Any draft takes a fixed time, so that those below the first point of the curve cost as much as there.
+        """
+        cell, above = divmod(num_levels, levels_per_cell(self._num_rows))
         rests = self._rests.get(self._num_rows, ())
-        if wider >= len(rests):
-            rests = self._rests[self._num_rows] = self.times.rests(self._num_rows, max(wider, NUM_LENGTHS))
-        return max(rests[wider] - rests[width], 0.0)
+        if cell + 1 >= len(rests):
+            num_cells = max(2 * cell, NUM_CELLS)
+            rests = self._rests[self._num_rows] = self.times.rests(self._num_rows, num_cells)
+        if not above:
+            return rests[cell]
+        before = rests[max(cell, 1)]
+        return before + (rests[cell + 1] - before) * above / levels_per_cell(self._num_rows)
 
     def step(self, part: int, num_rows: int) -> float:
         """Return the seconds of one more draft step over `num_rows` rows; 0 while unknown."""

@@ -6,6 +6,7 @@ similar drafts. A lookup candidate is evaluated node by node in advance.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,11 +19,8 @@ from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
 
 PREFILL_MARGIN = 1.2
 """Factor by which the gain must exceed the amortised cost of a drafter's prefill."""
-MIN_SURVIVAL = 0.1
-"""Probability of a lookup draft's first nodes being accepted at which the draft is cut.
-
-The cut applies even if the row has to wait for longer drafts of other rows anyway.
-"""
+SURVIVALS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+"""Probabilities of a lookup node and all before it being accepted at which the lookup drafts of a batch may be cut."""
 
 
 class Estimate(NamedTuple):
@@ -32,7 +30,7 @@ class Estimate(NamedTuple):
         kind: statistics of similar drafts.
         gain, width: expected number of tokens gained and of nodes drafted.
         gains: for lookup, the expected tokens gained by the first 0, 1, 2, ... nodes; else empty.
-        num_likely: for lookup, the number of nodes likely enough to be drafted if the row has to wait for others.
+        lengths: for lookup, the number of nodes with at least each of the probabilities `SURVIVALS`; else empty.
         exploration_bonus: tokens that a draft might gain beyond the expectation.
         appears: share of planned drafts that have any nodes.
         net: expected tokens, bonus included, less the cost converted to tokens.
@@ -43,17 +41,11 @@ class Estimate(NamedTuple):
     gain: float
     width: int
     gains: Sequence[float]
-    num_likely: int
+    lengths: Sequence[int]
     exploration_bonus: float
     appears: float
     net: float
     best_length: int
-
-    def expected_tokens(self, width: int) -> float:
-        """Return the expected tokens gained by a draft of at most `width` nodes."""
-        if self.gains:
-            return self.gains[min(width, len(self.gains) - 1)]
-        return self.gain * min(width / self.width, 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +133,7 @@ class ProposalMaker:
             estimate = estimates.get(key)
             if estimate is None:
                 kind = self._expectations.kind(row, candidate)
-                estimate = estimates[key] = self._estimate(kind, level, candidate, length, longest)
+                estimate = estimates[key] = self._estimate(kind, level, candidate, length, longest, num_rows)
             prefill = self._prefill_seconds(row, candidate, estimate) if candidate.num_uncached else 0.0
             net = estimate.net - self._cost_model.rate * prefill
             if best is None or net > best[0]:
@@ -154,23 +146,24 @@ class ProposalMaker:
         return DraftProposal(index, candidate, estimate, length, prefill, net)
 
     def _estimate(
-        self, kind: KindStats, level: int, candidate: Candidate, length: int, longest: int
+        self, kind: KindStats, level: int, candidate: Candidate, length: int, longest: int, num_rows: int
     ) -> Estimate:
         expectations, rate = self._expectations, self._cost_model.rate
         gain, mean_width, exploration_bonus, appears = expectations.of_draft(kind, level)
         shares = self._cost_model.shares(candidate.part, longest)
         gains: Sequence[float] = ()
+        lengths: Sequence[int] = ()
         if candidate.deterministic:
             survivals = expectations.survivals(kind, length)
             gains = list(accumulate(survivals, initial=0.0))
-            num_likely = sum([survival >= MIN_SURVIVAL for survival in survivals])
+            lengths = _num_likely(survivals) if num_rows > 1 else ()
             width = length
             net, best_length = _best_length(gains, rate, shares)
         else:
-            width, num_likely, best_length = max(round(mean_width), 1), 0, 0
+            width, best_length = max(round(mean_width), 1), 0
             net = gain - rate * shares[min(width, longest) - 1]
         net = appears * (net + exploration_bonus)
-        return Estimate(kind, gain, width, gains, num_likely, exploration_bonus, appears, net, best_length)
+        return Estimate(kind, gain, width, gains, lengths, exploration_bonus, appears, net, best_length)
 
     def _prefill_seconds(self, row: Row, candidate: Candidate, estimate: Estimate) -> float:
         """Return the seconds of a drafter's prefill per round.
@@ -179,6 +172,12 @@ class ProposalMaker:
         """
         seconds = self._cost_model.times.prefill_seconds(candidate.part, candidate.num_uncached)
         return PREFILL_MARGIN * seconds / max(row.room / (1 + estimate.gain), 1.0)
+
+
+def _num_likely(survivals: Sequence[float]) -> list[int]:
+    """Return the number of nodes with at least each of the probabilities `SURVIVALS`, given theirs in descending order."""
+    ascending = survivals[::-1]
+    return [len(ascending) - bisect_left(ascending, least) for least in SURVIVALS]
 
 
 def _best_length(gains: Sequence[float], rate: float, shares: Sequence[float]) -> tuple[float, int]:

@@ -35,7 +35,7 @@ class Decision:
         explores: True if a batch drafts to learn what drafts cost, with the nodes of a probe, whatever these seem to cost.
         is_probe: True if they are probes.
         is_settled: True if the decision can be repeated before anything is learned from it.
-        longest_lookup: number of nodes of the longest lookup draft.
+        has_lookup: True if one of them is a lookup.
         stopping_rule: that of its only draft, once it was needed.
     """
 
@@ -45,7 +45,7 @@ class Decision:
     explores: bool = False
     is_probe: bool = False
     is_settled: bool = False
-    longest_lookup: int = 0
+    has_lookup: bool = False
     stopping_rule: StoppingRule | None = None
 
 

@@ -1,11 +1,11 @@
 """Measured costs of rounds: T_target(m) and T_draft(k) at the batch size in use.
 
-A round over R rows whose longest draft has w levels (in a chain, nodes) takes `rests(R, w)[w]`
-seconds besides drafting, and a draft of k steps over n rows `draft_seconds(part, n).at(k)`. Plain rounds (rounds
-without drafts) are kept in seconds, all other costs relative to plain rounds of the same time, so
-that a machine that changes its speed changes all costs alike. If rounds with drafts take
-unexpectedly long (or short), a few plain rounds are timed to find out whether the machine or the
-draft is the cause.
+A round over R rows with drafts of n levels in all (in chains, nodes) takes `rests(R, k)[k]` seconds
+besides drafting, with k = n / `levels_per_cell(R)`, and a draft of k steps over n rows
+`draft_seconds(part, n).at(k)`. Plain rounds (rounds without drafts) are kept in seconds, all other
+costs relative to plain rounds of the same time, so that a machine that changes its speed changes
+all costs alike. If rounds with drafts take unexpectedly long (or short), a few plain rounds are
+timed to find out whether the machine or the draft is the cause.
 """
 
 from __future__ import annotations
@@ -152,18 +152,19 @@ class RoundTimes:
                 for line in lines.values():
                     line.reset_weight()
 
-    def add(self, num_rows: int, width: int, seconds: float) -> float:
+    def add(self, num_rows: int, num_levels: int, seconds: float) -> float:
         """Add a round with drafts; return its seconds, clipped if it was disturbed.
 
         Args:
             num_rows: batch size.
-            width: levels of the longest draft.
+            num_levels: levels of all drafts together.
             seconds: duration without drafting and drafter prefill.
         """
+        width = max(round(num_levels / levels_per_cell(num_rows)), 1)
         self._num_since_plain += 1
         curve = self._curves.get(num_rows)
         if curve is None:
-            curve = self._curves[num_rows] = CostCurve()
+            curve = self._curves[num_rows] = CostCurve(of_batch=num_rows > 1)
         plain = self.plain(num_rows)
         cost, expected = seconds / plain, curve.at(width)
         if cost < MIN_PASS_COST * self._least_cost:
@@ -233,11 +234,11 @@ class RoundTimes:
     def _nearest(self, num_rows: int) -> int | None:
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
-    def rests(self, num_rows: int, longest: int) -> list[float]:
-        """Return the seconds, without drafting, of rounds with drafts of up to 0, 1, ... `longest` levels."""
+    def rests(self, num_rows: int, num_cells: int) -> list[float]:
+        """Return the seconds, without drafting, of rounds with drafts of 0, 1, ... `num_cells` times `levels_per_cell` levels."""
         plain = self.plain(num_rows)
         curve = _at_nearest(self._curves, num_rows) or DEFAULT_CURVE
-        return [plain, *[plain * curve.at(width) for width in range(1, longest + 1)]]
+        return [plain, *[plain * curve.at(cell) for cell in range(1, num_cells + 1)]]
 
     def draft_seconds(self, part: Hashable, num_rows: int) -> LinearSeconds:
         """Return the seconds of drafts over `num_rows` rows; zeros while unknown."""
@@ -306,6 +307,11 @@ def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate
     if not known:
         return None
     return known.get(num_rows) or known[min(known, key=lambda other: abs(other - num_rows))]
+
+
+def levels_per_cell(num_rows: int) -> int:
+    """Return the number of levels, of all rows together, between the points of a cost curve: a quarter of one per row."""
+    return max(num_rows // 4, 1)
 
 
 def mean_length(rows: Sequence[Row]) -> float:
