@@ -46,7 +46,13 @@ It is squared once the slope is trusted (`SLOPE_TRUST_RATIO`).
 SLOPE_TRUST_RATIO = 2.0
 """Ratio between the longest and shortest row length seen at which the slope is trusted."""
 MAX_LENGTH_SHARE = 0.9
-"""Maximum share of a plain round that grows with the rows' length."""
+"""Maximum share of a plain round of very long rows that grows with their length."""
+SHORT = 128
+"""Number of tokens per row at which that share is at most half of it.
+
+Attention takes little time over short rows, and a slope that is learned from them in a few disturbed
+rounds would be extrapolated to longer ones.
+"""
 
 
 class Average:
@@ -354,8 +360,8 @@ class PlainTime:
                 self._along /= slowdown
                 self._spread /= slowdown
             self._length = centre = centre + aside * level.follow(seconds)
-            slope = self._along / (self._spread + centre * centre / 4)
-            highest = MAX_LENGTH_SHARE * level.value / centre
+            slope = self._along / (self._spread + (centre * centre + SHORT * SHORT) / 4)
+            highest = MAX_LENGTH_SHARE * level.value / (centre + SHORT)
             self._slope = 0.0 if slope < 0 else min(slope, highest)
         # A single length may be an outlier: it counts as seen once two successive rounds had it.
         self._longest = max(self._longest, min(length, self._before))

@@ -48,6 +48,11 @@ Enough for a series of probes whose cost other load made look three times as hig
 may all fail then; it would take hundreds of rounds to earn such a series. Less than half of the
 maximum, at which a series of any expected cost may begin.
 """
+GRANT_INTERVAL = 256.0
+"""Minimum time between two grants, in plain rounds.
+
+Where several threads start and end requests, many rounds look as if the machine had changed its speed.
+"""
 MAX_LOSS = 16.0
 """Loss at which the guard stops drafting, in plain rounds."""
 MAX_BALANCE = 16.0
@@ -71,14 +76,23 @@ class ProbeBudget:
     def __init__(self) -> None:
         self.balance = GRANT
         self._halvings = 0
+        self._since_grant = GRANT_INTERVAL
+        self._is_grant_due = False
 
     def grant(self) -> None:
-        """Allow a series of probes: earlier results are from another machine speed."""
+        """Allow a series of probes, once `GRANT_INTERVAL` is over: earlier results are from another machine speed."""
         self._halvings = 0
+        if self._since_grant < GRANT_INTERVAL:
+            self._is_grant_due = True
+            return
+        self._since_grant, self._is_grant_due = 0.0, False
         self.balance = max(self.balance, GRANT)
 
     def earn(self, elapsed: float) -> None:
         """Add the income of some rounds, which took as long as `elapsed` plain rounds."""
+        self._since_grant += elapsed
+        if self._is_grant_due:
+            self.grant()
         income = PROBE_INCOME * elapsed / 2**self._halvings
         self.balance = min(self.balance + income, MAX_PROBE_BALANCE)
 
