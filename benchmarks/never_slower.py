@@ -2,8 +2,8 @@
 
     python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
 
-Drafters: a model with random weights (its drafts are noise), and the target itself (its drafts
-are perfect but far too slow). All systems decode every prompt at the same time, one round of
+Drafters: a model with random weights (its drafts are noise), the target itself (its drafts
+are perfect but far too slow), and look-ups beside the noise, which may help. All systems decode every prompt at the same time, one round of
 each in turn, `--repeats` times (a batch starts at each of the prompts). One controller is kept
 over all prompts, as in a loaded model. A prompt's ratio is the median over its runs, each
 compared with plain decoding in the same run: `median_prompt` is the median and `worst` the
@@ -158,7 +158,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with noise_model() as noise:
-        table = compare(options, {"noise": f"model:{noise}", "itself": "model:builtin"})
+        table = compare(
+            options,
+            {
+                "noise": f"model:{noise}",
+                "itself": "model:builtin",
+                "suffix and noise": f"suffix+model:{noise}",
+            },
+        )
     if options.output is not None:
         about = collect_provenance(
             num_threads=options.threads,
