@@ -94,10 +94,9 @@ def run_round(
             scores = components.target.score(rows, draft)
         with recorder.phase("verify"):
             verdict = verify_logits(components.verifier, rows, draft, scores.logits, noise)
-            paths = verdict.paths
         # The cache drops rejected nodes before the rows' tokens change.
-        components.target.keep(rows, paths)
-        commits = _commit(rows, draft, scores, verdict, paths)
+        components.target.keep(rows, verdict.paths)
+        commits = _commit(rows, draft, scores, verdict)
         with recorder.phase("draft"):
             components.drafter.observe(rows, verdict, scores.hidden)
         with recorder.phase("plan"):
@@ -120,8 +119,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
     plans = controller.plan(rows, candidates)
     requested = [row.params.draft_length for row in rows]
     lengths, parts = [], []
-    for row, plan, wanted, choices in zip(rows, plans, requested, candidates, strict=True):
-        part, length = plan
+    for row, (part, length), wanted, choices in zip(rows, plans, requested, candidates, strict=True):
         if wanted is not None:  # a request with a draft length of its own gets the preferred candidate
             part, length = choices[0].part, wanted
         elif choices[0].certain and not controller.measures_plain:
@@ -172,12 +170,10 @@ def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budg
         return components.drafter.propose(rows, budgets, noise)
 
 
-def _commit(
-    rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict, paths: Sequence[Sequence[int]]
-) -> list[Commit]:
+def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict) -> list[Commit]:
     """Append each row's accepted path and next token, up to the token that ends the row."""
     commits = []
-    for index, (row, path) in enumerate(zip(rows, paths, strict=True)):
+    for index, (row, path) in enumerate(zip(rows, verdict.paths, strict=True)):
         accepted = [draft.token_lists[index][node] for node in path]
         commit = row.commit(accepted, verdict.next_tokens[index], draft.following(index, path))
         commits.append(commit_logprobs(commit, scores.logits, index, path))
