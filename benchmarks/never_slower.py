@@ -2,11 +2,11 @@
 
     python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
 
-Drafters: a model with random weights (its drafts are noise), the target itself (its drafts
-are perfect but far too slow), and look-ups beside the noise, which may help. All systems decode every prompt at the same time, one round of
-each in turn, `--repeats` times (a batch starts at each of the prompts). One controller is kept
-over all prompts, as in a loaded model. A prompt's ratio is the median over its runs, each
-compared with plain decoding in the same run: `median_prompt` is the median and `worst` the
+Drafters: a model with random weights (its drafts are noise), the target itself (its drafts are
+perfect but far too slow), and look-ups beside the noise, which may help. All systems decode every
+prompt at the same time, one round of each in turn, `--repeats` times (a batch starts at each of
+the prompts). One controller is kept over all prompts, as in a loaded model. A prompt's ratio is
+the median over its runs, each compared with plain decoding in the same run: `median_prompt` is the median and `worst` the
 minimum of these ratios. `median` is the ratio of the medians over prompts' median times, `all`
 that of all seconds, and `first` that of the first text, before the controller has learnt
 anything. A second plain decoding shows the noise.
