@@ -144,6 +144,21 @@ def test_learning_from_a_round_counts_as_planning_of_the_next(clock):
     assert recorder.of(rows[0]).seconds["plan"] == 11
 
 
+def test_the_planning_of_a_failed_round_counts_for_no_other(clock):
+    recorder, rows = StatsRecorder(clock), rows_of(1)
+
+    def interrupted_round():
+        with recorder.round(rows), recorder.phase("plan"):
+            clock.advance(5)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_round()
+    with recorder.round(rows):
+        clock.advance(1)
+        assert recorder.round_time() == RoundTime(prefill=0, draft=0, total=1)
+
+
 def test_a_failed_round_is_counted(clock):
     recorder, rows = StatsRecorder(clock), rows_of(1)
 

@@ -601,8 +601,8 @@ class RoundTime:
     Args:
         prefill: to prepare the drafter (its prefill).
         draft: to draft.
-        total: of the round, with `plan`.
-        plan: to choose draft lengths, and to learn from the round before.
+        total: of the round, and to learn from the round before.
+        plan: to choose draft lengths, and to learn from the round before; included in `total`.
     """
 
     prefill: float

@@ -147,8 +147,9 @@ class StatsRecorder:
         self._stats: WeakKeyDictionary[Row, Stats] = WeakKeyDictionary()
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = 0.0
-        # Of phase `plan`: what `round_time` has returned, and what earlier rounds spent after it.
-        self._planned = self._learning = 0.0
+        # Of phase `plan`: what `round_time` has returned, if it was called, and what earlier rounds spent after it.
+        self._planned: float | None = None
+        self._learning = 0.0
 
     def of(self, row: Row) -> Stats:
         """Return the counters of one row."""
@@ -174,8 +175,9 @@ class StatsRecorder:
     @contextmanager
     def round(self, rows: Sequence[Row]) -> Iterator[None]:
         """Add the time spent inside to these rows; time outside of phases counts as `other`."""
-        self._learning += self._phase_seconds["plan"] - self._planned
-        self._planned = 0.0
+        if self._planned is not None:
+            self._learning += self._phase_seconds["plan"] - self._planned
+        self._planned = None
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._round_start = self._clock()
         prepared = preparation_time()

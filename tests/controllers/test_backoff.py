@@ -14,8 +14,9 @@ from simulation import Simulation
 
 from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
+from secondguess.controllers.cost.loss_limits import MAX_LOSS, STOP_ROUNDS
 from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
-from secondguess.controllers.cost.round_times import MAX_PLAN_SHARE
+from secondguess.controllers.cost.round_times import MAX_PLAN_SHARE, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.row_sources import Prediction
@@ -337,12 +338,14 @@ def test_rounds_without_drafts_are_planned_rarely_where_planning_takes_long(
 ) -> None:
     """Their candidates are in backoff, or new ones that are evaluated."""
     controller, rows = CostController(), make_rows(num_rows)
-    num_paused = 0
+    num_paused, is_timed = 0, False
     for number in range(300):
         candidates = [(LOOKUP._replace(kind=kinds[number // 40 % len(kinds)]),)] * num_rows
         drafted = any(play(controller, rows, candidates, price=2.0, planning=3.5 * MAX_PLAN_SHARE))
         paused = run_paused_rounds(controller, rows)
-        assert paused == (0 if drafted or controller.measures_plain else 3)
+        is_planned = drafted or controller.measures_plain
+        assert paused == (3 if is_timed and not is_planned else 0)
+        is_timed |= not is_planned
         num_paused += paused
     assert num_paused > 800
     assert controller.times.plain(num_rows) == pytest.approx(1.0), "planning is no part of a plain round"
@@ -365,9 +368,43 @@ def play_or_pause(controller: CostController, rows: Sequence[Row], accepted: boo
     return play(controller, rows, [(LOOKUP,)] * len(rows), price=0.05, accepted=accepted)
 
 
-@pytest.mark.parametrize("settings", [{"sources": (Prediction([0, 0]),)}, {"draft_length": 0}])
-def test_a_row_with_drafts_of_its_own_is_planned_in_every_round(settings: dict[str, object]) -> None:
-    own = Row([0], SamplingParams(draft_length=settings.pop("draft_length", None)), **settings)
+def test_all_planning_of_rounds_without_drafts_counts() -> None:
+    """Also rare long planning, and what is learned in paused rounds; not planning of rounds with drafts."""
+    times = RoundTimes()
+    for number in range(64):
+        times.add_plain(4, 20, [1.0])
+        times.add_plan(4, False, 0.4 if number % 8 == 0 else 0.02)
+        times.add_plan(4, True, 10.0)
+    assert times.num_unplanned(4) in range(1, 4)
+    controller, rows = CostController(), make_rows(1)
+    for _ in range(20):
+        play(controller, rows, [(LOOKUP,)], price=2.0, planning=1.5 * MAX_PLAN_SHARE)
+        while not controller.begin_round(rows):
+            time = RoundTime(0.0, 0.0, 1.2, 0.2)
+            controller.learn(rows, Draft.empty(1), Verdict.from_chain([0], [0]), time)
+    assert controller.times.num_unplanned(1) > 4
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_rounds_are_paused_while_the_guard_has_stopped_drafting(num_rows: int) -> None:
+    controller, rows = CostController(), make_rows(num_rows)
+    for _ in range(20):
+        play(controller, rows, [(LOOKUP,)] * num_rows, price=2.0, planning=3.5 * MAX_PLAN_SHARE)
+        run_paused_rounds(controller, rows)
+    controller.guard.book(-2 * MAX_LOSS)
+    num_planned = 0
+    while controller.guard.is_stopped:
+        play(controller, rows, [(LOOKUP,)] * num_rows, planning=3.5 * MAX_PLAN_SHARE)
+        run_paused_rounds(controller, rows)
+        num_planned += 1
+    assert num_planned < STOP_ROUNDS / 3
+
+
+@pytest.mark.parametrize(("sources", "draft_length"), [((Prediction([0, 0]),), None), ((), 0)])
+def test_a_row_with_drafts_of_its_own_is_planned_in_every_round(
+    sources: tuple[Prediction, ...], draft_length: int | None
+) -> None:
+    own = Row([0], SamplingParams(draft_length=draft_length), sources=sources)
     controller, rows = CostController(), [own, *make_rows(16)]
     for _ in range(300):
         assert controller.begin_round(rows)

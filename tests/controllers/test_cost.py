@@ -15,12 +15,14 @@ import pytest
 from simulation import Chance, FixedConfidences, Simulation
 
 from secondguess.controllers.cost.acceptance_stats import AcceptanceStats
-from secondguess.controllers.cost.averages import CostCurve
+from secondguess.controllers.cost.averages import CostCurve, PlainTime
 from secondguess.controllers.cost.controller import CostController, CostOptions
+from secondguess.controllers.cost.cost_model import CostModel
 from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.controllers.cost.loss_limits import (
     GRANT,
+    GRANT_INTERVAL,
     MAX_BALANCE,
     MAX_LOSS,
     MAX_PROBE_BALANCE,
@@ -38,7 +40,7 @@ from secondguess.controllers.cost.round_times import (
     LinearSeconds,
     RoundTimes,
 )
-from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 
@@ -106,9 +108,9 @@ class CountingTimes(RoundTimes):
         self.num_asked += 1
         return super().draft_seconds(part, num_rows)
 
-    def rests(self, num_rows: int, longest: int) -> list[float]:
+    def rests(self, num_rows: int, num_cells: int) -> list[float]:
         self.num_asked += 1
-        return super().rests(num_rows, longest)
+        return super().rests(num_rows, num_cells)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -388,6 +390,27 @@ def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> Non
     assert probe_budget.balance == MAX_PROBE_BALANCE
 
 
+def test_grants_of_probes_have_an_interval() -> None:
+    """A grant before its end is made then, unless probes have shown what they pay meanwhile."""
+    probe_budget = ProbeBudget()
+    for _ in range(10):
+        probe_budget.grant()
+        probe_budget.pay(probe_budget.balance)
+        probe_budget.failed()
+    assert probe_budget.balance == 0.0
+    probe_budget.earn(GRANT_INTERVAL)
+    assert probe_budget.balance < GRANT / 2
+    probe_budget.grant()
+    assert probe_budget.balance == GRANT
+    probe_budget.pay(GRANT)
+    probe_budget.grant()
+    assert probe_budget.balance == 0.0
+    probe_budget.earn(GRANT_INTERVAL / 2)
+    assert probe_budget.balance < GRANT / 2
+    probe_budget.earn(GRANT_INTERVAL / 2)
+    assert probe_budget.balance >= GRANT
+
+
 def test_a_changed_machine_speed_grants_a_series_of_probes() -> None:
     """A series of usual cost, but not one of the target as its own drafter, which prefills the prompt first."""
     probe_budget = ProbeBudget()
@@ -501,6 +524,67 @@ def test_batches_find_the_best_constant_length(
         lambda number, depth: chance, step, 0.0, node_of_row, deterministic, confidence=chance
     ).play(CostController(), 800, num_rows)
     assert simulation.speed > 0.95 * max(1.0, best_fixed(chance, step, node_of_row * num_rows))
+
+
+@pytest.mark.parametrize(("size", "num_rows"), [(7, 8), (8, 7), (12, 11), (15, 16), (16, 15), (2, 3)])
+def test_costs_of_the_nearest_batch_size_are_taken_per_level(size: int, num_rows: int) -> None:
+    """One row more or less does not change what a level adds to a pass."""
+    model = CostModel()
+    for each in (size, num_rows):
+        for _ in range(4):
+            model.times.add_plain(each, 20, [0.1 * each])
+    for _ in range(40):
+        for levels in (1, 2, 3):
+            model.times.add(size, levels * size, 0.1 * size + 0.02 * levels * size)
+            model.times.add_plain(size, 20, [0.1 * size])
+    model.enter(num_rows, None)
+    for levels in (1, 2, 3):
+        added = model.extra_pass_seconds(0, levels * num_rows)
+        assert added == pytest.approx(0.02 * levels * num_rows, rel=0.25)
+
+
+def test_a_single_level_in_a_batch_costs_what_any_draft_does() -> None:
+    """It is not interpolated from a plain round, as a pass over any draft takes a fixed time."""
+    model = CostModel()
+    for _ in range(40):
+        model.times.add_plain(16, 20, [1.0])
+        model.times.add(16, 4, 1.5)
+    model.enter(16, None)
+    assert model.extra_pass_seconds(0, 1) == model.extra_pass_seconds(0, 4) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_lookup_is_not_drafted_for_what_a_model_might_gain() -> None:
+    """The model's drafts are few, as they cost too much, so that its gain stays uncertain."""
+    controller, rng, num_rows = CostController(), random.Random(1), 4
+    rows = [Row([0] * 50, SamplingParams(max_tokens=10**6)) for _ in range(num_rows)]
+    num_drafted = 0
+    for _ in range(1000):
+        choices = [
+            (
+                Candidate(kind="match", deterministic=True, longest=16 * (rng.random() < 0.5)),
+                Candidate(part=1),
+            )
+            for _ in rows
+        ]
+        plans = [Plan(0, 0)] * num_rows
+        if controller.begin_round(rows):
+            plans = controller.plan(rows, choices)
+        lengths = [plan.length if plan.part == 0 else min(plan.length, 1) for plan in plans]
+        accepted = [
+            next((depth for depth in range(length) if rng.random() >= 0.3), length) for length in lengths
+        ]
+        drafting = 4.0 * any(plan.part == 1 and plan.length for plan in plans)
+        time = RoundTime(0.0, drafting, 1 + drafting + 0.1 * sum(lengths))
+        for row, gained in zip(rows, accepted, strict=True):
+            row.tokens.extend([0] * (gained + 1))
+        controller.learn(
+            rows,
+            Draft.chains([[0] * length for length in lengths]),
+            Verdict.from_chain(accepted, [0] * num_rows),
+            time,
+        )
+        num_drafted += any(lengths)
+    assert num_drafted < 100
 
 
 CHANCES = {"good": 0.9, "poor": 0.4, "none": 0.0}
@@ -935,6 +1019,14 @@ def test_the_linear_fit_holds_for_changing_lengths_and_noise() -> None:
     assert plain_at(times, 80) == pytest.approx(1.04, rel=0.08), (
         "one length for long does not unlearn the slope"
     )
+
+
+def test_disturbed_rounds_of_short_rows_are_not_extrapolated() -> None:
+    """Rounds were slower as the rows grew from 16 to 32 tokens; that attention takes so long is implausible."""
+    plain = PlainTime(16)
+    for length in range(16, 33):
+        plain.add(length, 1 + (length - 16) / 40)
+    assert plain.at(128) < 2 * plain.at(24)
 
 
 def test_noise_at_one_length_gives_no_slope() -> None:

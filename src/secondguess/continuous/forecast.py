@@ -155,8 +155,10 @@ class _Sampler:
             noise = KeyedNoise.from_rows(rows)
             starts = torch.tensor([row.num_output for row in rows])
             histories = Histories(members, members // self._num_samples, self.values[members], starts)
+            with recorder.phase("plan"):
+                lengths = torch.tensor(self._plan(rows))
             with recorder.phase("draft"):
-                draft = self._draft(histories, torch.tensor(self._plan(rows)), noise)
+                draft = self._draft(histories, lengths, noise)
                 put(histories.values, starts, draft)
             with recorder.phase("score"):
                 params = self._runtime.score(
@@ -194,7 +196,8 @@ class _Sampler:
             stats.count(length, length, row.commit([VALUE] * count, VALUE))
         draft = Draft.chains([[VALUE] * length for length in lengths])
         verdict = Verdict.from_chain(accepted, [VALUE] * len(rows))
-        self._controller.learn(rows, draft, verdict, self._recorder.round_time())
+        with self._recorder.phase("plan"):
+            self._controller.learn(rows, draft, verdict, self._recorder.round_time())
         for row in rows:
             if row.finished:
                 self._controller.release(row)

@@ -18,7 +18,7 @@ MAX_TOKENS = 2**16
 NUM_PROMPT_TOKENS = 16
 """Tokens of the end of the prompt that are stored with an output, so that its beginning is found."""
 NUM_READ = 2 * MAX_DRAFT_LENGTH
-"""Last tokens of a row that are looked up; more than a round adds."""
+"""Last tokens of a row that are looked up; more than a round and the paused rounds before it add, which are read together."""
 
 
 class History:

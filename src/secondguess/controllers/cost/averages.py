@@ -26,7 +26,7 @@ DECAY = 1 - 1 / 96
 MAX_WEIGHT = 24
 """Maximum weight of one draft length, in rounds."""
 FIRST_NODE_COST = 0.03
-"""Initial cost of one more draft token in a target pass, as a share of a plain round."""
+"""Initial cost of one more point of a `CostCurve`, as a share of a plain round; for one row, of a draft token."""
 NEIGHBOUR_WEIGHT = 0.1
 """Weight of a round in the costs of the neighbouring draft lengths."""
 SPEED_CHANGE = 1.3
@@ -47,7 +47,7 @@ SLOPE_TRUST_RATIO = 2.0
 """Ratio between the longest and shortest row length seen at which the slope is trusted."""
 MAX_LENGTH_SHARE = 0.9
 """Maximum share of a plain round of very long rows that grows with their length."""
-SHORT = 128
+SHORT_ROW = 128
 """Number of tokens per row at which that share is at most half of it.
 
 Attention takes little time over short rows, and a slope that is learned from them in a few disturbed
@@ -181,7 +181,7 @@ class LinearCost:
 
 
 class CostCurve:
-    """Cost of a target pass by draft length, in plain rounds.
+    """Cost of a target pass, in plain rounds, by draft length: for one row in levels, in batches in `levels_per_cell`.
 
     A running average per length, shrunk towards its neighbours and a straight line fitted to all
     lengths. The weight of a length decays while others are drafted, so that a single disturbed
@@ -360,8 +360,8 @@ class PlainTime:
                 self._along /= slowdown
                 self._spread /= slowdown
             self._length = centre = centre + aside * level.follow(seconds)
-            slope = self._along / (self._spread + (centre * centre + SHORT * SHORT) / 4)
-            highest = MAX_LENGTH_SHARE * level.value / (centre + SHORT)
+            slope = self._along / (self._spread + (centre * centre + SHORT_ROW * SHORT_ROW) / 4)
+            highest = MAX_LENGTH_SHARE * level.value / (centre + SHORT_ROW)
             self._slope = 0.0 if slope < 0 else min(slope, highest)
         # A single length may be an outlier: it counts as seen once two successive rounds had it.
         self._longest = max(self._longest, min(length, self._before))

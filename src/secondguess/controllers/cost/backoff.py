@@ -6,8 +6,8 @@ does not pay again. If all candidates of a round are in backoff, the round runs 
 nothing is evaluated. A candidate of another kind, such as a longer lookup match, or of a row that has joined
 is evaluated at once.
 
-In a batch, candidates are alike whose kinds, temperatures and recent acceptance rates are equal. All
-rows wait for the longest draft, so one match may not pay where several do: more candidates alike than
+In a batch, candidates are alike whose kinds, temperatures and recent acceptance rates are equal. Any
+draft adds a fixed time to a pass, so one match may not pay where several do: more candidates alike than
 before are evaluated, too. Rows of a batch often have other matches than in the round before; if each
 had a backoff of its own, most rounds would be evaluated.
 """

@@ -41,19 +41,18 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
     """
     if len(rows) == 1:
         return Drafts([proposal for proposal in proposals if proposal.net > 0])
-    # The exploration bonus counts once, however many rows are drafted for.
-    exploration_bonus = max((proposal.estimate.exploration_bonus for proposal in proposals), default=0.0)
     lookups = [proposal for proposal in proposals if proposal.deterministic]
     models = [(proposal.estimate.gain, proposal) for proposal in proposals if not proposal.deterministic]
     models.sort(key=itemgetter(0), reverse=True)
+    sums = _sums([proposal for _, proposal in models], cost_model)
     best, best_drafts, best_lengths = 0.0, Drafts([]), [0] * len(lookups)
     lengths: list[int] = []
     for index in range(len(SURVIVALS)):
         before, lengths = lengths, [proposal.estimate.lengths[index] for proposal in lookups]
         if lengths == before and index:
             continue
-        drafts = _together(lookups, lengths, models, rows, cost_model)
-        net = drafts.tokens - cost_model.rate * drafts.seconds + exploration_bonus
+        drafts = _together(lookups, lengths, models, sums, rows, cost_model)
+        net = drafts.tokens - cost_model.rate * drafts.seconds + _exploration_bonus(drafts.chosen)
         if drafts.chosen and net > best:
             best, best_drafts, best_lengths = net, drafts, lengths
     if not best_drafts.is_trial:
@@ -64,10 +63,44 @@ def worthwhile(proposals: Sequence[DraftProposal], rows: Sequence[Row], cost_mod
     return best_drafts
 
 
+class ModelDrafts(NamedTuple):
+    """Sums over the first few drafts of models.
+
+    Args:
+        tokens: expected number of tokens gained.
+        seconds: to draft, with prefill.
+        num_levels: expected number of levels.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    num_levels: int = 0
+
+
+def _sums(models: Sequence[DraftProposal], cost_model: CostModel) -> list[ModelDrafts]:
+    """Return the sums over the first 0, 1, 2, ... of these drafts."""
+    tokens = prefill = 0.0
+    num_levels = 0
+    sums = [ModelDrafts()]
+    for count, proposal in enumerate(models, start=1):
+        tokens += proposal.estimate.gain
+        prefill += proposal.prefill_seconds
+        num_levels += proposal.estimate.width
+        drafting = cost_model.drafting(proposal.part, count, proposal.estimate.width)
+        sums.append(ModelDrafts(tokens, prefill + drafting, num_levels))
+    return sums
+
+
+def _exploration_bonus(proposals: Sequence[DraftProposal]) -> float:
+    """Return the exploration bonus of drafts, which counts once, however many rows are drafted for."""
+    return max([proposal.estimate.exploration_bonus for proposal in proposals], default=0.0)
+
+
 def _together(
     lookups: Sequence[DraftProposal],
     lengths: Sequence[int],
     models: Sequence[tuple[float, DraftProposal]],
+    sums: Sequence[ModelDrafts],
     rows: Sequence[Row],
     cost_model: CostModel,
 ) -> Drafts:
@@ -75,7 +108,7 @@ def _together(
 
     Args:
         lookups, lengths: lookup drafts and their nodes.
-        models: expected tokens and drafts of models, best first.
+        models, sums: expected tokens and drafts of models, best first, and the sums over them.
         rows: the batch.
         cost_model: costs in the current round.
     """
@@ -83,19 +116,10 @@ def _together(
     chosen = [proposal for proposal, length in zip(lookups, lengths, strict=True) if length]
     tokens = sum([proposal.estimate.gains[length] for proposal, length in zip(lookups, lengths, strict=True)])
     num_levels = sum(lengths)
-    seconds = cost_model.extra_pass_seconds(0, num_levels)
-    total, prefill, sums = 0.0, 0.0, [(0.0, 0.0)]
-    num_more = num_levels
-    for count, (expected_tokens, proposal) in enumerate(models, start=1):
-        total += expected_tokens
-        prefill += proposal.prefill_seconds
-        num_more += proposal.estimate.width
-        drafting = cost_model.drafting(proposal.part, count, proposal.estimate.width)
-        sums.append((total, prefill + drafting + cost_model.extra_pass_seconds(num_levels, num_more)))
-    nets = [gained - rate * spent for gained, spent in sums]
-    nets[0] -= max([proposal.estimate.exploration_bonus for _, proposal in models], default=0.0)
+    seconds = [of.seconds + cost_model.extra_pass_seconds(0, num_levels + of.num_levels) for of in sums]
+    nets = [of.tokens - rate * spent for of, spent in zip(sums, seconds, strict=True)]
+    nets[0] -= _exploration_bonus([proposal for _, proposal in models])
     best_count = _with_equals([expected_tokens for expected_tokens, _ in models], nets.index(max(nets)))
-    of_models, spent = sums[best_count]
     is_trial = False
     if models:
         # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
@@ -104,7 +128,7 @@ def _together(
         most = max(2 * cost_model.times.most_rows(models[0][1].part), 1)
         is_trial = most < best_count
         chosen += best_with_ties(models[:best_count], most, rows)
-    return Drafts(chosen, tokens + of_models, seconds + spent, is_trial)
+    return Drafts(chosen, tokens + sums[best_count].tokens, seconds[best_count], is_trial)
 
 
 def best_with_ties(

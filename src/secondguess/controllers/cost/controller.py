@@ -89,6 +89,7 @@ class CostController(Controller):
         self._in_backoff = False
         self._is_paused = False
         self._num_pausable = self._num_paused = 0  # rounds: that may be paused, and since `plan`
+        self._paused_plan = 0.0  # time of planning and learning in paused rounds
         self._num_certain = 0
         self._buffered = PlainRoundBuffer()
         self._drafted = DraftedRoundBuffer()
@@ -137,12 +138,22 @@ class CostController(Controller):
             self._num_paused += 1
         return not self._is_paused
 
-    def _num_undecided(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> int:
-        """Return the number of rounds after this backoff round that need no decision of their own."""
+    def _num_unplanned(self, rows: Sequence[Row], num_constant: int = 0) -> int:
+        """Return for how many rounds after this one, which has no drafts, nothing has to be planned.
+
+        Args:
+            rows: the batch.
+            num_constant: number of rounds for which the candidates stay the same and in backoff.
+        """
         if any([row.sources or row.params.draft_length is not None for row in rows]):
             return 0
-        num_rounds = max(self._backoffs.num_constant(candidates), self.times.num_unplanned(len(rows)))
+        num_rounds = max(num_constant, self.times.num_unplanned(len(rows)))
         return num_rounds and min(num_rounds, self._buffered.room)
+
+    def _pause(self, num_rounds: int) -> None:
+        """Pause for some rounds after this one, which is learned from with them."""
+        if num_rounds:
+            self._in_backoff, self._num_pausable = True, num_rounds
 
     def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
         """Return the candidates, none for rows whose draft is certain: these need no decision."""
@@ -156,7 +167,7 @@ class CostController(Controller):
         was_probe, place = self._decision.is_probe, _place(candidates)
         if self._in_backoff:
             self._learn_drafted()
-            self._num_pausable = self._num_undecided(rows, candidates)
+            self._num_pausable = self._num_unplanned(rows, self._backoffs.num_constant(candidates))
             return Decision(place)
         if self._drafted.rows != tuple(rows):
             self._learn_drafted()
@@ -166,7 +177,10 @@ class CostController(Controller):
         if self._drafted and not decision.is_settled:  # what the buffered rounds show may change it
             self._learn_drafted()
             decision, proposals = self._evaluate(rows, candidates, place)
-        if self.guard.is_stopped or self.measures_plain:
+        if self.measures_plain:
+            return decision
+        if self.guard.is_stopped:
+            self._pause(self._num_unplanned(rows))
             return decision
         if decision.proposals:
             self.probe_budget.succeeded()
@@ -177,9 +191,7 @@ class CostController(Controller):
             decision.explores = decision.is_probe and len(rows) > 1
         if not decision.proposals:
             self._backoffs.begin()
-            if self.times.num_unplanned(len(rows)):
-                self._in_backoff = True
-                self._num_pausable = self._num_undecided(rows, candidates)
+            self._pause(self._num_unplanned(rows))
         elif not decision.is_probe:
             self._backoffs.end()
         self._limit_lengths(decision, len(rows))
@@ -276,9 +288,8 @@ class CostController(Controller):
             return ()
         if self._decision.explores and depth + 1 < PROBE_LENGTH:
             return [proposal for _, proposal in chances]
-        num_levels = sum(
-            [each.length if each.deterministic else len(each.seen) for each in self._decision.proposals]
-        )
+        planned = self._decision.proposals
+        num_levels = sum([each.length if each.deterministic else len(each.seen) for each in planned])
         if len(chances) > 1:
             return select_extensions(chances, num_levels, self._cost_model)
         chance, proposal = chances[0]
@@ -303,9 +314,11 @@ class CostController(Controller):
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._is_paused:
             self._buffered.repeat(time)
+            self._paused_plan += time.plan
             return
-        if not draft.num_nodes:
-            self.times.add_plan(len(rows), time.plan)
+        if not draft.num_nodes and not self.measures_plain:
+            self.times.add_plan(len(rows), False, self._paused_plan + time.plan)
+            self._paused_plan = 0.0
         if self._in_backoff:
             if (
                 draft.num_nodes
@@ -409,7 +422,10 @@ class CostController(Controller):
         time: RoundTime,
     ) -> float:
         """Learn the costs of a round with drafts; return its seconds, clipped if it was disturbed."""
-        scoring = self.times.add(num_rows, sum(lengths), time.total - time.draft - time.prefill)
+        plan = self.times.add_plan(num_rows, True, time.plan)
+        scoring = self.times.add(
+            num_rows, sum(lengths), time.total - time.draft - time.prefill - time.plan + plan
+        )
         self._cost_model.renew()
         # Next to the draft steps of a model, the time of a lookup is negligible.
         steppers = [proposal for proposal in drafted if not proposal.deterministic] or drafted

@@ -133,6 +133,7 @@ class CostModel:
         known = self._shares.get(key)
         if known is None:
             drafting = self._draft_seconds(part, self._num_rows)
+            self._rest(longest * self._num_rows)  # computes all points together
             known = self._shares[key] = [
                 (drafting.at(width) + self.extra_pass_seconds(0, width * self._num_rows)) / self._num_rows
                 for width in range(1, longest + 1)
@@ -155,9 +156,9 @@ class CostModel:
             ]
         return known
 
-    def extra_pass_seconds(self, num_levels: int, more: int) -> float:
-        """Return the seconds that drafts of `more` instead of `num_levels` levels, of all rows together, add to the pass."""
-        return max(self._rest(more) - self._rest(num_levels), 0.0)
+    def extra_pass_seconds(self, before: int, after: int) -> float:
+        """Return the seconds that drafts of `after` instead of `before` levels, of all rows together, add to the pass."""
+        return max(self._rest(after) - self._rest(before), 0.0)
 
     def _rest(self, num_levels: int) -> float:
         """Return the seconds, without drafting, of a round with drafts of so many levels in all.
@@ -166,8 +167,8 @@ class CostModel:
         """
         cell, above = divmod(num_levels, levels_per_cell(self._num_rows))
         rests = self._rests.get(self._num_rows, ())
-        if cell + 1 >= len(rests):
-            num_cells = max(2 * cell, NUM_CELLS)
+        if cell + (above > 0) >= len(rests):
+            num_cells = max(cell + 1, 2 * len(rests), NUM_CELLS)
             rests = self._rests[self._num_rows] = self.times.rests(self._num_rows, num_cells)
         if not above:
             return rests[cell]

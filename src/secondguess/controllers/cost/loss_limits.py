@@ -6,7 +6,8 @@ over N plain rounds (rounds without drafts) probes cost at most PROBE_INCOME * N
 MAX_PROBE_BALANCE plain rounds, plus the loss of the last probe.
 
 The guard checks all estimates against the wall clock: it compares the time of rounds with drafts
-with the time plain rounds would have taken for the same tokens. Its balance, in plain rounds, is
+with the time plain rounds would have taken for the same tokens. (The time of planning rounds that
+have no drafts after all is bounded by `MAX_PLAN_SHARE` instead.) Its balance, in plain rounds, is
 at most MAX_BALANCE. When it falls to -MAX_LOSS, drafting stops for STOP_ROUNDS rounds, and twice
 as long at each further stop until all of the loss is recovered.
 
@@ -81,12 +82,10 @@ class ProbeBudget:
 
     def grant(self) -> None:
         """Allow a series of probes, once `GRANT_INTERVAL` is over: earlier results are from another machine speed."""
-        self._halvings = 0
-        if self._since_grant < GRANT_INTERVAL:
-            self._is_grant_due = True
-            return
-        self._since_grant, self._is_grant_due = 0.0, False
-        self.balance = max(self.balance, GRANT)
+        self._is_grant_due = self._since_grant < GRANT_INTERVAL
+        if not self._is_grant_due:
+            self._since_grant, self._halvings = 0.0, 0
+            self.balance = max(self.balance, GRANT)
 
     def earn(self, elapsed: float) -> None:
         """Add the income of some rounds, which took as long as `elapsed` plain rounds."""
@@ -111,10 +110,11 @@ class ProbeBudget:
         self.balance -= lost
 
     def failed(self) -> None:
+        self._is_grant_due = False
         self._halvings = min(self._halvings + 1, MOST_HALVINGS)
 
     def succeeded(self) -> None:
-        self._halvings = 0
+        self._halvings, self._is_grant_due = 0, False
 
 
 class AmortisedCosts:

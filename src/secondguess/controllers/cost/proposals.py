@@ -156,7 +156,7 @@ class ProposalMaker:
         if candidate.deterministic:
             survivals = expectations.survivals(kind, length)
             gains = list(accumulate(survivals, initial=0.0))
-            lengths = _num_likely(survivals) if num_rows > 1 else ()
+            lengths = _lengths_by_survival(survivals) if num_rows > 1 else ()
             width = length
             net, best_length = _best_length(gains, rate, shares)
         else:
@@ -174,7 +174,7 @@ class ProposalMaker:
         return PREFILL_MARGIN * seconds / max(row.room / (1 + estimate.gain), 1.0)
 
 
-def _num_likely(survivals: Sequence[float]) -> list[int]:
+def _lengths_by_survival(survivals: Sequence[float]) -> list[int]:
     """Return the number of nodes with at least each of the probabilities `SURVIVALS`, given theirs in descending order."""
     ascending = survivals[::-1]
     return [len(ascending) - bisect_left(ascending, least) for least in SURVIVALS]

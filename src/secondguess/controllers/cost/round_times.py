@@ -14,7 +14,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from secondguess.controllers.cost.averages import (
-    NUM_WARMUP,
     OUTLIER_CLIP,
     Average,
     CostCurve,
@@ -67,7 +66,7 @@ class RoundTimes:
         self.context: float | None = None
         self.load_detector = LoadDetector()
         self._plain: dict[int, PlainTime] = {}
-        self._plans: dict[int, Average] = {}
+        self._plans: dict[tuple[int, bool], Average] = {}
         self._curves: dict[int, CostCurve] = {}
         self._steps: dict[Hashable, dict[int, LinearCost]] = {}
         self._prefill_lines: dict[Hashable, LinearCost] = {}
@@ -124,13 +123,18 @@ class RoundTimes:
         self._end_check(len(seconds), changed)
         return changed or has_calmed
 
-    def add_plan(self, num_rows: int, seconds: float) -> None:
-        """Add the time spent on planning a round without drafts."""
-        self._plans.setdefault(num_rows, Average(NUM_WARMUP)).add(seconds)
+    def add_plan(self, num_rows: int, has_drafts: bool, seconds: float) -> float:
+        """Add the time of planning a round with or without drafts; return the average.
+
+        Learning from several rounds at once makes the time uneven, so no value is clipped.
+        """
+        average = self._plans.setdefault((num_rows, has_drafts), Average())
+        average.follow(seconds)
+        return average.value
 
     def num_unplanned(self, num_rows: int) -> int:
         """Return the number of rounds without a plan after one without drafts, so that planning takes little time."""
-        known = self._plans.get(num_rows)
+        known = self._plans.get((num_rows, False))
         if known is None or not self._plain:
             return 0
         return int(known.value / (MAX_PLAN_SHARE * self.plain(num_rows)))
@@ -160,13 +164,13 @@ class RoundTimes:
             num_levels: levels of all drafts together.
             seconds: duration without drafting and drafter prefill.
         """
-        width = max(round(num_levels / levels_per_cell(num_rows)), 1)
+        cell = max(round(num_levels / levels_per_cell(num_rows)), 1)
         self._num_since_plain += 1
         curve = self._curves.get(num_rows)
         if curve is None:
             curve = self._curves[num_rows] = CostCurve(of_batch=num_rows > 1)
         plain = self.plain(num_rows)
-        cost, expected = seconds / plain, curve.at(width)
+        cost, expected = seconds / plain, curve.at(cell)
         if cost < MIN_PASS_COST * self._least_cost:
             self._suspected_cost = cost
             self._num_checks = NUM_CHECKS
@@ -174,9 +178,9 @@ class RoundTimes:
         self._has_calmed |= self.load_detector.add_drafted(cost / expected)
         self._pause = max(self._pause - 1, 0)
         self._notice(self._pass_deviations, cost / expected)
-        clipped = curve.clip(width, cost, expected)
+        clipped = curve.clip(cell, cost, expected)
         if cost <= expected * OUTLIER_CLIP or self._is_fresh:
-            curve.add(width, cost, expected)
+            curve.add(cell, cost, expected)
         return clipped * plain
 
     @property
@@ -235,10 +239,16 @@ class RoundTimes:
         return min(self._plain, key=lambda size: abs(size - num_rows), default=None)
 
     def rests(self, num_rows: int, num_cells: int) -> list[float]:
-        """Return the seconds, without drafting, of rounds with drafts of 0, 1, ... `num_cells` times `levels_per_cell` levels."""
+        """Return the seconds, without drafting, of rounds with drafts of 0, 1, ... `num_cells` times `levels_per_cell` levels.
+
+        A level is taken to add as many seconds to a round at the nearest batch size that was timed.
+        """
         plain = self.plain(num_rows)
-        curve = _at_nearest(self._curves, num_rows) or DEFAULT_CURVE
-        return [plain, *[plain * curve.at(cell) for cell in range(1, num_cells + 1)]]
+        size = min(self._curves, key=lambda other: abs(other - num_rows), default=num_rows)
+        curve, of_size = self._curves.get(size, DEFAULT_CURVE), self.plain(size)
+        scale = levels_per_cell(num_rows) / levels_per_cell(size)
+        cells = [max(round(cell * scale), 1) for cell in range(1, num_cells + 1)]
+        return [plain, *[plain + of_size * (curve.at(cell) - 1) for cell in cells]]
 
     def draft_seconds(self, part: Hashable, num_rows: int) -> LinearSeconds:
         """Return the seconds of drafts over `num_rows` rows; zeros while unknown."""
@@ -310,7 +320,10 @@ def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate
 
 
 def levels_per_cell(num_rows: int) -> int:
-    """Return the number of levels, of all rows together, between the points of a cost curve: a quarter of one per row."""
+    """Return the number of levels, of all rows together, between the points of a cost curve.
+
+    It is about a quarter of a level per row, and one level in batches of less than 8 rows.
+    """
     return max(num_rows // 4, 1)
 
 
