@@ -144,16 +144,21 @@ def test_learning_from_a_round_counts_as_planning_of_the_next(clock):
     assert recorder.of(rows[0]).seconds["plan"] == 11
 
 
-def test_the_planning_of_a_failed_round_counts_for_no_other(clock):
-    recorder, rows = StatsRecorder(clock), rows_of(1)
+def interrupt_round(recorder, rows, phase, clock):
+    """Run a round that is interrupted after 3 seconds of a phase."""
 
-    def interrupted_round():
-        with recorder.round(rows), recorder.phase("plan"):
-            clock.advance(5)
+    def run():
+        with recorder.round(rows), recorder.phase(phase):
+            clock.advance(3)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted_round()
+        run()
+
+
+def test_the_planning_of_a_failed_round_counts_for_no_other(clock):
+    recorder, rows = StatsRecorder(clock), rows_of(1)
+    interrupt_round(recorder, rows, "plan", clock)
     with recorder.round(rows):
         clock.advance(1)
         assert recorder.round_time() == RoundTime(prefill=0, draft=0, total=1)
@@ -161,14 +166,7 @@ def test_the_planning_of_a_failed_round_counts_for_no_other(clock):
 
 def test_a_failed_round_is_counted(clock):
     recorder, rows = StatsRecorder(clock), rows_of(1)
-
-    def interrupted_round():
-        with recorder.round(rows), recorder.phase("score"):
-            clock.advance(3)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_round()
+    interrupt_round(recorder, rows, "score", clock)
     assert recorder.of(rows[0]).seconds["score"] == 3
 
 

@@ -553,6 +553,20 @@ def test_a_single_level_in_a_batch_costs_what_any_draft_does() -> None:
     assert model.extra_pass_seconds(0, 1) == model.extra_pass_seconds(0, 4) == pytest.approx(0.5, abs=0.05)
 
 
+def commit_and_learn(
+    controller: CostController,
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    accepted: Sequence[int],
+    time: RoundTime,
+) -> None:
+    """End a round with drafts of these lengths and of these numbers of accepted nodes."""
+    for row, gained in zip(rows, accepted, strict=True):
+        row.tokens.extend([0] * (gained + 1))
+    draft = Draft.chains([[0] * length for length in lengths])
+    controller.learn(rows, draft, Verdict.from_chain(accepted, [0] * len(rows)), time)
+
+
 def test_a_lookup_is_not_drafted_for_what_a_model_might_gain() -> None:
     """The model's drafts are few, as they cost too much, so that its gain stays uncertain."""
     controller, rng, num_rows = CostController(), random.Random(1), 4
@@ -575,14 +589,7 @@ def test_a_lookup_is_not_drafted_for_what_a_model_might_gain() -> None:
         ]
         drafting = 4.0 * any(plan.part == 1 and plan.length for plan in plans)
         time = RoundTime(0.0, drafting, 1 + drafting + 0.1 * sum(lengths))
-        for row, gained in zip(rows, accepted, strict=True):
-            row.tokens.extend([0] * (gained + 1))
-        controller.learn(
-            rows,
-            Draft.chains([[0] * length for length in lengths]),
-            Verdict.from_chain(accepted, [0] * num_rows),
-            time,
-        )
+        commit_and_learn(controller, rows, lengths, accepted, time)
         num_drafted += any(lengths)
     assert num_drafted < 100
 
@@ -628,14 +635,7 @@ def test_the_nodes_of_a_batch_are_drafted_where_they_pay(num_rows: int, node_of_
             for kind, length in zip(kinds, lengths, strict=True)
         ]
         time = RoundTime(0.0, 0.0, 1 + node_of_row * sum(lengths))
-        for row, gained in zip(rows, accepted, strict=True):
-            row.tokens.extend([0] * (gained + 1))
-        controller.learn(
-            rows,
-            Draft.chains([[0] * length for length in lengths]),
-            Verdict.from_chain(accepted, [0] * num_rows),
-            time,
-        )
+        commit_and_learn(controller, rows, lengths, accepted, time)
         num_tokens += num_rows + sum(accepted)
         seconds += time.total
     assert num_tokens / num_rows / seconds > 0.95 * best_of_kinds(num_rows * node_of_row)

@@ -219,7 +219,7 @@ class CostController(Controller):
         return Decision(place, rate, taken, explores=explores, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
-        """Limit drafts whose cost is not known yet, which explore, and record whether there is a lookup.
+        """Limit drafts whose cost is not known yet, which explore.
 
         Lookups cost nothing but a longer target pass.
         """
@@ -229,7 +229,6 @@ class CostController(Controller):
                 proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
                 if num_rows > 1:
                     decision.explores, decision.is_settled = True, False
-            decision.has_lookup |= proposal.deterministic
 
     def _probe(
         self, proposals: list[DraftProposal], rows: Sequence[Row], was_probing: bool
@@ -290,12 +289,7 @@ class CostController(Controller):
             return [proposal for _, proposal in chances]
         planned = self._decision.proposals
         num_levels = sum([each.length if each.deterministic else len(each.seen) for each in planned])
-        if len(chances) > 1:
-            return select_extensions(chances, num_levels, self._cost_model)
-        chance, proposal = chances[0]
-        extra_pass_seconds = self._cost_model.extra_pass_seconds(num_levels, num_levels + 1)
-        seconds = self._cost_model.step(proposal.part, 1) + extra_pass_seconds
-        return (proposal,) if chance > self._cost_model.rate * seconds else ()
+        return select_extensions(chances, num_levels, self._cost_model)
 
     def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
         proposals = self._decision.proposals
@@ -355,7 +349,7 @@ class CostController(Controller):
         drafted_round = DraftedRound(decision, drafted, seen, lengths, accepted, time, won)
         # The length of a lookup draft is decided in advance, so that one that lost time, or a single
         # one that could have been longer, is learned from at once.
-        is_informative = decision.has_lookup and (
+        is_informative = any([proposal.deterministic for proposal in drafted]) and (
             won < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
         )
         has_room = self._drafted.add(drafted_round) and not is_informative

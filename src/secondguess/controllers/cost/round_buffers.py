@@ -35,7 +35,6 @@ class Decision:
         explores: True if a batch drafts to learn what drafts cost, with the nodes of a probe, whatever these seem to cost.
         is_probe: True if they are probes.
         is_settled: True if the decision can be repeated before anything is learned from it.
-        has_lookup: True if one of them is a lookup.
         stopping_rule: that of its only draft, once it was needed.
     """
 
@@ -45,7 +44,6 @@ class Decision:
     explores: bool = False
     is_probe: bool = False
     is_settled: bool = False
-    has_lookup: bool = False
     stopping_rule: StoppingRule | None = None
 
 
