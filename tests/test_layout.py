@@ -202,9 +202,30 @@ def test_committed_files_do_not_name_this_machine():
     assert not re.search(r"(?<![\w.])/(?:work|root|home)/", text)
 
 
+def pages():
+    folders = [REPOSITORY / name for name in ("docs", "benchmarks", "tools", "src")]
+    found = [*REPOSITORY.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    assert len(found) > 20
+    return found
+
+
 def test_pages_have_no_merge_conflicts():
-    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")]
-    pages += [*(REPOSITORY / "benchmarks").rglob("*.md"), *(REPOSITORY / "tools").rglob("*.md")]
-    marked = [page.name for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
-    assert len(pages) > 20
+    marked = [page.name for page in pages() if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
     assert not marked, "resolve the conflict"
+
+
+def headings(page):
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_between_pages_lead_somewhere():
+    broken = []
+    for page in pages():
+        for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                broken.append(f"{page.name}: {link}")
+    assert not broken
