@@ -70,7 +70,8 @@ class TemplateParser:
     """Reply split by the tokenizer's response template, token by token.
 
     Only committed tokens are parsed, so the result does not depend on how many come at once. A
-    reply that the template cannot parse, such as a tool call with broken JSON, becomes content.
+    reply that the template cannot parse, such as a tool call with broken JSON, becomes content from
+    the beginning of this call on.
 
     Args:
         tokenizer: a tokenizer with a response template.
@@ -86,32 +87,39 @@ class TemplateParser:
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
         self._parser = tokenizer.get_response_parser(prefix=list(prompt), tools=list(tools) or None)
         self._search = StopSearch(stop)
+        self._special_tokens = frozenset(tokenizer.all_special_ids)
         self._is_broken = False
+        self._newest = ""  # text of the newest token
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
         self._follow(self._parser.initial_events)
 
     def feed(self, piece: Piece) -> list[Delta]:
-        if self._is_broken:
-            return [Delta("content", piece.text)]
         deltas = []
         for token in piece.tokens:
-            self._search.push(self._decoder.push(token))
+            if self._is_broken and token in self._special_tokens:
+                continue
+            self._newest = self._decoder.push(token)
+            self._search.push(self._newest)
             deltas += self._parse(self._search.release(self._search.num_certain))
             self.num_reasoning_tokens += self._region in REASONING_FIELDS
         return deltas
 
     def finish(self, stopped: bool) -> list[Delta]:
-        if self._is_broken:
-            return []
         is_cut = stopped and self._search.match is not None
         deltas = self._parse("" if is_cut else self._search.held + self._decoder.flush())
+        if self._is_broken:
+            return deltas
         try:
-            return deltas if self._is_broken else deltas + self._follow(self._parser.finalize()[1])
+            return deltas + self._follow(self._parser.finalize()[1])
         except ValueError:
+            if stopped and not is_cut:  # by an end token, which is not content
+                self._unsettled = self._unsettled.removesuffix(self._newest)
             return [*deltas, *self._break()]
 
     def _parse(self, text: str) -> list[Delta]:
+        if self._is_broken:
+            return [Delta("content", text)]
         self._unsettled += text
         try:
             return self._follow(self._parser.feed(text))
@@ -119,7 +127,7 @@ class TemplateParser:
             return self._break()
 
     def _break(self) -> list[Delta]:
-        self._is_broken = True
+        self._is_broken, self._region = True, None
         return [Delta("content", self._unsettled)]
 
     def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Delta]:
@@ -130,7 +138,9 @@ class TemplateParser:
             if event["type"] == "region_open":
                 self._region = name
             elif event["type"] == "region_close":
-                self._region, self._unsettled = None, ""
+                self._region = None
+                if name != "content":  # which ends where the text after it, not settled yet, opens a region
+                    self._unsettled = ""
                 if name == "tool_calls":
                     values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                     deltas += [_tool_call(value) for value in values]
