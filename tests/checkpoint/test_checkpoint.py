@@ -54,6 +54,43 @@ def score(loaded, tokens=TOKENS):
     return loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
 
 
+def shard(folder):
+    """Replace the weights by shards with an index."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("left", ["older weights", "shards", "an index", "older weights beside shards", "an adapter"])
+def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left, dtype):
+    expected = score(Checkpoint.resolve(copied, dtype=dtype, device="cpu").load())
+    size = Checkpoint.resolve(copied, dtype=dtype).memory().weights
+    weights = copied / "model.safetensors"
+    others = {name: tensor * 0 for name, tensor in load_file(weights).items()}
+    if left == "older weights":
+        save_file(others, copied / "model_old.safetensors", {"format": "pt"})
+    elif left == "older weights beside shards":
+        shard(copied)
+        save_file(others, copied / "weights.safetensors", {"format": "pt"})
+    elif left == "an adapter":
+        torch.save(load_file(weights), copied / "pytorch_model.bin")
+        weights.unlink()
+        save_file({"lora": torch.zeros(3)}, copied / "adapter_model.safetensors")
+    else:
+        kept = shutil.copy(weights, tmp_path / "kept")
+        save_file(others, weights, {"format": "pt"})
+        shard(copied)
+        shutil.copy(kept, weights)
+        for each in copied.glob("model-*.safetensors") if left == "an index" else ():
+            each.unlink()
+    found = Checkpoint.resolve(copied, dtype=dtype, device="cpu")
+    torch.testing.assert_close(score(found.load()), expected)
+    if left != "an adapter":  # of pickles the size is estimated
+        assert found.memory().weights == size
+
+
 def test_the_chosen_dtype_device_and_runtime_are_described(checkpoint):
     loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")

@@ -95,8 +95,11 @@ def test_weights_of_a_smaller_model_than_the_configuration_describes_are_refused
     assert "expected weights of" in done.err
     # Of weights in the older format, beside which there may be an adapter, nothing is known.
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    (folder / "pytorch_model.bin").write_bytes(b"")
+    (folder / "pytorch_model.bin").write_bytes(bytes(100))
     assert secondguess_command("inspect", folder, *FLOAT32).code == 0
+    (folder / "pytorch_model.bin").unlink()
+    done = secondguess_command("inspect", shutil.copytree(folder, tmp_path / "an adapter alone"), *FLOAT32)
+    assert done.code == 2, done.out
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 7), (3, 200), (4, 256), (5, 100)])

@@ -12,7 +12,7 @@ import torch
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import outline_of, require_torchao
-from secondguess.checkpoint.weights import count_loaded_parameters
+from secondguess.checkpoint.weights import count_parameters, is_gguf, tensor_files
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
@@ -116,16 +116,23 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
 
 
 def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
-    """Check that the weights have as many numbers as the configuration asks for, if they are unquantised safetensors.
+    """Check that there are weights and, in unquantised safetensors, as many numbers as the configuration asks for.
 
     They may have more than that, such as an image encoder.
     """
+    path = Path(checkpoint.path)
+    files = tensor_files(path)
+    if not (files or is_gguf(path) or any(path.glob("pytorch_model*.bin"))):
+        raise CheckpointError(
+            f"expected weights in {path} (model.safetensors, shards with their index, or pytorch_model.bin), got none; "
+            "copy or download the checkpoint again"
+        )
     if checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config"):
         return
-    stored = count_loaded_parameters(Path(checkpoint.path))
-    if stored is not None and stored < num_parameters:
+    stored = count_parameters(path)
+    if files and stored < num_parameters:
         raise CheckpointError(
-            f"expected weights of {num_parameters:,} parameters in {checkpoint.path}, as its configuration says, "
+            f"expected weights of {num_parameters:,} parameters in {path}, as its configuration says, "
             f"got {stored:,}; copy or download the checkpoint again"
         )
 

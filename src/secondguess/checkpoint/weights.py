@@ -23,21 +23,21 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix == ".gguf"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return a model's safetensors files sorted by name, empty for weights in another format.
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the safetensors files from which Transformers loads a model; empty for weights in another format.
 
-    The path of a GGUF file is that of its only file.
+    Other files in the folder, such as adapters, older weights or a copy in another format, are not read.
+
+    Raises:
+        CheckpointError: if the index is broken.
     """
     if is_gguf(folder):
-        return [folder]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def tensor_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model that its index names, or else all of them."""
-    index = folder / "model.safetensors.index.json"
+        return []
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
     if not index.is_file():
-        return [] if is_gguf(folder) else weight_files(folder)
+        return []
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -47,20 +47,19 @@ def tensor_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def count_loaded_parameters(folder: Path) -> int | None:
-    """Return the number of parameters in the safetensors files from which a model is loaded; None if there are none.
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model or of drafter heads, sorted by name; empty for pickles.
 
-    Other files in the folder, such as adapters or a copy in another format, are not counted.
+    The path of a GGUF file is that of its only file. Published heads name their file as they like.
 
     Raises:
-        CheckpointError: if a file is not safetensors or is truncated.
+        CheckpointError: if the index is broken.
     """
-    whole = folder / "model.safetensors"
-    if whole.is_file():
-        return _count_in_file(whole, "")
-    if not (folder / "model.safetensors.index.json").is_file():
-        return None
-    return sum(_count_in_file(file, "") for file in tensor_files(folder))
+    if is_gguf(folder):
+        return [folder]
+    if found := tensor_files(folder):
+        return found
+    return [] if any(folder.glob("pytorch_model*.bin")) else sorted(folder.glob("*.safetensors"))
 
 
 def count_parameters(folder: Path, suffix: str = "") -> int:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from secondguess.builtin import head_path
-from secondguess.checkpoint.weights import hash_weights, weight_files
+from secondguess.checkpoint.weights import hash_weights, tensor_files, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
 from secondguess.names import Name
 
@@ -244,7 +244,8 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         CheckpointError: an unreadable file.
     """
     files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    loaded = tensor_files(folder)  # by the target; they come last and replace those of other files
+    for path in sorted(folder.glob("*.safetensors"), key=lambda path: (path in loaded, path)):
         try:
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
