@@ -221,7 +221,7 @@ def test_heads_are_tied_as_the_outer_configuration_says(is_tied):
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
-    model = outline_of(config)
+    model = outline_of(config, "")
     model.tie_weights()
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert ties_embeddings(config) == shared

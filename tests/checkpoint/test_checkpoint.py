@@ -27,6 +27,7 @@ from families import (
 )
 from secondguess.checkpoint import memory, read
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
+from secondguess.checkpoint.description import describe
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
@@ -63,7 +64,9 @@ def shard(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("left", ["older weights", "shards", "an index", "older weights beside shards", "an adapter"])
+@pytest.mark.parametrize(
+    "left", ["older weights", "shards", "an index", "older weights beside shards", "an adapter"]
+)
 def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left, dtype):
     expected = score(Checkpoint.resolve(copied, dtype=dtype, device="cpu").load())
     size = Checkpoint.resolve(copied, dtype=dtype).memory().weights
@@ -241,11 +244,12 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
         Checkpoint.resolve(tmp_path).load()
 
 
-def test_a_configuration_without_layers_is_refused(copied):
+@pytest.mark.parametrize("name", ["num_hidden_layers", "max_position_embeddings"])
+def test_a_configuration_without_layers_or_positions_is_refused(copied, name):
     for number in (0, -1):
-        config = json.loads((copied / "config.json").read_text()) | {"num_hidden_layers": number}
+        config = json.loads((copied / "config.json").read_text()) | {name: number}
         (copied / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=f"num_hidden_layers is {number}"):
+        with pytest.raises(CheckpointError, match=f"{name} is {number}"):
             Checkpoint.resolve(str(copied))
 
 
@@ -395,6 +399,33 @@ def test_the_context_ends_where_rope_frequencies_depend_on_other_rows(rope, expe
 def test_the_context_ends_where_doge_drops_keys():
     assert context_length_of(transformers.DogeConfig(**LLAMA_LIKE, keep_window_size=40)) == 40
     assert context_length_of(transformers.DogeConfig(**LLAMA_LIKE)) == LLAMA_LIKE["max_position_embeddings"]
+
+
+def test_the_context_ends_where_the_positions_of_a_layer_type_change():
+    rope = {
+        "full_attention": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 48,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = transformers.Olmo3Config(**LLAMA_LIKE, rope_parameters=rope)
+    assert context_length_of(config) == 48 < LLAMA_LIKE["max_position_embeddings"]
+
+
+def test_a_configuration_of_which_no_model_can_be_made_is_one_error(copied):
+    config = json.loads((copied / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "magic", "rope_theta": 1e4}
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="got: no 'magic'"):
+        describe(Checkpoint.resolve(copied, dtype="float32"))
+
+
+def test_a_directory_may_be_named_like_a_file(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model.gguf")
+    assert Checkpoint.resolve(folder, dtype="float32").load().runtime.vocab_size == 300
 
 
 def test_kernels_are_built_on_supported_systems():

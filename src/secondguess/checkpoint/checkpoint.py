@@ -250,7 +250,7 @@ class Checkpoint:
 
     @cached_property
     def _linear_counts(self) -> LinearCounts:
-        return count_linears(outline_of(self.config))
+        return count_linears(outline_of(self.config, self.path))
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -79,7 +79,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     """
     config = checkpoint.config
     with quiet():
-        model = outline_of(config)
+        model = outline_of(config, checkpoint.path)
     check_supported(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _check_size(checkpoint, num_parameters)

@@ -77,6 +77,10 @@ def _reading(part: str, path: str) -> Iterator[None]:
             reason = "weights of other shapes than the configuration says"
         elif isinstance(error, PermissionError):
             advice = "allow this user to read it"
+        elif isinstance(error, ImportError):
+            advice = "install the package, or use another model"
+        elif isinstance(error, KeyError):
+            reason = f"no {reason}"
         elif "does not recognize this architecture" in reason:
             reason, advice = reason.partition(". ")[0], "update Transformers, or use another model"
         raise CheckpointError(
@@ -109,9 +113,10 @@ def read_config(path: str) -> Any:
         if not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
         config = AutoConfig.from_pretrained(**_place(path))
-        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-        if num_layers is not None and num_layers < 1:
-            raise ValueError(f"num_hidden_layers is {num_layers}, not 1 or more")
+        for name in ("num_hidden_layers", "max_position_embeddings"):
+            number = getattr(config.get_text_config(), name, None)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}, not 1 or more")
         if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
             del config.quantization_config
         return config
@@ -238,7 +243,9 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
                 "another one or another dtype than bfloat16; use the safetensors checkpoint, which has the same weights"
             )
         if is_gguf(path) and is_known(Path(path)):
-            GgufWeights(Path(path), outline_of(config))  # refuses weights that Transformers would leave out
+            GgufWeights(
+                Path(path), outline_of(config, path)
+            )  # refuses weights that Transformers would leave out
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(
@@ -252,7 +259,7 @@ def _read_stored(
     path: Path, config: Any, encoding: Encoding | None, dtype: torch.dtype, layer_by_layer: bool
 ) -> Any:
     """Return a module from weights that are read one by one."""
-    model_class, outline = class_of(config), outline_of(config)
+    model_class, outline = class_of(config), outline_of(config, str(path))
     weights = _open_weights(path, outline, encoding, layer_by_layer)
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
@@ -292,9 +299,13 @@ def _read_stored(
     return model
 
 
-def outline_of(config: Any) -> Any:
-    """Return the module of a configuration, without memory."""
-    with torch.device("meta"):
+def outline_of(config: Any, path: str) -> Any:
+    """Return the module of a configuration, without memory.
+
+    Raises:
+        CheckpointError: if Transformers cannot make it; names the path.
+    """
+    with _reading("a model of a configuration", path), torch.device("meta"):
         return class_of(config)(config_of_class(config))
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
+from secondguess.checkpoint.weights import is_gguf
 from secondguess.errors import BadInputError, CheckpointError, suggestion
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
@@ -58,7 +59,7 @@ def find_checkpoint(name: str) -> str:
         target, drafter = builtin_paths()
         return str(target if name == "builtin" else drafter)
     directory = Path(name)
-    if directory.suffix == ".gguf":
+    if is_gguf(directory):
         return _find_gguf(name)
     if directory.is_dir():
         if not (directory / "config.json").is_file():

@@ -20,7 +20,7 @@ from secondguess.errors import CheckpointError
 
 def is_gguf(path: str | Path) -> bool:
     """Return whether a path, as `find_checkpoint` returns it, is that of a GGUF file."""
-    return Path(path).suffix == ".gguf"
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def tensor_files(folder: Path) -> list[Path]:

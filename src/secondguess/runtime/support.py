@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -139,11 +140,10 @@ def context_length_of(config: Any) -> int | None:
     if limit is not None and getattr(config, "model_type", None) in INPUT_POSITIONS:
         return limit + 1
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        original: int | None = rope.get("original_max_position_embeddings")
-        known = [length for length in (limit, original) if length is not None]
-        return min(known) if known else None
-    return limit
+    by_layer_type = [each for each in rope.values() if isinstance(each, Mapping)]
+    changing = [each for each in (rope, *by_layer_type) if each.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    lengths = [limit, *(each.get("original_max_position_embeddings") for each in changing)]
+    return min((each for each in lengths if each is not None), default=None)
 
 
 def unsupported(name: str, reason: str) -> UnsupportedModelError:
