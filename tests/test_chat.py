@@ -211,7 +211,7 @@ def test_templates_that_cannot_be_used_are_refused(secondguess_command, componen
     (tmp_path / "broken").write_text("{% for %}")
     broken = secondguess_command("chat", *components, "--chat-template", tmp_path / "broken", stdin=b"x\n")
     assert (broken.code, broken.out) == (2, "")
-    assert "can format, got an error from it" in broken.err
+    assert "with an error in line 1: Expected" in broken.err
 
 
 def test_input_that_is_not_utf8_is_refused(secondguess_command, components):

@@ -1,5 +1,7 @@
 """Each error status, in OpenAI's form."""
 
+import json
+
 import openai
 import pytest
 from fake_engine import CONTEXT, FakeEngine
@@ -90,16 +92,47 @@ def test_numbers_that_are_none_are_refused(http, number):
     assert error_of(reply, 400)["param"] == "temperature"
 
 
-def test_lone_surrogates_are_refused_or_repeated_as_escapes(http):
-    headers = {"content-type": "application/json"}
-    content = r'{"model": "builtin", "prompt": "\ud800"}'
-    error_of(http.post("/v1/completions", content=content, headers=headers), 400)
-    content = r'{"model": "\ud800", "prompt": "x"}'
-    error_of(http.post("/v1/completions", content=content, headers=headers), 404)
-    content = r'{"model": "builtin", "messages": [{"role": "user", "content": "\ud800"}]}'
-    error_of(http.post("/v1/chat/completions", content=content, headers=headers), 400)
-    content = r'{"model": "builtin", "prompt": "x", "stop": "\ud800"}'
-    assert http.post("/v1/completions", content=content, headers=headers).status_code in (200, 400)
+HALF = "\ud83d"
+TOOL = {"type": "function", "function": {"name": "add", "description": HALF}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": f"{HALF}x"}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "model": HALF}, "model"),
+        ("/v1/completions", {"prompt": "x", "stop": ["y", HALF]}, "stop.1"),
+        ("/v1/completions", {"prompt": "x", "suffix": HALF}, "suffix"),
+        ("/v1/completions", {"prompt": "x", "prediction": {"type": "content", "content": HALF}}, "prediction.content"),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": HALF}]}, "messages.0.content"),
+        ("/v1/chat/completions", {"messages": [USER], "metadata": {HALF: "x"}}, "metadata"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tools": [TOOL], "tool_choice": "none"},
+            "tools.0.function.description",
+        ),
+        ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+        ("/v1/responses", {"input": "x", "instructions": HALF}, "instructions"),
+        ("/tokenize", {"prompt": HALF, "add_special_tokens": False}, "prompt"),
+    ],
+)  # fmt: skip
+def test_half_of_a_character_is_refused_in_every_field(http, route, fields, param):
+    content = json.dumps({"model": "builtin", **fields})
+    reply = http.post(route, content=content, headers={"content-type": "application/json"})
+    error = error_of(reply, 400)
+    assert error["param"] == param
+    assert "valid Unicode" in error["message"]
+
+
+def test_a_body_that_python_cannot_read_is_a_bad_request(http):
+    for content in (
+        b'{"prompt": ' + b"1" * 5000 + b"}",
+        '{"prompt": "x"}'.encode("utf-16"),
+        b'{"prompt": "\xed\xa0\x80"}',
+    ):
+        reply = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert error_of(reply, 400)["code"] == "invalid_json"
 
 
 def test_another_model_is_not_found(client):

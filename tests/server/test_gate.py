@@ -172,7 +172,7 @@ def test_cors_is_off_unless_asked_for():
         preflight = {
             **origin,
             "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-arch",
         }
         reply = client.options("/v1/completions", headers=preflight)
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (

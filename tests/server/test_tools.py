@@ -75,3 +75,6 @@ def test_a_variable_of_the_template_can_be_set_and_others_are_refused(served):
     assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n<think>")
     with pytest.raises(openai.BadRequestError, match="enable_thinking"):
         chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    for name in ("add_generation_prompt", "tools", "messages", "tokenize"):
+        with pytest.raises(openai.BadRequestError, match=f"got {name}, which the server sets"):
+            chat(client, extra_body={"chat_template_kwargs": {name: False}})

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context
@@ -15,7 +14,7 @@ from secondguess.cli import options
 from secondguess.cli.generate import sampling_params, write_rounds
 from secondguess.cli.options import output_option, sampling_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer, print_note
-from secondguess.cli.prompts import Request, decode, read_text
+from secondguess.cli.prompts import Request, decode, read_template
 from secondguess.errors import BadInputError, SecondGuessError
 
 if TYPE_CHECKING:
@@ -68,8 +67,9 @@ def chat(
     from secondguess.api import load
 
     params = sampling_params(context.params)
+    template = read_template(chat_template)
     llm = load(**options.load_settings_and_tuned(context, config)[0])
-    _set_template(llm, chat_template)
+    _set_template(llm, template)
     conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -196,15 +196,15 @@ def _piped_lines() -> Iterator[str]:
         yield decode(line, "standard input").rstrip("\r\n")
 
 
-def _set_template(llm: LLM, path: Path | None) -> None:
-    """Give the tokenizer the template of a file.
+def _set_template(llm: LLM, template: str | None) -> None:
+    """Give the tokenizer another template.
 
     Raises:
-        BadInputError: the file cannot be read, or there is no template.
+        BadInputError: there is no template.
     """
     tokenizer = llm.target.tokenizer
-    if path is not None:
-        tokenizer.chat_template = read_text(path)
+    if template is not None:
+        tokenizer.chat_template = template
     if not tokenizer.chat_template:
         raise BadInputError(
             f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "

@@ -184,6 +184,31 @@ def read_text(path: Path) -> str:
     return decode(_read_bytes(path), str(path))
 
 
+def read_template(path: Path | None) -> str | None:
+    """Return the chat template of a file; None without a file.
+
+    Raises:
+        BadInputError: the file cannot be read, is empty, or is not in Jinja.
+    """
+    if path is None:
+        return None
+    source = read_text(path)
+    if not source.strip():
+        raise BadInputError(f"expected a chat template in {path}, got an empty file")
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
+    except TemplateSyntaxError as error:
+        raise BadInputError(
+            f"expected a chat template in Jinja, got {path} with an error in line {error.lineno}: {error.message}; correct it"
+        ) from None
+    except Exception:  # it may need variables of the tokenizer, or refuse this conversation
+        return source
+    return source
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()

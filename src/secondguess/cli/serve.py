@@ -10,7 +10,7 @@ from typer import Context
 from secondguess.cli import options
 from secondguess.cli.options import panel
 from secondguess.cli.output import describe_components, print_note
-from secondguess.cli.prompts import read_text
+from secondguess.cli.prompts import read_template
 from secondguess.errors import BadInputError
 
 server_option = panel("Server")
@@ -100,7 +100,7 @@ def serve(
         model_names=tuple(served_model_name or ()),
         api_keys=read_api_keys(api_key_file),
         cors_origins=tuple(cors_origin or ()),
-        chat_template=None if chat_template is None else read_text(chat_template),
+        chat_template=read_template(chat_template),
         image_folder=image_folder,
         max_body_bytes=max_body_bytes,
         max_samples=max_samples,

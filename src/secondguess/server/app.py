@@ -50,7 +50,7 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # OpenAI's clients send headers about themselves
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     _add_error_handlers(app)
@@ -76,7 +76,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(validation_error(error.errors(), _body_model(http)))
 
     async def on_http(http: HttpRequest, error: Any) -> Response:
-        reply = error_response(ApiError(error.status_code, str(error.detail)))
+        is_ours = isinstance(error.detail, ApiError)
+        reply = error_response(error.detail if is_ours else ApiError(error.status_code, str(error.detail)))
         reply.headers.update(error.headers or {})
         return reply
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+import re
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import numpy
@@ -12,9 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from secondguess.server.errors import ApiError
+
 MAX_VALUES = 2**16
 """Values and keys in a body, besides one per token of the context; parsing takes a microsecond for each."""
 
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BEGINS_VALUE = numpy.zeros(256, numpy.bool_)
 _BEGINS_VALUE[[*b",:[{"]] = True
 
@@ -33,9 +37,19 @@ class BoundedRequest(HttpRequest):
             message = (
                 f"expected a body of at most {most} JSON values, got about {count}; send several requests"
             )
-            raise HTTPException(413, message)
-        # In another encoding than JSON's own, the bytes would be counted wrongly.
-        return json.loads(body.decode("utf-8", "surrogatepass"))
+            raise _refused(ApiError(413, message))
+        try:
+            # In another encoding than JSON's own, the bytes would be counted wrongly.
+            text = body.decode()
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = f"expected a body in JSON, got text that cannot be read: {error}"
+            raise _refused(ApiError(400, reason, None, "invalid_json")) from None
+        if _ESCAPED_SURROGATE.search(text):
+            _check_unicode(value)
+        return value
 
 
 class BoundedRoute(APIRoute):
@@ -48,6 +62,39 @@ class BoundedRoute(APIRoute):
             return await handler(BoundedRequest(request.scope, request.receive))
 
         return handle
+
+
+def _check_unicode(value: Any) -> None:
+    """Refuse half of a surrogate pair, which no text is that a model can read.
+
+    Raises:
+        HTTPException: names the field.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        path = next(_paths_of(value, error.object[error.start]))
+        message = f"expected {path} in valid Unicode, got the lone surrogate {error.object[error.start]!r}; remove it"
+        raise _refused(ApiError(400, message, path, "invalid_value")) from None
+
+
+def _paths_of(value: Any, character: str) -> Iterator[str]:
+    """Yield where in a body a character is: names of fields and indices, joined by points."""
+    waiting = [("", value)]
+    while waiting:
+        path, found = waiting.pop()
+        if isinstance(found, str) and character in found:
+            yield path.lstrip(".") or "the body"
+        children = (
+            found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+        )
+        for key, child in children:
+            waiting += [(path, key), (f"{path}.{key}", child)]
+
+
+def _refused(error: ApiError) -> HTTPException:
+    """Return an error in the form that FastAPI passes on while it reads a body."""
+    return HTTPException(error.status, error)  # type: ignore[arg-type]
 
 
 def count_values(body: bytes) -> int:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
@@ -23,6 +26,11 @@ from secondguess.server.schemas import (
     TextPart,
     UserMessage,
 )
+
+OWN_ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    "documents"
+}
+"""Names that are not free for variables of a template."""
 
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 
@@ -74,6 +82,12 @@ class ChatTemplate:
         """
         formatter = self._target.checkpoint.processor if conversation.has_images else self._tokenizer
         source = self._source(formatter, bool(conversation.tools))
+        if taken := OWN_ARGUMENTS & conversation.variables.keys():
+            raise refused(
+                "chat_template_kwargs",
+                f"expected variables of the chat template in chat_template_kwargs, got {', '.join(sorted(taken))}, "
+                "which the server sets; leave it out",
+            )
         for name in [*(["tools"] if conversation.tools else []), *conversation.variables]:
             if not re.search(rf"\b{re.escape(name)}\b", source):
                 raise refused(
@@ -144,7 +158,7 @@ def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversatio
     """Return messages in the form that chat templates of Transformers expect.
 
     Raises:
-        ApiError: a message without content, text that UTF-8 cannot write, or an image that is refused.
+        ApiError: a message without content, or an image that is refused.
     """
     found = [_to_message(message, place) for place, message in enumerate(messages)]
     contents = [message.content for message in messages]
@@ -176,7 +190,6 @@ def _to_message(message: Message, place: int) -> dict[str, Any]:
         found["content"] = found["content"] or message.refusal or ""
         for call in found.get("tool_calls", ()):
             call["function"]["arguments"] = _to_arguments(call["function"]["arguments"], place)
-    _check_unicode(found, place)
     return found
 
 
@@ -191,21 +204,13 @@ def text_of(content: Content) -> str:
 def _to_arguments(arguments: str, place: int) -> Any:
     """Return the arguments of an earlier tool call as the object that templates format."""
     try:
-        return json.loads(arguments or "{}")
+        found = json.loads(arguments or "{}")
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError):
         raise refused(
             "messages",
-            f"expected arguments of messages[{place}].tool_calls to be JSON, got {arguments!r:.60}; repeat them as they came",
-            "invalid_value",
-        ) from None
-
-
-def _check_unicode(value: object, place: int) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise refused(
-            "messages",
-            f"expected messages[{place}] in valid Unicode, got the lone surrogate {error.object[error.start]!r}; remove it",
+            f"expected arguments of messages[{place}].tool_calls to be JSON in valid Unicode, "
+            f"got {arguments!r:.60}; repeat them as they came",
             "invalid_value",
         ) from None

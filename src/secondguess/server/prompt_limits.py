@@ -31,8 +31,7 @@ def check_characters(target: ServedModel, text: str) -> None:
     most = max_characters(target)
     if len(text) <= most:
         return
-    beginning = text[:most].encode(errors="replace").decode()  # a lone surrogate is refused later
-    num_tokens = len(target.encode(beginning))
+    num_tokens = len(target.encode(text[:most]))
     if num_tokens > 2 * target.context_length:
         raise too_long(target, f"{len(text)} characters, of which the first {most} have {num_tokens} tokens")
 

@@ -27,13 +27,13 @@ MAX_DEPTH = 100
 
 
 def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse what JSON cannot repeat in a reply: NaN, infinities, lone surrogates and deep nesting."""
+    """Refuse what JSON cannot repeat in a reply: NaN, infinities and deep nesting."""
     if _is_deeper(value, MAX_DEPTH):
         raise ValueError(f"should have at most {MAX_DEPTH} levels")
     try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        json.dumps(value, allow_nan=False)
     except ValueError:
-        raise ValueError("should be JSON with finite numbers and valid Unicode") from None
+        raise ValueError("should be JSON with finite numbers") from None
     return value
 
 

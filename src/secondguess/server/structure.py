@@ -122,11 +122,7 @@ def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
 
 
 def _check_size(name: str, text: str, max_bytes: int) -> None:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise refused(name, f"expected {name} in text that UTF-8 can write, got a lone surrogate") from None
-    check_limit(name, size, max_bytes, f"bytes of {name}")
+    check_limit(name, len(text.encode()), max_bytes, f"bytes of {name}")
 
 
 class ForcedCallParser:
