@@ -697,6 +697,16 @@ def test_embeddings_and_head_are_shared(checkpoint, weight_format):
     assert embedding_and_head.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
 
 
+def test_logits_of_many_states_leave_room_for_the_experts_of_later_passes(tmp_path):
+    """The head shares the buffers of the layers; without theirs, a pass would write beyond them."""
+    path = write_varied("qwen3-moe-mixed", tmp_path)
+    fresh, used = native_runtime(path), native_runtime(path)
+    embedding_and_head = used.embedding_and_head()
+    embedding_and_head.unembed(torch.zeros(200, embedding_and_head.width, dtype=embedding_and_head.dtype))
+    tokens = TOKENS.repeat(1, 10)[:, :90]
+    assert torch.equal(used.read(tokens).logits, fresh.read(tokens).logits)
+
+
 def test_gradients_reach_through_a_tied_head(tmp_path):
     config = FAMILIES["llama"]()
     config.tie_word_embeddings = True

@@ -700,7 +700,6 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
                         int64_t num_threads, void* workspace) {
     Decoder head = *decoder;
     if (is_normalised) head.num_layers = 0, head.norm.weight = nullptr;
-    head.num_experts = 0;  // no buffers for them
     Forward forward{};
     forward.num_tokens = forward.num_logits = num_rows, forward.num_threads = num_threads;
     forward.last_layer = head.num_layers;
