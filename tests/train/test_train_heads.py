@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,75 @@ def test_unusable_folders_are_refused_in_one_line(
     assert done.code == 2
     assert complaint in done.err
     assert done.err.splitlines()[-1].startswith("secondguess: error:")
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["draft", "mtp", "layer-skip"])
+def test_a_folder_with_other_files_is_left_as_it_is(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path, kind: str
+) -> None:
+    target = shutil.copytree(tiny_checkpoint, tmp_path / "target")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text("mine")
+    for out, complaint in (
+        (target, "got the target's"),
+        (tmp_path / "project", "with a README.md of something else"),
+        (tmp_path / "a,b", "use no comma"),
+        (tmp_path / "x+model:y", "no + before"),
+    ):
+        before = files_of(tmp_path)
+        done = secondguess_command(
+            "train",
+            kind,
+            "--out",
+            out,
+            "--model",
+            target,
+            "--data",
+            prompts,
+            "--max-tokens",
+            8,
+            "--length",
+            40,
+        )
+        assert done.code == 2, out
+        assert complaint in done.err
+        assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused", "corrected"),
+    [
+        ("medusa", ("--set", "num_heads=99"), ("--set", "num_heads=2")),
+        ("mtp", ("--dtype", "bfloat16"), ("--dtype", "float32")),
+        ("mtp", ("--num-prompts", 1), ("--num-prompts", 8)),
+        ("mtp", ("--length", 400), ("--length", 40)),
+    ],
+)
+def test_what_is_refused_can_be_corrected_in_the_same_folder(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path, kind, refused, corrected
+) -> None:
+    out = tmp_path / "out"
+    command = [
+        "train",
+        kind,
+        "--out",
+        out,
+        "--model",
+        tiny_checkpoint,
+        "--data",
+        prompts,
+        *OPTIONS,
+        "--steps",
+        2,
+    ]
+    done = secondguess_command(*command, *refused)
+    assert done.code == 2
+    assert not out.exists()
+    assert secondguess_command(*command, *corrected).code == 0
 
 
 def test_every_kind_has_a_command_and_a_recipe_with_weights(secondguess_command) -> None:

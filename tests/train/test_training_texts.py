@@ -14,6 +14,7 @@ from secondguess.train.training_texts import (
     Document,
     prompt_ids,
     read_documents,
+    require_room,
     texts_as_they_stand,
     write_answers,
 )
@@ -143,9 +144,10 @@ def test_a_long_prompt_is_truncated_on_the_left(llm, tmp_path: Path) -> None:
     assert text.tokens[:18] == prompt[-18:]
 
 
-def test_texts_longer_than_the_context_are_refused(llm, tmp_path: Path) -> None:
+def test_texts_longer_than_the_context_are_refused(llm) -> None:
+    require_room(llm.target, 255)
     with pytest.raises(BadInputError, match="context of 256"):
-        answers(llm, [Document("x", "")], tmp_path, AnswerSettings(length=256))
+        require_room(llm.target, 256)
 
 
 def test_a_chat_is_formatted_by_the_template(llm) -> None:

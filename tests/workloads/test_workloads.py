@@ -87,6 +87,7 @@ def test_a_missing_dataset_names_the_option():
         (b'{"prompt": "x"}\n\0\0', "binary"),
         (b'{"prompt": " \\n"}\n', "line 1"),
         (b'{"prompt": "half \\ud83d"}\n', "surrogate"),
+        (b'{"prompt": "x", "completion": "half \\ud83d"}\n', "surrogate"),
         (b'{"question": 5}\n', "got the keys question"),
         (b'{"turns": []}\n', "line 1"),
         (b'{"messages": [{"role": "system", "content": "be kind"}]}\n', "line 1"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from secondguess.heads.files import Provenance
 from secondguess.train.files import write_atomically
+from secondguess.train.run_folder import CARD
 
 NOT_DRAFTED = "none: the controller did not draft"
 """Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
@@ -17,7 +18,7 @@ NOT_DRAFTED = "none: the controller did not draft"
 def write_card(folder: Path, provenance: Provenance, how_to_use: str) -> None:
     """Write both files into the folder of the weights; `how_to_use` is a command with the drafter."""
     provenance.write(folder)
-    with write_atomically(folder / "README.md") as stream:
+    with write_atomically(folder / CARD) as stream:
         stream.write(card_text(provenance, how_to_use).encode())
 
 

@@ -25,7 +25,6 @@ from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
 from secondguess.names import check_range
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
-from secondguess.train.files import require_folder
 from secondguess.train.head_card import write_card
 from secondguess.train.head_speed import measure_speed
 from secondguess.train.head_trainer import (
@@ -37,14 +36,20 @@ from secondguess.train.head_trainer import (
 )
 from secondguess.train.losses import objective
 from secondguess.train.recipes import Recipe, TargetInfo, make_recipe
-from secondguess.train.run_folder import check_or_record_options, identity_of_texts
+from secondguess.train.run_folder import (
+    RUN,
+    check_or_record_options,
+    identity_of_texts,
+    require_drafter_folder,
+)
 from secondguess.train.schedule import Budget
-from secondguess.train.training_data import TextSplit, TrainingText
+from secondguess.train.training_data import TextSplit, TrainingText, require_texts
 from secondguess.train.training_texts import (
     AnswerSettings,
     Document,
     default_documents,
     read_documents,
+    require_room,
     texts_as_they_stand,
     write_answers,
 )
@@ -100,7 +105,7 @@ class HeadJob:
     evaluate_steps: int = 100
 
     def __post_init__(self) -> None:
-        require_folder(self.out, "--out")
+        require_drafter_folder(self.out, self.model, self.drafter)
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
@@ -113,6 +118,11 @@ class HeadJob:
         # These raise errors for invalid options before anything is loaded.
         self.settings()
         objective(self.loss)
+
+    @property
+    def drafter(self) -> str:
+        """Kind of drafter that reads the result."""
+        return NAMED.get(self.kind, self.kind)
 
     @property
     def recipe(self) -> Recipe:
@@ -176,12 +186,15 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
             whose layers cannot be run separately by a drafter that needs it.
     """
     documents = _documents(job)
-    run = job.out / "run"
+    run = job.out / RUN
     llm = load(job.model, "none", dtype=job.load_dtype, device=job.device)
     if job.recipe.runs_first_layers:
         llm.target.runtime.require_partial_forward()
+    # All that can be refused is refused before the folder is bound to these options and texts are written.
+    _untrained(job, llm, torch.ones(llm.target.runtime.vocab_size, dtype=torch.long))
+    read = _read_texts(job, llm, documents)
     check_or_record_options(run, job.identity())
-    texts = TextSplit.split(_texts(job, llm, documents, run / "texts", show))
+    texts = TextSplit.split(read or _write_texts(job, documents, run / "texts", show))
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
     trainable, standing = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
@@ -192,11 +205,10 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
     del trainable, llm
     show.line("measuring the speed")
-    drafter = NAMED.get(job.kind, job.kind)
-    speed = measure_speed(job.model, f"{drafter}:{job.out}", texts.held_out, job.dtype, job.device)
+    speed = measure_speed(job.model, f"{job.drafter}:{job.out}", texts.held_out, job.dtype, job.device)
     figures = _figures(job, standing) | speed
     provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
-    usage = f"secondguess generate PROMPT --model {public_name(job.model)} --drafter {drafter}:FOLDER"
+    usage = f"secondguess generate PROMPT --model {public_name(job.model)} --drafter {job.drafter}:FOLDER"
     write_card(job.out, provenance, usage)
     return provenance
 
@@ -208,29 +220,37 @@ def _documents(job: HeadJob) -> Sequence[Document]:
     return evenly_spaced(documents, job.num_prompts or len(documents))
 
 
-def _texts(
-    job: HeadJob, llm: LLM, documents: Sequence[Document], folder: Path, show: ProgressDisplay
-) -> list[TrainingText]:
+def _read_texts(job: HeadJob, llm: LLM, documents: Sequence[Document]) -> list[TrainingText]:
+    """Return the texts to learn from as they stand; none if the target is to write them, after checks."""
     if job.as_is:
         return texts_as_they_stand(llm.target, documents, job.answers.length)
+    require_room(llm.target, job.answers.length)
+    require_texts(len(documents))
+    return []
+
+
+def _write_texts(
+    job: HeadJob, documents: Sequence[Document], folder: Path, show: ProgressDisplay
+) -> list[TrainingText]:
     answers = replace(job.answers, seed=job.seed)
     # Our kernels compute in a dtype that cannot be trained through, and are faster.
     writer = load(job.model, "suffix", dtype=job.dtype, device=job.device)
     return write_answers(writer, documents, answers, folder, show.writing, show.pause)
 
 
+def _untrained(job: HeadJob, llm: LLM, token_counts: torch.Tensor) -> tuple[TargetModel, TrainableHead]:
+    """Return the target in the form in which heads learn from it, and a head for it."""
+    runtime = llm.target.runtime
+    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
+    config = read_config(llm.target.path).to_dict()
+    facts = TargetInfo(config=config, model=target, token_counts=token_counts, seed=job.seed)
+    return target, job.recipe.fresh(facts).float().to(runtime.device)
+
+
 def _learn(
     job: HeadJob, llm: LLM, texts: TextSplit, run: Path, show: ProgressDisplay
 ) -> tuple[TrainableHead, RunState]:
-    runtime, recipe = llm.target.runtime, job.recipe
-    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
-    facts = TargetInfo(
-        config=read_config(llm.target.path).to_dict(),
-        model=target,
-        token_counts=texts.token_counts(runtime.vocab_size),
-        seed=job.seed,
-    )
-    trainable = recipe.fresh(facts).float().to(runtime.device)
+    target, trainable = _untrained(job, llm, texts.token_counts(llm.target.runtime.vocab_size))
     layers = trainable.hidden_layers
     captures = (
         _capture(job, llm, texts.training, layers, run / "states"),
@@ -242,7 +262,7 @@ def _learn(
         texts,
         *captures,
         objective(job.loss),
-        recipe.weights,
+        job.recipe.weights,
         job.settings(),
         run,
         progress=show.training,

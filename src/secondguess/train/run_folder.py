@@ -11,9 +11,46 @@ from typing import Any
 
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.checkpoint.weights import hash_weights
+from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.files import write_atomically
+from secondguess.heads.files import CONFIG, WEIGHTS
+from secondguess.train.files import require_folder, write_atomically
 from secondguess.train.training_texts import AnswerSettings
+
+RUN, RECORD, CARD = "run", "run.json", "README.md"
+"""Names in the folder of a drafter: folder of the run, file with its options, and the drafter's card."""
+
+
+def require_drafter_folder(out: Path, model: str, drafter: str) -> None:
+    """Check that a drafter can be written into a folder without replacing other files, and named afterwards.
+
+    Args:
+        out: folder of the drafter and of its run.
+        model: name of the target.
+        drafter: kind of the drafter, by which `--drafter` names it.
+
+    Raises:
+        BadInputError: the folder cannot be written to, is the target's, holds files that no run of ours
+            wrote, or cannot be part of the name of a drafter.
+        CheckpointError: there is no such target.
+    """
+    require_folder(out, "--out")
+    if out.resolve() == Path(find_checkpoint(model)).resolve():
+        raise BadInputError(
+            f"expected a folder of its own for the drafter, got the target's: --out {out}; name another"
+        )
+    replaced = [name for name in (CONFIG, WEIGHTS, CARD) if (out / name).exists()]
+    if replaced and not (out / RUN / RECORD).is_file():
+        raise BadInputError(
+            f"expected a new folder for --out, or one with a run of this command, got {out} with a {replaced[0]} of "
+            "something else; name another"
+        )
+    name = f"{drafter}:{out}"
+    if "," in name or len(parse_drafter_name(name)) > 1:
+        raise BadInputError(
+            f"expected a folder for --out that the name of a drafter can hold, got {out}; use no comma, and no + before "
+            "the name of a drafter"
+        )
 
 
 def identity_of_texts(
@@ -40,7 +77,7 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
         BadInputError: the folder holds a run with other options.
         CheckpointError: the record cannot be read.
     """
-    path = run / "run.json"
+    path = run / RECORD
     if not path.is_file():
         run.mkdir(parents=True, exist_ok=True)
         with write_atomically(path) as stream:
@@ -48,6 +85,8 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
         return
     try:
         before = json.loads(path.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("no object")
     except ValueError as error:
         raise CheckpointError(
             f"expected a readable run in {path}, got: {error}; choose another folder"

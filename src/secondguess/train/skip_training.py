@@ -13,14 +13,19 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.skip import write_skipped
 from secondguess.names import check_range
 from secondguess.runtime.fused import FusedRuntime
-from secondguess.train.files import require_folder
 from secondguess.train.head_training import DEFAULT_PROMPTS, ProgressDisplay
-from secondguess.train.run_folder import check_or_record_options, identity_of_texts
+from secondguess.train.run_folder import (
+    RUN,
+    check_or_record_options,
+    identity_of_texts,
+    require_drafter_folder,
+)
 from secondguess.train.skip_search import Candidate, SkipSearch, stack_prefixes
 from secondguess.train.training_texts import (
     AnswerSettings,
     default_documents,
     read_documents,
+    require_room,
     write_answers,
 )
 from secondguess.workloads.loading import evenly_spaced
@@ -54,19 +59,20 @@ def search_layers(
             or a folder that cannot be written to or holds another run.
         UnsupportedModelError: a target whose layers cannot be skipped.
     """
-    require_folder(out, "--out")
+    require_drafter_folder(out, model, "layer-skip")
     answers.require_room_for_prompts()
     check_range("--num-prompts", num_prompts, 1, 10_000)
     documents = read_documents(data, as_is=False) if data else default_documents(DEFAULT_PROMPTS)
-    run = out / "run"
+    run = out / RUN
     identity = identity_of_texts(model, data, num_prompts, answers, dtype)
-    check_or_record_options(run, {"kind": "layer-skip", **identity})
     llm = load(model, "suffix", dtype=dtype, runtime="fused")
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
         raise UnsupportedModelError(
             f"expected a target that the fused runtime covers, got {model}; its layers cannot be left out"
         )
+    require_room(llm.target, answers.length)
+    check_or_record_options(run, {"kind": "layer-skip", **identity})
     chosen = evenly_spaced(documents, num_prompts)
     texts = write_answers(llm, chosen, answers, run / "texts", show.writing, show.pause)
     length = min(MAX_SEARCH_TOKENS, max(len(text.tokens) for text in texts))

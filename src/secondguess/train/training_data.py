@@ -87,6 +87,16 @@ def read_texts(path: Path) -> list[TrainingText]:
     ]
 
 
+def require_texts(count: int) -> None:
+    """Check that there are enough texts to hold one out.
+
+    Raises:
+        BadInputError: fewer than two.
+    """
+    if count < 2:
+        raise BadInputError(f"expected at least 2 texts, one of them held out, got {count}; give more data")
+
+
 @dataclass(frozen=True)
 class TextSplit:
     """Training texts and held-out texts.
@@ -107,10 +117,7 @@ class TextSplit:
         Raises:
             BadInputError: fewer than two texts.
         """
-        if len(texts) < 2:
-            raise BadInputError(
-                f"expected at least 2 texts, one of them held out, got {len(texts)}; give more data"
-            )
+        require_texts(len(texts))
         size = min(max(1, len(texts) // 10), most_held_out)
         held_out = set(numpy.random.default_rng(0).permutation(len(texts))[:size].tolist())
         return cls(

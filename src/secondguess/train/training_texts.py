@@ -170,7 +170,7 @@ def texts_as_they_stand(
     Raises:
         BadInputError: too little text, or windows longer than the target's context.
     """
-    _require_room(target, length)
+    require_room(target, length)
     found = [window for each in documents for window in windows(*_taught(target, each), length)]
     if len(found) < 2:
         raise BadInputError(
@@ -180,7 +180,12 @@ def texts_as_they_stand(
     return found
 
 
-def _require_room(target: LoadedModel, length: int) -> None:
+def require_room(target: LoadedModel, length: int) -> None:
+    """Check that texts of so many tokens fit into the target's context.
+
+    Raises:
+        BadInputError: they do not.
+    """
     context = target.runtime.context_length
     if length >= context:
         raise BadInputError(f"expected --length below the target's context of {context} tokens, got {length}")
@@ -247,6 +252,8 @@ def write_answers(
 ) -> list[TrainingText]:
     """Generate answers to all prompts with the target; texts of an interrupted call are reused.
 
+    Check `require_room` first.
+
     Args:
         llm: target, and a drafter for speed.
         documents: prompts.
@@ -254,11 +261,7 @@ def write_answers(
         folder: folder of the texts, in files of a few batches each.
         tell: called after each batch.
         pause: called between batches; may raise.
-
-    Raises:
-        BadInputError: texts longer than the target's context.
     """
-    _require_room(llm.target, settings.length)
     texts: list[TrainingText] = []
     size = settings.batch_size
     for start in range(0, len(documents), size * BATCHES_PER_FILE):

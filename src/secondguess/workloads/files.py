@@ -64,8 +64,8 @@ def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise BadInputError(f"expected an object with a non-empty text 'prompt', got {record!r:.60}")
+            json.dumps(record, ensure_ascii=False).encode()
             prompt = convert(record, path)
-            prompt.text.encode()
         except UnicodeEncodeError:
             problem = "expected text, got half of a surrogate pair (a lone \\ud8xx)"
         except BadInputError as error:
