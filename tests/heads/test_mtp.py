@@ -387,6 +387,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(deepseek(at), num_hidden_layers=None),
         "expected the field 'num_hidden_layers' in",
     ),
+    "no number": (lambda at: edit(deepseek(at), rms_norm_eps=[]), "expected a drafter that fits in"),
+    "no frequency": (
+        lambda at: edit(deepseek(at), rope_parameters={"rope_theta": "x"}),
+        "expected a drafter that fits in",
+    ),
     "no json": (lambda at: (deepseek(at) / "config.json").write_text("[1]"), "JSON object"),
     "broken": (lambda at: (deepseek(at) / "x.safetensors").write_text("{"), "readable weights"),
 }

@@ -97,6 +97,24 @@ def test_states_of_other_texts_or_dtypes_are_removed(target, tmp_path: Path, num
     assert num_read == [2, 2, 2]
 
 
+def test_states_behind_a_link_are_not_removed(target, tmp_path: Path, num_read) -> None:
+    """Runs of several kinds share states by links."""
+    StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
+    (tmp_path / "link").symlink_to(tmp_path / "states")
+    with pytest.raises(BadInputError, match="got a link to others"):
+        StoredCapture(tmp_path / "link", TEXTS[:9], (), target.runtime, torch.float16, 1.0)
+    StoredCapture(tmp_path / "link", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
+    assert num_read == [2]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_states_with_a_broken_record_are_computed_again(target, tmp_path: Path, num_read, content) -> None:
+    for _ in range(2):
+        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
+        (tmp_path / "states.json").write_text(content)
+    assert num_read == [2, 2]
+
+
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target, tmp_path: Path) -> None:
     gigabytes = 0.9 * sum(len(text.tokens) for text in TEXTS) * 32 * 2 / GIGABYTE
     with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):

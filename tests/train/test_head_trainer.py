@@ -187,6 +187,9 @@ def test_a_finished_run_is_not_continued(make, tmp_path: Path) -> None:
     before = (tmp_path / "log.jsonl").read_bytes()
     make(tmp_path, progress=pytest.fail).run()
     assert (tmp_path / "log.jsonl").read_bytes() == before
+    (tmp_path / "log.jsonl").unlink()
+    make(tmp_path, progress=pytest.fail).run()
+    assert b"\0" not in (tmp_path / "log.jsonl").read_bytes()
 
 
 def test_training_without_improvement_ends_early_with_the_best_weights(

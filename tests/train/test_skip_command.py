@@ -30,6 +30,16 @@ def test_the_found_layers_can_be_used_as_a_drafter(searching, tiny_checkpoint, t
     assert spoken.code == 0, spoken.err
 
 
+@pytest.mark.parametrize("skipped", ["[-1]", '["a"]', "[true]", "{}"])
+def test_a_broken_list_of_layers_is_refused(tiny_checkpoint, tmp_path, secondguess_command, skipped):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "secondguess-layer-skip", "skipped": {skipped}}}')
+    done = secondguess_command(
+        "generate", "x", "--model", tiny_checkpoint, "--drafter", f"layer-skip:{tmp_path}"
+    )
+    assert done.code == 2
+    assert "expected layers found by" in done.err
+
+
 def test_texts_of_another_run_are_not_reused(searching, tiny_draft_checkpoint, tmp_path):
     assert searching().code == 0
     found = (tmp_path / "skip" / "config.json").read_bytes()

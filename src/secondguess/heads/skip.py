@@ -21,11 +21,13 @@ def read_skipped(folder: Path) -> list[int]:
     """
     config = read_config(folder)
     skipped = config.get("skipped")
-    if config.get("model_type") != KIND or not isinstance(skipped, list):
+    are_layers = isinstance(skipped, list) and all(type(layer) is int and layer >= 0 for layer in skipped)
+    if config.get("model_type") != KIND or not are_layers:
         raise CheckpointError(
-            f"expected layers found by `secondguess train layer-skip` in {folder}, got {config.get('model_type')}"
+            f"expected layers found by `secondguess train layer-skip` in {folder}, got {config.get('model_type')} with "
+            f"{skipped!r:.60}"
         )
-    return [int(layer) for layer in skipped]
+    return list(skipped)
 
 
 def write_skipped(folder: Path, skipped: Sequence[int], facts: Mapping[str, Any]) -> None:

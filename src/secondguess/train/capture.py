@@ -157,7 +157,15 @@ def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: tor
     """Empty a folder unless its record names these texts and this dtype."""
     tokens = hashlib.sha256(json.dumps([text.tokens for text in texts]).encode()).hexdigest()
     wanted, record = {"texts_sha256": tokens, "dtype": str(dtype)}, folder / "states.json"
-    if not record.is_file() or json.loads(record.read_text()) != wanted:
+    try:
+        is_of_texts = json.loads(record.read_text()) == wanted
+    except (OSError, ValueError):
+        is_of_texts = False
+    if not is_of_texts:
+        if folder.is_symlink():
+            raise BadInputError(
+                f"expected states of these texts in {folder}, got a link to others; remove the link"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with write_atomically(record) as stream:

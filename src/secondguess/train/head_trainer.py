@@ -340,7 +340,7 @@ class HeadTrainer:
     def _cut_log(self) -> None:
         """Remove the log lines that a killed run wrote after its last checkpoint."""
         with (self.folder / LOG).open("ab") as log:
-            log.truncate(self.standing.log_bytes)
+            log.truncate(min(log.tell(), self.standing.log_bytes))
 
 
 def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
