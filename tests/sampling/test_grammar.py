@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from grammar_cases import END, ENDS, REGEXES, allowed_tokens, tiny_compiler, with_regex
+from secondguess.builtin import builtin_paths
+from secondguess.checkpoint.read import read_tokenizer
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import Grammar, SamplingParams
@@ -165,6 +167,33 @@ def test_forced_tokens_are_those_without_a_choice():
     assert matcher.forced() == [2, 2]
     assert [matcher.push(2), matcher.push(2)] == [False, True]
     assert matcher.forced() == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.regex(r"see <\|endoftext\|>, a/b"), "see <|endoftext|>, a/b"),
+        (Grammar.json_schema({"enum": ["see <|endoftext|>"]}), '"see <|endoftext|>"'),
+        (Grammar.lark('%llguidance {}\nstart: "see " END\nEND: "<|endoftext|>"'), "see <|endoftext|>"),
+    ],
+    ids=["regex", "json_schema", "lark"],
+)
+def test_a_forced_text_may_contain_that_of_a_special_token(grammar, text):
+    """llguidance segments it as the tokenizer does, and then refuses the special token."""
+    tokenizer = read_tokenizer(str(builtin_paths().target))
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    compiler = compiler_for(tokenizer, len(tokenizer), frozenset({end}))
+    drafted, committed = compiler.matcher(grammar), compiler.matcher(grammar)
+    path = ()
+    while (mask := committed.allowed(())).sum() > mask[end]:
+        assert (drafted.allowed(path) == mask).all()
+        forced = committed.forced()
+        assert end not in forced or forced.index(end) == len(forced) - 1
+        path += (int(mask.argmax() or mask[1:].argmax() + 1),)
+        if committed.push(path[-1]):
+            break
+    assert not committed.has_failed
+    assert tokenizer.decode(path) == text
 
 
 def test_a_row_stops_where_the_grammar_is_complete():

@@ -20,7 +20,7 @@ def read_skipped(folder: Path) -> list[int]:
         CheckpointError: the folder does not hold a list of skipped layers.
     """
     config = read_config(folder)
-    skipped = config.get("skipped")
+    skipped: Any = config.get("skipped")
     are_layers = isinstance(skipped, list) and all(type(layer) is int and layer >= 0 for layer in skipped)
     if config.get("model_type") != KIND or not are_layers:
         raise CheckpointError(

@@ -5,16 +5,17 @@ output distribution is that of plain decoding with the same mask, for any drafte
 is not the model's distribution conditioned on the grammar: a mask looks one token ahead.
 
 The mask depends on llguidance: where the text is forced, it allows the tokenizer's own
-segmentation only. The extra `serve` installs it.
+segmentation only. Where this is a special token, which the text of a grammar cannot contain, every
+segmentation is allowed. The extra `serve` installs it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -169,13 +170,14 @@ class GrammarCompiler:
         Raises:
             BadInputError: an invalid grammar, or one beyond llguidance's limits; gives the reason.
         """
-        return GrammarMatcher(self._compiled(grammar), self._tokenizer.vocab_size)
+        unforced = partial(self._compiled, grammar, False)
+        return GrammarMatcher(self._compiled(grammar), unforced, self._tokenizer.vocab_size)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar, forces_tokens: bool = True) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            source = _source(grammar)
+            source = _source(grammar) if forces_tokens else _unforced_source(grammar)
         except ValueError as error:
             raise _invalid(grammar, str(error)) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -202,6 +204,18 @@ def _source(grammar: Grammar) -> str:
     return source
 
 
+def _unforced_source(grammar: Grammar) -> str:
+    """Return a grammar that allows every segmentation of a forced text, in llguidance's own format."""
+    from llguidance import LLMatcher
+
+    text = grammar.text
+    if grammar.kind != "lark":
+        (described,) = json.loads(_source(grammar))["grammars"]
+        text = described["lark_grammar"] or f"start: %json {json.dumps(described['json_schema'])}"
+    source: str = LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{text}')
+    return source
+
+
 def _invalid(grammar: Grammar, reason: str) -> BadInputError:
     if reason.startswith("NoExtensionBias"):
         reason = "no text of this vocabulary matches it"
@@ -221,11 +235,13 @@ class GrammarMatcher:
 
     Args:
         start: matcher at the beginning of the text; not modified.
+        unforced: returns one that allows every segmentation of a forced text.
         vocab_size: width of the target's logits.
     """
 
-    def __init__(self, start: Any, vocab_size: int) -> None:
+    def __init__(self, start: Any, unforced: Callable[[], Any], vocab_size: int) -> None:
         self._start = start
+        self._unforced = unforced
         self._vocab_size = vocab_size
         self._matcher = start.deep_copy()
         self._committed: list[int] = []
@@ -257,7 +273,7 @@ class GrammarMatcher:
         """Return the tokens that must follow the committed ones; empty if there is a choice."""
         self._move_to(())
         forced: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-        return forced
+        return forced[: self._matcher.validate_tokens(forced)]
 
     def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
         if path:
@@ -269,14 +285,29 @@ class GrammarMatcher:
             matcher = self._matcher
             if path and matcher.is_stopped() and not matcher.is_error():
                 return None
-            bits = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
-            if not matcher.is_error():
-                return numpy.unpackbits(bits, count=self._vocab_size, bitorder="little").view(numpy.bool_)
+            mask = self._mask_of(matcher)
+            if (
+                mask is not None
+                and numpy.count_nonzero(mask) == 1
+                and not matcher.validate_tokens([mask.argmax()])
+            ):
+                matcher = self._unforced().deep_copy()
+                matcher.consume_tokens([*self._committed, *path])
+                mask = self._mask_of(matcher)
+            if mask is not None:
+                return mask
             # A limit was reached, perhaps on drafted paths, on which the text must not depend: try once
             # more with a matcher that has read this text alone.
             self._restart()
         self._beyond_limits.add(path)
         return numpy.zeros(self._vocab_size, numpy.bool_)  # no token is known to be right: the text ends
+
+    def _mask_of(self, matcher: Any) -> Mask | None:
+        """Return the tokens that a matcher allows; None if it has reached a limit."""
+        bits = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
+        if matcher.is_error():
+            return None
+        return numpy.unpackbits(bits, count=self._vocab_size, bitorder="little").view(numpy.bool_)
 
     def _move_to(self, path: tuple[int, ...]) -> None:
         """Consume the tokens of a drafted path, which are allowed, in place of those of the last one."""
