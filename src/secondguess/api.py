@@ -250,10 +250,10 @@ def load(
     """
     model = fspath(model) if isinstance(model, PathLike) else model
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    _require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
+    require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
     optional = {"drafter": drafter, "controller": controller, "quantize": quantize}
     optional["drafter_quantize"] = drafter_quantize
-    _require_texts(**{name: value for name, value in optional.items() if value is not None})
+    require_texts(**{name: value for name, value in optional.items() if value is not None})
     if not isinstance(share_history, bool):
         raise BadInputError(f"expected share_history to be True or False, got {share_history!r}")
     # Checked first: names are cheap to check, weights are expensive to load.
@@ -289,7 +289,12 @@ def load(
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 
 
-def _require_texts(**options: object) -> None:
+def require_texts(**options: object) -> None:
+    """Refuse options by name that are not texts.
+
+    Raises:
+        BadInputError: another type; of a loaded model the message says how to name it.
+    """
     for name, value in options.items():
         if isinstance(value, torch.nn.Module):
             advice = (

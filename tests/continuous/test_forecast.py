@@ -87,6 +87,20 @@ def test_missing_values_are_skipped_by_every_drafter():
         assert secondguess.forecast(model, **inputs, drafter=drafter, seed=3).sequences.isfinite().all()
 
 
+@pytest.mark.parametrize("drafter", ["autoregression", "trend", None])
+def test_a_mask_may_be_that_of_all_series(drafter):
+    model, inputs = tiny_forecaster(), series()
+    inputs["past_values"] = inputs["past_values"].repeat(2, 1)
+    for name in ("past_time_features", "future_time_features"):
+        inputs[name] = inputs[name].repeat(2, *[1] * (inputs[name].ndim - 1))
+    inputs["past_observed_mask"] = torch.ones(1, inputs["past_values"].shape[1])
+    whole = inputs | {"past_observed_mask": torch.ones_like(inputs["past_values"])}
+    found, expected = (
+        secondguess.forecast(model, **each, drafter=drafter, seed=3) for each in (inputs, whole)
+    )
+    assert torch.equal(found.sequences, expected.sequences)
+
+
 def gap(inputs):
     inputs["past_values"][:, 3] = float("nan")
 
@@ -103,6 +117,17 @@ REFUSED = {
     "gap": (tiny_forecaster, {}, gap, BadInputError, "past_observed_mask"),
     "no samples": (tiny_forecaster, {"num_samples": 0}, None, BadInputError, "num_samples"),
     "too many samples": (tiny_forecaster, {"num_samples": 10**9}, None, BadInputError, "num_samples"),
+    "a flag as samples": (tiny_forecaster, {"num_samples": True}, None, BadInputError, "num_samples"),
+    "a text as seed": (tiny_forecaster, {"seed": "a"}, None, BadInputError, "seed"),
+    "a negative seed": (tiny_forecaster, {"seed": -1}, None, BadInputError, "seed"),
+    "no controller": (tiny_forecaster, {"controller": None}, None, BadInputError, "controller"),
+    "a controller without effect": (
+        tiny_forecaster, {"controller": "confidence:8"}, None, BadInputError, "no draft distributions",
+    ),
+    "an array": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(past_values=inputs["past_values"].numpy()),
+        BadInputError, "past_values as a tensor",
+    ),
     "unknown drafter": (tiny_forecaster, {"drafter": "oracle"}, None, BadInputError, "oracle"),
     "short past": (
         tiny_forecaster, {}, lambda inputs: inputs.update(past_values=inputs["past_values"][:, :5]),

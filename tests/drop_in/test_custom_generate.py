@@ -4,10 +4,17 @@ import gc
 import warnings
 import weakref
 
+import accelerate
 import huggingface_hub
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, NoRepeatNGramLogitsProcessor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2ForCausalLM,
+    MambaForCausalLM,
+    NoRepeatNGramLogitsProcessor,
+)
 
 import secondguess
 import secondguess.drop_in
@@ -15,7 +22,7 @@ from drop_in_cases import PROMPT, ours, tiny_model
 from families import needs_kernels
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
-from secondguess.errors import MismatchWarning, UnsupportedModelError
+from secondguess.errors import CheckpointError, MismatchWarning, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
@@ -139,6 +146,55 @@ def test_a_model_whose_copy_would_run_its_own_layers_is_not_copied():
     assert torch.equal(ours(model, PROMPT, max_new_tokens=4, do_sample=False), plain)
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM, which runs its own layers"):
         ours(model, PROMPT, drafter="self:int4", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("made", [MambaForCausalLM, Mamba2ForCausalLM])
+def test_a_model_of_recurrent_layers_alone_is_decoded(made):
+    """Transformers adds an empty cache under another name."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "bos_token_id": 0,
+        "pad_token_id": 2,
+    }
+    if made is Mamba2ForCausalLM:
+        sizes |= {"num_heads": 8, "head_dim": 8, "n_groups": 2}
+    model = made(made.config_class(**sizes, state_size=8, eos_token_id=1)).eval()
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours(model, PROMPT, **settings), model.generate(PROMPT, **settings))
+    used = model(PROMPT, use_cache=True).cache_params
+    with pytest.raises(secondguess.BadInputError, match="cache_params"):
+        ours(model, PROMPT, cache_params=used, **settings)
+
+
+def test_a_model_with_another_head_is_decoded(model):
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(ours(model, PROMPT, **settings), model.generate(PROMPT, **settings))
+
+
+def test_an_offloaded_model_is_refused_in_every_call():
+    model = accelerate.cpu_offload(tiny_model(), execution_device="cpu")
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="got one that is offloaded"):
+            ours(model, PROMPT, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"drafter": 5}, {"drafter": ["ngram"]}, {"verifier": None}, {"controller": 5}]
+)
+def test_a_name_of_another_type_is_refused(model, settings):
+    with pytest.raises(secondguess.BadInputError, match=f"expected {next(iter(settings))} to be a text"):
+        ours(model, PROMPT, max_new_tokens=4, **settings)
+
+
+def test_a_draft_model_for_a_model_without_files_is_refused(model, tiny_checkpoint):
+    with pytest.raises(secondguess.BadInputError, match="got one of no files; save model and tokenizer"):
+        ours(model, PROMPT, max_new_tokens=4, drafter=f"model:{tiny_checkpoint}")
+    with pytest.raises(CheckpointError, match="missing"):
+        ours(model, PROMPT, max_new_tokens=4, drafter="model:/missing")
 
 
 @needs_kernels

@@ -100,6 +100,13 @@ def forecast(
     }
     inputs = {name: values for name, values in given.items() if values is not None}
     check_model(model)
+    SamplingParams(seed=seed)  # refuses an invalid one
+    planner = make_controller(controller) if isinstance(controller, str) else controller
+    if not isinstance(planner, Controller) or planner.needs_probs:
+        raise BadInputError(
+            "expected a controller that needs no draft distributions, such as cost or fixed:10, got "
+            f"{controller!r:.60}"
+        )
     num_samples = model.config.num_parallel_samples if num_samples is None else num_samples
     _check(model, inputs, num_samples)
     num_rows = len(past_values) * num_samples
@@ -115,7 +122,6 @@ def forecast(
         for series in range(num_series)
         for sample in range(num_samples)
     ]
-    planner = make_controller(controller) if isinstance(controller, str) else controller
     sampler = _Sampler(runtime, chosen, planner, rows, num_samples)
     while sampler.active:
         sampler.run_round()
@@ -224,7 +230,7 @@ def make_drafter(drafter: str | ValueDrafter | ForecastModel) -> ValueDrafter:
 def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: int) -> Problem:
     """Return the series for the drafter; a missing value is replaced by the last observed one."""
     past, mask = inputs["past_values"], inputs.get("past_observed_mask")
-    observed = torch.ones_like(past, dtype=torch.bool) if mask is None else mask > 0
+    observed = torch.ones_like(past, dtype=torch.bool) if mask is None else mask.expand_as(past) > 0
     shape = (*past.shape[:2], model.config.input_size)
     past, observed = past.double().cpu().reshape(shape), observed.cpu().reshape(shape)
     latest = torch.where(observed, torch.arange(shape[1])[:, None], 0).cummax(1).values
@@ -234,10 +240,12 @@ def make_problem(model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: i
 
 def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int) -> None:
     """Refuse invalid arguments."""
-    if not isinstance(num_samples, int) or not 1 <= num_samples <= MAX_SAMPLES:
+    if type(num_samples) is not int or not 1 <= num_samples <= MAX_SAMPLES:
         raise BadInputError(f"expected num_samples from 1 to {MAX_SAMPLES}, got {num_samples!r}")
     past, horizon = inputs["past_values"], model.config.prediction_length
     for name, values in inputs.items():
+        if not isinstance(values, Tensor):
+            raise BadInputError(f"expected {name} as a tensor, got {type(values).__name__}")
         if not values.isfinite().all():
             raise BadInputError(
                 f"expected finite numbers in {name}, got NaN or infinity: set missing past values to 0 and"

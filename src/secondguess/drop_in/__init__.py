@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from secondguess.api import check_verifier, choose_controller, encode, make_row
+from secondguess.api import check_verifier, choose_controller, encode, make_row, require_texts
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import available_memory
@@ -39,7 +39,7 @@ from secondguess.drop_in.arguments import (
 )
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
 from secondguess.runtime.weight_format import INT4
@@ -115,6 +115,8 @@ def custom_generate(
     padding = padding_token(generation_config, ending, len(input_ids))
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
+    named = {"drafter": drafter, "controller": controller}
+    require_texts(verifier=verifier, **{name: each for name, each in named.items() if each is not None})
     chosen_verifier = make_verifier(verifier)
     is_training = model.training  # `wrap_model` puts the model into evaluation mode
     with _locked(model, drafter), wrap_model(model) as target:
@@ -345,4 +347,13 @@ def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
 def _vocabularies(target: str, drafter: str) -> VocabularyPair | None:
     """Compare the tokenizers of a target and a draft model; cached like the draft model."""
     (name,) = parse_drafter_name(drafter)
-    return pair_vocabularies(Checkpoint.resolve(target), Checkpoint.resolve(name.argument or ""), name)
+    draft_model = Checkpoint.resolve(name.argument or "")
+    try:
+        found = Checkpoint.resolve(target)
+    except CheckpointError as error:
+        raise BadInputError(
+            f"expected a model whose files have a tokenizer to compare with that of {name.argument}, got one of "
+            f"{target or 'no files'}; save model and tokenizer with save_pretrained and load them from there, or draft "
+            "with suffix or self:int4"
+        ) from error
+    return pair_vocabularies(found, draft_model, name)

@@ -14,6 +14,7 @@ from torch import Tensor, equal
 from transformers import GenerationConfig, GenerationMixin
 
 from secondguess.errors import BadInputError
+from secondguess.runtime.support import CACHE_PARAMETERS
 
 SUPPORTED = frozenset(
     {
@@ -147,16 +148,16 @@ def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
             not on the left.
     """
     inputs = dict(model_kwargs)
-    cache, mask, positions = (
-        inputs.pop(name, None) for name in ("past_key_values", "attention_mask", "position_ids")
-    )
+    caches = [inputs.pop(name, None) for name in CACHE_PARAMETERS]
+    mask, positions = (inputs.pop(name, None) for name in ("attention_mask", "position_ids"))
     if inputs.pop("use_cache", True) is False:
         raise not_supported("use_cache", False)
     for name, value in inputs.items():
         if name not in _FORWARD_ONLY and not _is_off(name, value, {}):
             raise not_supported(name)
-    if cache is not None and cache.get_seq_length() > 0:
-        raise not_supported("past_key_values")
+    for name, cache in zip(CACHE_PARAMETERS, caches, strict=True):
+        if cache is not None and not _is_empty(cache):
+            raise not_supported(name)
     if input_ids.ndim != 2 or not input_ids.numel():
         raise BadInputError(
             f"expected input_ids [row, position] with at least one token per row, got shape {list(input_ids.shape)}; "
@@ -166,6 +167,13 @@ def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
     _check_mask(mask, input_ids)
     _check_positions(positions, mask)
     return mask.bool()
+
+
+def _is_empty(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() == 0)
+    except ValueError:  # it has no layers with attention
+        return not cache.has_previous_state()
 
 
 def _check_mask(mask: Tensor, input_ids: Tensor) -> None:

@@ -49,8 +49,15 @@ class TransformersRuntime(CachedRuntime):
     def __init__(self, model: Any) -> None:
         check_supported(model)
         config = model.config.get_text_config()
+        if model.device.type == "meta":
+            raise UnsupportedModelError(
+                f"expected a {type(model).__name__} whose weights are in memory, got one that is offloaded; load it without "
+                "offloading of its first layers"
+            )
+        # Heads that were quantised or replaced have no matrix of their own.
+        head = getattr(model.get_output_embeddings(), "weight", None)
         super().__init__(
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=head.shape[0] if isinstance(head, Tensor) else config.vocab_size,
             context_length=context_length_of(config),
             num_layers=config.num_hidden_layers,
             device=model.device,
