@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from jinja2 import TemplateSyntaxError
 from torch import nn
 
 from secondguess.checkpoint.experts import stored_experts
@@ -47,6 +48,7 @@ with quiet():
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
     from transformers.quantizers import AutoHfQuantizer
+    from transformers.utils.chat_template_utils import render_jinja_template
 
 MOST_OF_REASON = 300
 """Characters of a library's error that are shown."""
@@ -297,6 +299,22 @@ def _read_stored(
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def check_chat_template(source: str, name: str) -> None:
+    """Check the syntax of a chat template.
+
+    Raises:
+        BadInputError: it is not in Jinja; the message has the name and the line.
+    """
+    try:
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
+    except TemplateSyntaxError as error:
+        raise BadInputError(
+            f"expected a chat template in Jinja, got {name} with an error in line {error.lineno}: {error.message}; correct it"
+        ) from None
+    except Exception:  # it may need variables of the tokenizer, or refuse this conversation
+        return
 
 
 def outline_of(config: Any, path: str) -> Any:

@@ -195,17 +195,9 @@ def read_template(path: Path | None) -> str | None:
     source = read_text(path)
     if not source.strip():
         raise BadInputError(f"expected a chat template in {path}, got an empty file")
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from secondguess.checkpoint.read import check_chat_template
 
-    try:
-        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=source)
-    except TemplateSyntaxError as error:
-        raise BadInputError(
-            f"expected a chat template in Jinja, got {path} with an error in line {error.lineno}: {error.message}; correct it"
-        ) from None
-    except Exception:  # it may need variables of the tokenizer, or refuse this conversation
-        return source
+    check_chat_template(source, str(path))
     return source
 
 

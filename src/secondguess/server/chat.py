@@ -10,8 +10,6 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
@@ -26,11 +24,6 @@ from secondguess.server.schemas import (
     TextPart,
     UserMessage,
 )
-
-OWN_ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
-    "documents"
-}
-"""Names that are not free for variables of a template."""
 
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 
@@ -82,7 +75,8 @@ class ChatTemplate:
         """
         formatter = self._target.checkpoint.processor if conversation.has_images else self._tokenizer
         source = self._source(formatter, bool(conversation.tools))
-        if taken := OWN_ARGUMENTS & conversation.variables.keys():
+        own = {"messages", *signature(formatter.apply_chat_template).parameters} - {"documents"}
+        if taken := own & conversation.variables.keys():
             raise refused(
                 "chat_template_kwargs",
                 f"expected variables of the chat template in chat_template_kwargs, got {', '.join(sorted(taken))}, "
