@@ -106,7 +106,7 @@ def test_a_backslash_joins_lines(secondguess_command, components, replies_of_api
 
 
 def test_nothing_is_read_after_quit(secondguess_command, components):
-    assert len(texts_of(chat_json(secondguess_command, components, "x", "/quit", "y"))) == 1
+    assert len(texts_of(chat_json(secondguess_command, components, "x", "/quit ", "y"))) == 1
 
 
 def test_commands_are_answered_on_standard_error(secondguess_command, components):

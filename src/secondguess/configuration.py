@@ -72,7 +72,9 @@ class TuningRecord(Table):
     processor: Text | None = Field(default=None, description="on what")
     num_threads: Annotated[int, Field(ge=1, le=65_536)] | None = Field(default=None, description="of the CPU")
     workload: Text | None = Field(default=None, description="on which prompts")
-    workload_sha256: Sha256 | None = Field(default=None, description="SHA-256 of their file")
+    workload_sha256: Sha256 | None = Field(
+        default=None, description="SHA-256 of these prompts, joined by NUL"
+    )
     model_sha256: Sha256 | None = Field(
         default=None, description="SHA-256 of the target's weights; others are refused"
     )

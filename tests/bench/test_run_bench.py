@@ -286,6 +286,14 @@ def test_a_run_uses_the_controller_of_its_condition(models):
     assert list(dict.fromkeys(seen)) == [(0.0, 1), (0.0, 2), (1.0, 1)]
 
 
+def test_plain_decoding_alone_can_be_measured(models):
+    for drafters in (("none",), ("none", "ngram")):
+        systems = make_systems(BenchConfig(drafters=drafters), models)
+        assert [system.name for system in systems] == ["secondguess plain", "secondguess ngram"][
+            : len(drafters)
+        ]
+
+
 def test_named_controllers_run_with_every_drafter_that_uses_them(models, tiny_draft_checkpoint):
     drafter = f"model:{tiny_draft_checkpoint}"
     config = BenchConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 from itertools import count
@@ -238,6 +239,28 @@ def test_an_earlier_configuration_is_kept(secondguess_command, tmp_path, monkeyp
     assert place.read_text() == "mine"
     secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", named)
     assert (tmp_path / "secondguess-2.toml").read_text() == named.read_text() == tuned.to_toml()
+    linked = tmp_path / "linked.toml"
+    linked.symlink_to(place)
+    secondguess_command("tune", "builtin", "--prompts", "builtin", "--config-out", linked)
+    assert linked.is_symlink()
+    assert place.read_text() == tuned.to_toml()
+
+
+def test_a_closed_pipe_loses_no_result(secondguess_command, tmp_path, monkeypatch, tuned):
+    monkeypatch.setattr(tuning, "run_tune", lambda *_: tuned)
+    for output in ((), ("--output", tmp_path / "out")):
+        place = tmp_path / "tuned.toml"
+        reader, writer = os.pipe()
+        os.close(reader)
+        with monkeypatch.context() as patch, os.fdopen(writer, "w") as closed:
+            patch.setattr("sys.stdout", closed)
+            done = secondguess_command(
+                "tune", "builtin", "--prompts", "builtin", "--config-out", place, *output
+            )
+        assert done.code == 141
+        assert place.read_text() == tuned.to_toml()
+        place.unlink()
+    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_an_interruption_reports_the_step_and_writes_nothing(
@@ -275,7 +298,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         (["--num-prompts", "0"], "expected --num-prompts to be greater than or equal to 1, got 0"),
         (["--max-tokens", "1"], "expected --max-tokens to be greater than or equal to 2, got 1"),
         (["--max-tokens", "256"], "lower --max-tokens"),
-        (["--batch-size", "0"], "expected batch_sizes.0 to be greater than or equal to 1, got 0"),
+        (["--batch-size", "0"], "expected --batch-size to be greater than or equal to 1, got 0"),
         (
             ["--batch-size", "2", "--batch-size", "2"],
             "expected --batch-size to have different values, got (2, 2)",
@@ -288,6 +311,10 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         (["--output", "a-file"], "expected a folder for --output, got the file a-file"),
         (["--output", "a-file/x"], "expected a folder for --output that can be written to, got a-file/x"),
         (["--config-out", "a-folder"], "expected a file for --config-out, got the folder a-folder"),
+        (
+            ["--config-out", "a-pipe"],
+            "expected a file for --config-out, got a-pipe, which is a pipe or a device",
+        ),
         (["--config-out", "nowhere/c.toml"], "in a folder that exists"),
         (["--prompts", "empty.jsonl"], "empty"),
         (["--prompts", "binary.jsonl"], "binary.jsonl"),
@@ -300,6 +327,7 @@ def test_bad_input_prints_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").write_text("")
     (tmp_path / "a-folder").mkdir()
+    os.mkfifo(tmp_path / "a-pipe")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00\x01")
     done = secondguess_command("tune", tiny_checkpoint, "--prompts", "builtin", "--device", "cpu", *options)

@@ -57,6 +57,11 @@ def change_config(directory, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def test_a_drafter_that_a_later_line_names_is_checked_before_any_generation(ask, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "draft_with": "nosuch"}\n')
+    assert_refused(ask("--prompt-file", tmp_path / "q.jsonl"), "q.jsonl line 2: expected draft_with")
+
+
 # usage
 
 
@@ -647,9 +652,10 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
         (["inspect", "nowhere/at-all"], ["nowhere/at-all"]),
         (["bench", "--num-prompts", "0"], ["--num-prompts", "0"]),
         (["bench", "--max-tokens", "-1"], ["--max-tokens", "-1"]),
-        (["bench", "--temperature", "nan"], ["temperatures", "nan"]),
+        (["bench", "--temperature", "nan"], ["--temperature", "nan"]),
         (["bench", "--threads", "0"], ["--threads", "0"]),
-        (["bench", "--draft-length", "0"], ["draft_lengths", "0"]),
+        (["bench", "--threads", "100000000"], ["--threads", "1024"]),
+        (["bench", "--draft-length", "0"], ["--draft-length", "0"]),
         (["bench", "--drafters", "all", "--draft-length", "4"], ["--controller fixed:K", "--draft-length 4"]),
         (["bench", "--seed", "-1"], ["seed", "-1"]),
         (["bench", "--against", "everyone"], ["against", "everyone"]),
@@ -657,7 +663,7 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
         (["bench", "--prompts", "spec-bench:nowhere.jsonl"], ["spec-bench:PATH", "nowhere.jsonl"]),
         (["bench", "--prompts", "builtin", "--prompts", "builtin"], ["prompts", "different"]),
         (["bench", "--prompts", "builtin", "--task", "cooking"], ["cooking", "builtin"]),
-        (["bench", "--batch-size", "0"], ["batch_sizes", "0"]),
+        (["bench", "--batch-size", "0"], ["--batch-size", "0"]),
         (["bench", "--batch-size", "8", "--against", "transformers"], ["batch_sizes", "8", "transformers"]),
         (["bench", "--controller", "guess:4", "--prompts", "builtin"], ["guess"]),
         (["bench", "nonsense"], ["nonsense"]),

@@ -1,6 +1,8 @@
 """Workloads: selection of prompts, and refusals."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,12 @@ def test_a_file_gives_its_prompts(tmp_path):
         str(write_lines(tmp_path / "prompts.jsonl", *({"prompt": text} for text in texts)))
     )
     assert (workload.name, workload.prompts) == ("prompts.jsonl", texts)
+
+
+def test_a_name_that_is_not_utf8_can_be_part_of_a_report(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff\xc3\xbc.txt"))
+    path.write_text("a prompt")
+    assert load_workload(str(path)).name.encode().decode() == "b\ufffdü.txt"
 
 
 def test_a_sample_is_evenly_spaced_and_deterministic(tmp_path):

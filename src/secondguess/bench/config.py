@@ -12,6 +12,7 @@ from secondguess.names import ALL
 from secondguess.validation import Count, Different, Seed, Settings, Temperature
 
 PEERS = ("transformers",)
+Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
 class BenchConfig(Settings):
@@ -48,7 +49,7 @@ class BenchConfig(Settings):
     draft_lengths: Different[Count] = (3, 5, 8)
     dtype: str = "auto"
     device: str = "auto"
-    num_threads: Count | None = None
+    num_threads: Threads | None = None
     seed: Seed = 0
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] = "bench"
     tasks: Different[str] = ()
@@ -94,7 +95,7 @@ class TuneConfig(Settings):
     batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
     dtype: str = "auto"
     device: str = "auto"
-    num_threads: Annotated[int, Field(ge=1, le=1024)] = 2
+    num_threads: Threads = 2
     minutes: Annotated[float, Field(ge=0.01, le=24 * 60)] = 5.0
     seed: Seed = 0
 

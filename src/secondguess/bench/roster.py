@@ -35,7 +35,7 @@ def drafters_to_run(config: BenchConfig, default: str) -> tuple[str, ...]:
     if config.runs_all:
         return all_drafters(config.model, default)
     if config.drafters is not None:
-        return config.drafters
+        return tuple(name for name in config.drafters if name != "none")  # plain decoding always runs
     return compared_by_default(default)
 
 

@@ -126,9 +126,11 @@ def bench(
 
 
 def save_and_print(report: Report, folder: Path, text: str) -> None:
-    """Print a report and write its files."""
+    """Write the files of a report and print it; neither a full disk nor a closed pipe loses the results."""
     from secondguess.bench import save_report
 
-    # Print before saving, so that a full disk does not lose the results.
-    print(text, end="", flush=True)
-    print_note(f"saved {', '.join(map(str, save_report(report, folder)))}")
+    try:
+        saved = save_report(report, folder)
+    finally:
+        print(text, end="", flush=True)
+    print_note(f"saved {', '.join(map(str, saved))}")

@@ -75,10 +75,11 @@ def chat(
     if interactive:
         print_note("/help lists the commands, Ctrl-D leaves")
     for line in _read_lines(interactive):
-        if line == "/quit":
+        command = line.strip()
+        if command == "/quit":
             break
-        if re.fullmatch(r"/\w+", line):
-            _run_command(conversation, line)
+        if re.fullmatch(r"/\w+", command):
+            _run_command(conversation, command)
         elif line.strip():
             _answer(conversation, line, interactive)
     return 0

@@ -160,6 +160,7 @@ def answer(
         KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
     """
     from secondguess.api import Generation, check_request
+    from secondguess.drafters import select_parts
     from secondguess.prompts import EncodedPrompt, encode_with_images
 
     prompts = []
@@ -167,6 +168,8 @@ def answer(
         with error_source(request.source):
             prompts.append(EncodedPrompt(*encode_with_images(llm.target, request.prompt)))
             check_request(llm.target, llm.verifier, prompts[-1].ids, settings)
+            if settings.draft_with is not None:
+                select_parts(llm.drafter, settings.draft_with)
     writer = make_writer(llm)
     for start in range(0, len(requests), batch_size):
         batch = slice(start, start + batch_size)

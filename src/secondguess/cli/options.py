@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -206,7 +207,9 @@ def settings_of(context: Context, kind: type[SettingsT], **more: object) -> Sett
     except BadInputError as error:
         message = str(error)
         for parameter in context.command.params:  # some options are named otherwise than their setting
-            message = message.replace(f"expected {parameter.name} to", f"expected {parameter.opts[0]} to")
+            message = re.sub(
+                rf"\bexpected {parameter.name}(\.\d+)? to", f"expected {parameter.opts[0]} to", message
+            )
         raise BadInputError(message) from None
 
 

@@ -99,14 +99,16 @@ def tune(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
     page = tuned.report.to_json() if json else as_markdown(tuned.report)
-    if output is None:
-        print(page, end="", flush=True)
-    else:
-        save_and_print(tuned.report, output, page)
     if config_out == CONFIGURATION:  # not named by the user, so that an earlier one is kept
         config_out = unused_path(config_out)
-    with write_atomically(config_out) as stream:
-        stream.write(tuned.to_toml().encode())
+    try:
+        with write_atomically(config_out) as stream:
+            stream.write(tuned.to_toml().encode())
+    finally:
+        if output is None:
+            print(page, end="", flush=True)
+        else:
+            save_and_print(tuned.report, output, page)
     print_note("\n".join([*recommend(tuned.speedups), f"saved {config_out}"]))
     return 0
 
@@ -120,6 +122,10 @@ def _check_output_paths(output: Path | None, config_out: Path) -> None:
     if config_out.is_dir():
         raise BadInputError(
             f"expected a file for --config-out, got the folder {config_out}; name a file in it"
+        )
+    if config_out.exists() and not config_out.is_file():
+        raise BadInputError(
+            f"expected a file for --config-out, got {config_out}, which is a pipe or a device; name a file"
         )
     if not config_out.parent.is_dir():
         raise BadInputError(

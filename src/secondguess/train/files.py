@@ -14,10 +14,11 @@ from secondguess.errors import BadInputError
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` at the end.
+    """Open a temporary file that replaces ``path``, or the file that it links to, at the end.
 
     An interruption leaves the previous file unchanged.
     """
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as stream:

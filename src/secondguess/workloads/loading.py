@@ -174,7 +174,8 @@ def _load(source: str) -> tuple[str, list[Prompt]]:
     data_set = DATA_SETS.get(name)
     if data_set is None:
         path = Path(source)
-        return path.name, read_any(path)
+        # The name is part of reports in UTF-8, whatever the file system has.
+        return os.fsencode(path.name).decode("utf-8", "replace"), read_any(path)
     found = Path(given) if colon else data_set.path
     if found is None or not found.is_file():
         raise BadInputError(
