@@ -37,6 +37,7 @@ LAYERS = [
     ("bench",),
     ("train",),
     ("cli",),
+    ("__main__",),
 ]
 # Inside the second layer: contracts use noise and sampling, these use the kernels of `runtime`, and built-in
 # files are found by those that read them; the rest do not import each other.

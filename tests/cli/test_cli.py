@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def test_version_and_help_need_no_heavy_import():
     assert done.stderr == "[0, 0] set()\n"
     assert done.stdout.startswith(f"secondguess {__version__}\n")
     assert "--prompt-file" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--version", 0),
+        ("--version <&- >&- 2>&-", 0),
+        ("chat nonsense 2>&-", 2),
+        ("bench --help | true", 141),
+    ],
+)
+def test_closed_streams_and_pipes_have_the_documented_exit_codes(command, code):
+    script = f"{shlex.quote(sys.executable)} -m secondguess {command}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_json_is_one_object_with_every_documented_field(secondguess_command, components, tiny_checkpoint):

@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: arguments after the program's name; `sys.argv[1:]` by default.
     """
+    _replace_closed_streams()
     _escape_unencodable_output()
     try:
         with warnings.catch_warnings():
@@ -120,6 +121,8 @@ def _run(arguments: Sequence[str]) -> int:
             return int(command.invoke(context) or 0)
     except typer.Exit as exit_request:
         return exit_request.exit_code
+    except SystemExit:  # rich, which writes the help, found a closed pipe
+        return BROKEN_PIPE
     except typer.TyperException as error:
         # Typer's message without its box. Without arguments, the message is the help text.
         if not arguments:
@@ -157,6 +160,13 @@ def _is_out_of_memory(error: Exception) -> bool:
     # Compared by name, to avoid importing torch; torch's CPU allocator has no exception class.
     of_torch = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
     return isinstance(error, MemoryError) or of_torch
+
+
+def _replace_closed_streams() -> None:
+    """Read nothing from standard input, and write nothing to outputs, that the caller has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the program ends
 
 
 def _escape_unencodable_output() -> None:

@@ -41,6 +41,8 @@ class DrainingServer(uvicorn.Server):
         if self._is_draining:
             super().handle_exit(sig, frame)
             self.force_exit = True
+            logger.warning("Ended by a second signal.")
+            logger.setLevel(logging.CRITICAL)  # uvicorn would log each request that it cuts off as a failure
             return
         self._is_draining = True
         logger.info(

@@ -1,0 +1,8 @@
+"""The command line, as `python -m secondguess`."""
+
+import sys
+
+from secondguess.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
