@@ -158,6 +158,9 @@ def decoder_case(rng: random.Random) -> None:
     runtime.prefill_chunk = rng.choice([1, 7, 16, 512])
     torch.set_num_threads(rng.randint(1, 3))
     runtime.request_hidden_states(rng.choice([(), (0,), (1, -1)]))
+    if rng.random() < 0.5:  # as heads do, in the buffers of the decoder's passes
+        head = runtime.embedding_and_head()
+        head.unembed(torch.zeros(rng.randint(1, 80), head.width, dtype=head.dtype))
     rows, chains, expected = [], [], []
     for number in range(rng.randint(1, 4)):
         length, drafted = rng.randint(1, 60), rng.randint(0, 9)
