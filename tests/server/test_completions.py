@@ -85,6 +85,14 @@ def test_echo_puts_the_prompt_before_the_text(client, stream):
     assert text == PROMPT + REPLY
 
 
+def test_echo_of_tokens_that_end_inside_a_character(client, engine):
+    tokenizer = engine.llm.target.tokenizer
+    ids = tokenizer("x = '\N{GRINNING FACE}").input_ids
+    shown = tokenizer.decode([*ids[:-1], *tokenizer(REPLY).input_ids], skip_special_tokens=True)
+    assert "\ufffd" in tokenizer.decode(ids[:-1])
+    assert complete(client, prompt=ids[:-1], echo=True).choices[0].text == shown
+
+
 def test_logprobs_come_with_tokens_and_offsets(client):
     whole = complete(client, logprobs=2).choices[0].logprobs
     assert "".join(whole.tokens).startswith(REPLY)

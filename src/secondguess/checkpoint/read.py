@@ -245,9 +245,8 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
                 "another one or another dtype than bfloat16; use the safetensors checkpoint, which has the same weights"
             )
         if is_gguf(path) and is_known(Path(path)):
-            GgufWeights(
-                Path(path), outline_of(config, path)
-            )  # refuses weights that Transformers would leave out
+            # refuses weights that Transformers would leave out
+            GgufWeights(Path(path), outline_of(config, path))
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(

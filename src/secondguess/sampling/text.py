@@ -82,7 +82,7 @@ class IncrementalDecoder:
     def _set_window(self, window: list[int], text: str) -> None:
         self._window = window
         # A prompt may end inside a character, which the output completes.
-        self._num_given = len(text) - _num_incomplete(text)
+        self._num_given = len(text) - num_incomplete(text)
         self._num_settled = self._boundary = len(window)
 
     def push(self, *tokens: int) -> str:
@@ -95,7 +95,7 @@ class IncrementalDecoder:
         if len(tokens) > 1 and REPLACEMENT in text[self._num_given :]:
             del self._window[-len(tokens) :]
             return "".join([self.push(token) for token in tokens])
-        num_open = _num_incomplete(text)
+        num_open = num_incomplete(text)
         if num_open and len(self._window) - self._num_settled < MAX_BYTES_PER_CHARACTER:
             return ""
         # More tokens than one character can have: only the end may still become a character.
@@ -143,7 +143,7 @@ def text_of_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 
 
-def _num_incomplete(text: str) -> int:
+def num_incomplete(text: str) -> int:
     """Return the number of replacement characters at the end that may be an incomplete character.
 
     Tokenizers write one to three of them.

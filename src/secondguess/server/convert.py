@@ -9,6 +9,7 @@ from typing import Any
 from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
+from secondguess.sampling.text import num_incomplete
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
@@ -202,7 +203,7 @@ class Converter:
         if isinstance(prompt, str):
             return prompt
         text: str = self._target.tokenizer.decode(prompt, skip_special_tokens=True)
-        return text
+        return text[: len(text) - num_incomplete(text)]  # the output has the rest of a character
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
