@@ -65,7 +65,15 @@ def shard(folder):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "left", ["older weights", "shards", "an index", "older weights beside shards", "an adapter"]
+    "left",
+    [
+        "older weights",
+        "shards",
+        "an index",
+        "older weights beside shards",
+        "an adapter",
+        "older weights beside others that are named",
+    ],
 )
 def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left, dtype):
     expected = score(Checkpoint.resolve(copied, dtype=dtype, device="cpu").load())
@@ -77,6 +85,13 @@ def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left,
     elif left == "older weights beside shards":
         shard(copied)
         save_file(others, copied / "weights.safetensors", {"format": "pt"})
+    elif left == "older weights beside others that are named":
+        weights.rename(copied / "custom.safetensors")
+        save_file(others, weights, {"format": "pt"})
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(
+            json.dumps(config | {"transformers_weights": "custom.safetensors"})
+        )
     elif left == "an adapter":
         torch.save(load_file(weights), copied / "pytorch_model.bin")
         weights.unlink()
@@ -421,6 +436,22 @@ def test_a_configuration_of_which_no_model_can_be_made_is_one_error(copied):
     (copied / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="got: no 'magic'"):
         describe(Checkpoint.resolve(copied, dtype="float32"))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors"])
+def test_weights_outside_of_the_folder_are_refused(copied, name):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(CheckpointError, match="to be a file in it"):
+        Checkpoint.resolve(copied).load()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gptq_model-4bit-128g.safetensors", "model.fp16.safetensors"])
+def test_weights_with_a_name_that_transformers_does_not_know_are_read_by_the_kernels(copied, name):
+    expected = score(Checkpoint.resolve(copied).load())
+    (copied / "model.safetensors").rename(copied / name)
+    assert torch.equal(score(Checkpoint.resolve(copied).load()), expected)
 
 
 def test_a_directory_may_be_named_like_a_file(checkpoint, tmp_path):

@@ -124,6 +124,10 @@ REFUSED = {
     "a controller without effect": (
         tiny_forecaster, {"controller": "confidence:8"}, None, BadInputError, "no draft distributions",
     ),
+    "a mask of another length": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(past_observed_mask=torch.ones(1, 3)),
+        BadInputError, "past_observed_mask of the shape",
+    ),
     "an array": (
         tiny_forecaster, {}, lambda inputs: inputs.update(past_values=inputs["past_values"].numpy()),
         BadInputError, "past_values as a tensor",

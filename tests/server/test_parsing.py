@@ -16,6 +16,8 @@ REPLIES = {
     "all": f"<think>hm</think>I call it.{CALL}\n{CALL}",
     "broken call": '<tool_call>{"name": "add", "argu</tool_call> after',
     "broken call after content": 'I call <tool_call>{"name": add</tool_call>the tail, one two three',
+    "no arguments": 'Well <tool_call>{"name": "add"}</tool_call>tail',
+    "no object": "Well <tool_call>5</tool_call>tail",
     "open call": '<tool_call>{"name": "add"',
     "open reasoning": "<think>still thinking",
 }
@@ -71,15 +73,21 @@ def test_a_call_that_cannot_be_parsed_is_content(tokenizer):
 
 def test_text_around_a_broken_call_is_kept(tokenizer):
     reply = REPLIES["broken call after content"]
-    is_special = "<tool_call>" in tokenizer.all_special_tokens
-    shown = reply.replace("</tool_call>", "", is_special)  # special tokens after it have no text
-    assert parse(tokenizer, reply, 1)[:3] == (shown, "", [])
+    for name in ("broken call after content", "no arguments", "no object"):
+        assert parse(tokenizer, REPLIES[name], 1)[:3] == (REPLIES[name], "", [])
+    for whole in ('Well <tool_call>{"name": "add"}', "Well <tool_call>5"):
+        assert parse(tokenizer, whole, 2, end="", stopped=False)[:3] == (whole, "", [])
     for end in range(len("I call <tool_call>"), reply.index("</")):  # cut off by a limit
         assert parse(tokenizer, reply[:end], 3, end="", stopped=False)[:3] == (reply[:end], "", [])
 
 
-def test_an_end_token_in_an_open_call_is_not_content(tokenizer):
+def test_an_end_token_in_or_after_a_broken_call_is_not_content(tokenizer):
     assert parse(tokenizer, "Well <tool_call>{", 1)[:3] == ("Well <tool_call>{", "", [])
+    tokenizer.add_tokens(["<|eom|>"], special_tokens=True)  # special, but not among the named special tokens
+    reply = REPLIES["broken call"] + " STOP"
+    for size in (1, 4):  # with `min_tokens` the row goes on after a stop string
+        assert parse(tokenizer, reply, size, stop=("STOP",), end="<|eom|>")[0] == reply
+    assert parse(tokenizer, "Well <tool_call>{}", 1, end="")[0] == "Well <tool_call>{}"
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning(tokenizer):

@@ -101,7 +101,7 @@ def test_states_behind_a_link_are_not_removed(target, tmp_path: Path, num_read) 
     """Runs of several kinds share states by links."""
     StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
     (tmp_path / "link").symlink_to(tmp_path / "states")
-    with pytest.raises(BadInputError, match="got a link to others"):
+    with pytest.raises(BadInputError, match="got a link to a folder without them"):
         StoredCapture(tmp_path / "link", TEXTS[:9], (), target.runtime, torch.float16, 1.0)
     StoredCapture(tmp_path / "link", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
     assert num_read == [2]

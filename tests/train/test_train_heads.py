@@ -158,8 +158,9 @@ def test_a_folder_with_other_files_is_left_as_it_is(
     (tmp_path / "project" / "README.md").write_text("mine")
     for out, complaint in (
         (target, "got the target's"),
-        (tmp_path / "project", "with a README.md of something else"),
+        (tmp_path / "project", "with a README.md and no run/run.json"),
         (tmp_path / "a,b", "use no comma"),
+        (tmp_path / "a ", "no space at the end"),
         (tmp_path / "x+model:y", "no + before"),
     ):
         before = files_of(tmp_path)

@@ -24,9 +24,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the safetensors files from which Transformers loads a model; empty for weights in another format.
+    """Return the safetensors files from which a model is loaded; empty for weights in another format.
 
-    Other files in the folder, such as adapters, older weights or a copy in another format, are not read.
+    They are those from which Transformers loads it. Other files in the folder, such as adapters, older weights or a copy
+    in another format, are not read. Only where Transformers finds none, as with names of other programs, all are.
 
     Raises:
         CheckpointError: if the index is broken.
@@ -34,10 +35,14 @@ def tensor_files(folder: Path) -> list[Path]:
     if is_gguf(folder):
         return []
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if (named := _named_weights(folder)) is not None:
+        whole, index = (
+            (folder / named, folder / named) if named.endswith(".safetensors") else (folder, folder / named)
+        )
     if whole.is_file():
         return [whole]
     if not index.is_file():
-        return []
+        return [] if any(folder.glob("pytorch_model*.bin")) else sorted(folder.glob("*.safetensors"))
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -50,16 +55,30 @@ def tensor_files(folder: Path) -> list[Path]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a model or of drafter heads, sorted by name; empty for pickles.
 
-    The path of a GGUF file is that of its only file. Published heads name their file as they like.
+    The path of a GGUF file is that of its only file.
 
     Raises:
         CheckpointError: if the index is broken.
     """
-    if is_gguf(folder):
-        return [folder]
-    if found := tensor_files(folder):
-        return found
-    return [] if any(folder.glob("pytorch_model*.bin")) else sorted(folder.glob("*.safetensors"))
+    return [folder] if is_gguf(folder) else tensor_files(folder)
+
+
+def _named_weights(folder: Path) -> str | None:
+    """Return the name of the file with the weights, or their index, if the configuration gives one.
+
+    Raises:
+        CheckpointError: a name outside of the folder.
+    """
+    named = None
+    with suppress(OSError, ValueError, AttributeError):
+        named = json.loads((folder / "config.json").read_bytes()).get("transformers_weights")
+    if not isinstance(named, str):
+        return None
+    if Path(named).is_absolute() or ".." in Path(named).parts:
+        raise CheckpointError(
+            f"expected transformers_weights in {folder} to be a file in it, got {named!r}; correct config.json"
+        )
+    return named
 
 
 def count_parameters(folder: Path, suffix: str = "") -> int:

@@ -121,8 +121,10 @@ def _run(arguments: Sequence[str]) -> int:
             return int(command.invoke(context) or 0)
     except typer.Exit as exit_request:
         return exit_request.exit_code
-    except SystemExit:  # rich, which writes the help, found a closed pipe
-        return BROKEN_PIPE
+    except SystemExit as ended:
+        if ended.code != 1:
+            raise
+        return BROKEN_PIPE  # rich, which writes the help, found a closed pipe
     except typer.TyperException as error:
         # Typer's message without its box. Without arguments, the message is the help text.
         if not arguments:

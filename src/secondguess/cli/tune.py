@@ -127,8 +127,9 @@ def _check_output_paths(output: Path | None, config_out: Path) -> None:
         raise BadInputError(
             f"expected a file for --config-out, got {config_out}, which is a pipe or a device; name a file"
         )
-    if not config_out.parent.is_dir():
+    folder = config_out.resolve().parent  # of the file that a link leads to
+    if not folder.is_dir():
         raise BadInputError(
-            f"expected --config-out in a folder that exists, got {config_out}; make {config_out.parent} first"
+            f"expected --config-out in a folder that exists, got {config_out}; make {folder} first"
         )
-    require_folder(config_out.parent, "--config-out")
+    require_folder(folder, "--config-out")

@@ -115,7 +115,7 @@ def forecast(
     if chosen is not None:
         chosen.begin(make_problem(model, inputs, num_rows))
     params = SamplingParams(max_tokens=runtime.horizon, temperature=1.0)
-    seed = secrets.randbits(63) if seed is None else seed
+    seed = secrets.randbits(63) if seed is None else int(seed)
     num_series = len(past_values)
     rows = [
         Row([VALUE], params, seed, sample_index=series * MAX_SAMPLES + sample)
@@ -256,6 +256,13 @@ def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int)
         raise BadInputError(
             f"expected past_values [series, time] of at least {least} steps (context_length and the largest"
             f" lag), got the shape {list(past.shape)}"
+        )
+    mask = inputs.get("past_observed_mask", past)
+    if mask.ndim > past.ndim or any(
+        own not in (1, size) for own, size in zip(mask.shape[::-1], past.shape[::-1], strict=False)
+    ):
+        raise BadInputError(
+            f"expected past_observed_mask of the shape {list(past.shape)} of past_values, got {list(mask.shape)}"
         )
     steps = inputs["future_time_features"].shape[1]
     if steps < horizon:

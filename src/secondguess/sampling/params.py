@@ -62,7 +62,7 @@ class SamplingParams:
         stop: the text ends before the first of these strings; a single string is accepted.
         stop_token_ids: tokens that end the text, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end the text, and `min_tokens` does not ban them;
-            for load tests. The end of a grammar still ends it, and its end tokens are banned by `min_tokens`.
+            for load tests. With a grammar, whose end they show, they still do, and are banned.
         n: samples per prompt. More than 1 needs a temperature above 0. Where `seed` makes the text
             reproducible, sample i is the same text for any n.
         seed: makes the text reproducible. With verifier `auto` or `coupled` the text is then also

@@ -42,13 +42,14 @@ class BoundedRequest(HttpRequest):
             # In another encoding than JSON's own, the bytes would be counted wrongly.
             text = body.decode()
             value = json.loads(text)
+            if _ESCAPED_SURROGATE.search(text):
+                _check_unicode(value)
         except json.JSONDecodeError:
             raise
         except (ValueError, RecursionError) as error:
-            reason = f"expected a body in JSON, got text that cannot be read: {error}"
-            raise _refused(ApiError(400, reason, None, "invalid_json")) from None
-        if _ESCAPED_SURROGATE.search(text):
-            _check_unicode(value)
+            reason = str(error).partition(";")[0]  # Python's own advice follows
+            message = f"expected a body in JSON, got text that cannot be read: {reason}"
+            raise _refused(ApiError(400, message, None, "invalid_json")) from None
         return value
 
 
@@ -74,8 +75,9 @@ def _check_unicode(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         path = next(_paths_of(value, error.object[error.start]))
-        message = f"expected {path} in valid Unicode, got the lone surrogate {error.object[error.start]!r}; remove it"
-        raise _refused(ApiError(400, message, path, "invalid_value")) from None
+        got = f"got the lone surrogate {error.object[error.start]!r}; remove it"
+        message = f"expected {path or 'a body'} in valid Unicode, {got}"
+        raise _refused(ApiError(400, message, path or None, "invalid_value")) from None
 
 
 def _paths_of(value: Any, character: str) -> Iterator[str]:
@@ -84,7 +86,7 @@ def _paths_of(value: Any, character: str) -> Iterator[str]:
     while waiting:
         path, found = waiting.pop()
         if isinstance(found, str) and character in found:
-            yield path.lstrip(".") or "the body"
+            yield path.lstrip(".")
         children = (
             found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
         )

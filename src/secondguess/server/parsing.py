@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
@@ -87,20 +87,24 @@ class TemplateParser:
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
         self._parser = tokenizer.get_response_parser(prefix=list(prompt), tools=list(tools) or None)
         self._search = StopSearch(stop)
-        self._special_tokens = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        self._special_tokens = {
+            *tokenizer.all_special_ids,
+            *(token for token in added if added[token].special),
+        }
         self._is_broken = False
-        self._newest = ""  # text of the newest token
+        self._special = ""  # text of the newest token if it is special
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
-        self._follow(self._parser.initial_events)
+        self._follow(lambda: self._parser.initial_events)
 
     def feed(self, piece: Piece) -> list[Delta]:
         deltas = []
         for token in piece.tokens:
-            if self._is_broken and token in self._special_tokens:
-                continue
-            self._newest = self._decoder.push(token)
-            self._search.push(self._newest)
+            is_special = token in self._special_tokens
+            text = "" if self._is_broken and is_special else self._decoder.push(token)
+            self._special = text if is_special else ""
+            self._search.push(text)
             deltas += self._parse(self._search.release(self._search.num_certain))
             self.num_reasoning_tokens += self._region in REASONING_FIELDS
         return deltas
@@ -110,43 +114,46 @@ class TemplateParser:
         deltas = self._parse("" if is_cut else self._search.held + self._decoder.flush())
         if self._is_broken:
             return deltas
-        try:
-            return deltas + self._follow(self._parser.finalize()[1])
-        except ValueError:
-            if stopped and not is_cut:  # by an end token, which is not content
-                self._unsettled = self._unsettled.removesuffix(self._newest)
-            return [*deltas, *self._break()]
+        ending = self._special if stopped and not is_cut else ""  # an end token, which is not content
+        return deltas + self._follow(lambda: self._parser.finalize()[1], ending)
 
     def _parse(self, text: str) -> list[Delta]:
         if self._is_broken:
-            return [Delta("content", text)]
+            return [Delta("content", text)] if text else []
         self._unsettled += text
+        return self._follow(lambda: self._parser.feed(text))
+
+    def _follow(self, parse: Callable[[], Sequence[Mapping[str, Any]]], ending: str = "") -> list[Delta]:
+        """Return the deltas of the response parser's next events.
+
+        Where it fails, the text whose events have not come is content, without its `ending`.
+        """
+        deltas: list[Delta] = []
         try:
-            return self._follow(self._parser.feed(text))
+            for event in parse():
+                deltas += self._deltas_of(event)
         except (ValueError, TypeError, KeyError):
-            return self._break()
+            self._is_broken, self._region = True, None
+            deltas.append(Delta("content", self._unsettled.removesuffix(ending)))
+        return deltas
 
-    def _break(self) -> list[Delta]:
-        self._is_broken, self._region = True, None
-        return [Delta("content", self._unsettled)]
-
-    def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Delta]:
-        """Return the deltas of the response parser's events."""
-        deltas = []
-        for event in events:
-            name = event["field"]
-            if event["type"] == "region_open":
-                self._region = name
-            elif event["type"] == "region_close":
-                self._region = None
-                if name != "content":  # which ends where the text after it, not settled yet, opens a region
-                    self._unsettled = ""
-                if name == "tool_calls":
-                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                    deltas += [_tool_call(value) for value in values]
-            elif not event.get("dirty") and (name == "content" or name in REASONING_FIELDS):
-                deltas.append(Delta("content" if name == "content" else "reasoning", event["text"]))
-                self._unsettled = ""
+    def _deltas_of(self, event: Mapping[str, Any]) -> list[Delta]:
+        name, deltas = event["field"], []
+        if event["type"] == "region_open":
+            self._region = name
+            return []
+        if event["type"] == "region_close":
+            self._region = None
+            if name == "content":  # ends where the text after it, not settled yet, opens a region
+                return []
+            if name == "tool_calls":
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                deltas = [_tool_call(value) for value in values]
+        elif not event.get("dirty") and (name == "content" or name in REASONING_FIELDS):
+            deltas = [Delta("content" if name == "content" else "reasoning", event["text"])]
+        else:
+            return []
+        self._unsettled = ""
         return deltas
 
 

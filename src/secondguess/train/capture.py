@@ -164,7 +164,7 @@ def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: tor
     if not is_of_texts:
         if folder.is_symlink():
             raise BadInputError(
-                f"expected states of these texts in {folder}, got a link to others; remove the link"
+                f"expected states of these texts in {folder}, got a link to a folder without them; remove the link"
             )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

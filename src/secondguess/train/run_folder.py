@@ -42,14 +42,18 @@ def require_drafter_folder(out: Path, model: str, drafter: str) -> None:
     replaced = [name for name in (CONFIG, WEIGHTS, CARD) if (out / name).exists()]
     if replaced and not (out / RUN / RECORD).is_file():
         raise BadInputError(
-            f"expected a new folder for --out, or one with a run of this command, got {out} with a {replaced[0]} of "
-            "something else; name another"
+            f"expected a new folder for --out, or one with a run of this command, got {out} with a {replaced[0]} and no "
+            f"{RUN}/{RECORD}; name another, or remove these files"
         )
-    name = f"{drafter}:{out}"
-    if "," in name or len(parse_drafter_name(name)) > 1:
+    try:
+        (name,) = parse_drafter_name(f"{drafter}:{out}")
+        is_named = name.argument == str(out) and not name.options
+    except ValueError:
+        is_named = False
+    if not is_named:
         raise BadInputError(
-            f"expected a folder for --out that the name of a drafter can hold, got {out}; use no comma, and no + before "
-            "the name of a drafter"
+            f"expected a folder for --out that the name of a drafter can hold, got {str(out)!r}; use no comma, no space "
+            "at the end, and no + before the name of a drafter"
         )
 
 
