@@ -44,12 +44,12 @@ def tensor_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [] if any(folder.glob("pytorch_model*.bin")) else sorted(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"expected a weight_map in {index}, got: {error!r}; copy or download the checkpoint again"
         ) from error
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in names]
 
 
 def weight_files(folder: Path) -> list[Path]:
