@@ -281,6 +281,24 @@ BROKEN = {
         lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.scales": torch.ones(2, 5)}),
         r"up_proj.*expected a scale.*got codes",
     ),
+    "no groups": (
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.scales": torch.ones(0, 128)}),
+        r"up_proj.*expected a scale.*got scales \(0, 128\)",
+    ),
+    "one dimension": (
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.scales": torch.ones(5)}),
+        r"up_proj.*expected a scale.*got scales \(5,\)",
+    ),
+    "group out of range": (
+        lambda tensors: tensors["model.layers.0.mlp.up_proj.g_idx"].add_(2), r"up_proj.*expected one of 2 groups",
+    ),
+    "negative group": (
+        lambda tensors: tensors["model.layers.0.mlp.up_proj.g_idx"].sub_(1), r"up_proj.*expected one of 2 groups",
+    ),
+    "few groups": (
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.g_idx": torch.tensor([0, 1])}),
+        r"up_proj.*expected one of 2 groups",
+    ),
     "layer": (
         lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp.up_proj" in name],
         r"1 tensors are missing.*layers\.1\.mlp\.up_proj",
@@ -298,6 +316,64 @@ def test_a_broken_checkpoint_gives_one_error(change, message, dtype, tmp_path):
     with pytest.raises(CheckpointError, match=message) as refused:
         Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
     assert "\n" not in str(refused.value)
+
+
+@needs_kernels
+def test_memory_of_weights_whose_codes_the_kernels_do_not_take_is_that_of_bfloat16(tmp_path):
+    config = FORMATS["gptq"].config
+    sizes = {}
+    for name, more in {
+        "kept": {"group_size": 32}, "ordered": {"group_size": 32, "desc_act": True}, "small": {"group_size": 16},
+        "rows": {"group_size": -1, "desc_act": True},
+    }.items():  # fmt: skip
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, FORMATS["gptq"], config | more)
+        sizes[name] = Checkpoint.resolve(folder, device="cpu").memory().weights
+    num_quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert sizes["rows"] == sizes["kept"]
+    assert sizes["small"] == sizes["ordered"] == sizes["kept"] + num_quantised * (2 - 5 / 8)
+
+
+def test_groups_need_not_divide_the_inputs_if_each_input_names_its_own(tmp_path):
+    model = write(tmp_path, FORMATS["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    tensors[f"{name}.g_idx"] = torch.arange(128, dtype=torch.int32) // 48  # 48, 48 and 32 inputs
+    for part in ("scales", "qzeros"):
+        tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:3].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers").read_module()
+    module = found.get_submodule(name)
+    first = model.get_submodule(name).weight
+    assert torch.equal(module.weight[:, :32], first[:, :32])
+    assert not torch.equal(module.weight[:, 32:48], first[:, 32:48])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_what_a_file_of_8_bit_floats_leaves_alone_has_the_dtype_asked_for(dtype, tmp_path):
+    model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300, initializer_range=0.2)
+    model.config.eos_token_id = 0
+    tensors = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    for name in [name for name in tensors if "_proj" in name]:
+        blocks = tensors[name].float().unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = codes.flatten(2).flatten(0, 1), scale
+        decoded = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        model.get_submodule(name.removesuffix(".weight")).weight.data = decoded
+    config = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3",
+    }  # fmt: skip
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    described = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    write_tokenizer(tmp_path)
+    loaded = Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
+    assert error(logits_of(loaded), expected) < 0.05
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -248,6 +248,12 @@ def test_a_hub_model_is_downloaded_before_conversion():
     assert quantize == "llama-quantize unquantised-target.gguf target.gguf iq4_nl"
 
 
+def test_a_file_in_gguf_is_served_as_it_is():
+    settings = LoadSettings(model="models/a b.gguf", drafter="model:small.GGUF")
+    (serve,) = export(recommend(settings, draft_length=2), "llama.cpp").text.splitlines()
+    assert shlex.split(serve)[:5] == ["llama-server", "-m", "models/a b.gguf", "-md", "small.GGUF"]
+
+
 AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'
 
 

@@ -138,6 +138,20 @@ def test_the_kernels_run_the_linear_layers_of_a_module():
     assert type(model.model.layers[0].mlp.unused) is nn.Linear
 
 
+def test_layers_whose_weight_is_no_plain_tensor_are_left_alone():
+    """torchao's quantised weights are tensors of classes of their own, in `nn.Linear`."""
+    model = random_llama(0).bfloat16().eval()
+    own = model.model.layers[0].mlp.up_proj
+    own.weight = nn.Parameter(own.weight.detach().as_subclass(OwnTensor))
+    assert pack_linears(model)
+    assert model.model.layers[0].mlp.up_proj is own
+    assert isinstance(model.model.layers[0].mlp.down_proj, KernelLinear)
+
+
+class OwnTensor(torch.Tensor):
+    """Tensor with a class of its own."""
+
+
 def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
     model = tiny_llama()
     expected = logits(model)

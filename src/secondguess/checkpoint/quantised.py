@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from secondguess.checkpoint.weights import tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.stored import GroupedWeight
-from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
+from secondguess.runtime.stored import GROUP, GroupedWeight
+from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in an int32 of each of eight successive outputs."""
@@ -57,6 +58,7 @@ class Encoding:
         scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
         has_levels: whether codes are places in the table of MXFP4.
+        is_kept: whether the kernels take the codes as they are (`GroupedWeight.weight_format`), else in bfloat16.
     """
 
     name: str
@@ -67,10 +69,13 @@ class Encoding:
     joins_experts: bool = False
     has_levels: bool = False
     scales: str | None = None
+    is_kept: bool = True
 
     @property
     def weight_format(self) -> WeightFormat:
-        """Encoding in which the kernels keep the codes."""
+        """Encoding in which the kernels keep the weights."""
+        if not self.is_kept:
+            return BFLOAT16
         if self.has_levels:
             return MXFP4
         return INT4_GROUPS if self.bits <= INT4_GROUPS.bits else INT8_GROUPS
@@ -92,7 +97,8 @@ def read_encoding(path: Path) -> Encoding | None:
             f"gptq stored as {config.get('checkpoint_format')}",
             "decoded: checkpoint_format gptq or gptq_v2",
         )
-        return Encoding("gptq", "qweight", bits, partial(_decode_gptq, bits, is_second))
+        is_kept = _is_kept(config.get("group_size"), bool(config.get("desc_act")))
+        return Encoding("gptq", "qweight", bits, partial(_decode_gptq, bits, is_second), is_kept=is_kept)
     if method == "awq":
         bits, version = config.get("bits", config.get("w_bit", 0)), str(config.get("version", "gemm")).lower()
         _require(
@@ -100,7 +106,8 @@ def read_encoding(path: Path) -> Encoding | None:
             f"awq {version} with {bits} bits",
             "decoded: version gemm, 4 bits",
         )
-        return Encoding("awq", "qweight", bits, _decode_awq)
+        is_kept = _is_kept(config.get("group_size", config.get("q_group_size")))
+        return Encoding("awq", "qweight", bits, _decode_awq, is_kept=is_kept)
     if method == "compressed-tensors" and config.get("format") == "pack-quantized":
         groups = list(config["config_groups"].values())
         all_bits = {group["weights"]["num_bits"] for group in groups}
@@ -115,7 +122,12 @@ def read_encoding(path: Path) -> Encoding | None:
             "quantised activations",
             "decoded: quantised weights only",
         )
-        return Encoding("compressed-tensors", "weight_packed", bits, partial(_decode_packed, bits))
+        is_kept = all(
+            _is_kept(group["weights"].get("group_size"), group["weights"].get("actorder") in (True, "group"))
+            for group in groups
+        )
+        decode = partial(_decode_packed, bits)
+        return Encoding("compressed-tensors", "weight_packed", bits, decode, is_kept=is_kept)
     if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
         return Encoding(
             "mxfp4",
@@ -128,6 +140,11 @@ def read_encoding(path: Path) -> Encoding | None:
             scales="_scales",
         )
     return None
+
+
+def _is_kept(group_size: int | None, is_ordered: bool = False) -> bool:
+    """Return whether groups of inputs are made of whole groups of the kernels; -1 and None are whole rows."""
+    return group_size in (None, -1) or not (is_ordered or group_size % GROUP)
 
 
 def quantization_of(path: Path) -> dict[str, Any]:
@@ -156,7 +173,7 @@ def _decode_gptq(bits: int, is_second: bool, parts: Parts) -> GroupedWeight:
     codes = _unpack(_get(parts, "qweight"), bits, 0).T
     added = 0 if is_second else sum(1 << shift for shift in range(0, 32, bits))
     zeros = _unpack(_get(parts, "qzeros") + added, bits, 1).T  # a zero point of 0 borrows from the next
-    scale, groups = _get(parts, "scales").T, parts("g_idx")
+    scale, groups = _get_scales(parts, "scales").T, parts("g_idx")
     if groups is not None:
         size = -(-codes.shape[1] // scale.shape[1])
         in_order = torch.equal(groups.long(), torch.arange(codes.shape[1]) // size)
@@ -169,14 +186,18 @@ def _decode_awq(parts: Parts) -> GroupedWeight:
         _unpack(packed, 4, 1).view(*packed.shape, 8)[:, :, AWQ_PLACES].flatten(1).T
         for packed in (_get(parts, "qweight"), _get(parts, "qzeros"))
     )
-    return _weight(codes, 4, _get(parts, "scales").T, zeros)
+    return _weight(codes, 4, _get_scales(parts, "scales").T, zeros)
 
 
 def _decode_packed(bits: int, parts: Parts) -> GroupedWeight:
     """Decode a `pack-quantized` weight, whose codes and zero points are shifted to be positive."""
     num_outputs, num_inputs = _get(parts, "weight_shape").tolist()
     codes = _unpack(_get(parts, "weight_packed"), bits, 1)[:, :num_inputs]
-    scale, zeros, groups = _get(parts, "weight_scale"), parts("weight_zero_point"), parts("weight_g_idx")
+    scale, zeros, groups = (
+        _get_scales(parts, "weight_scale"),
+        parts("weight_zero_point"),
+        parts("weight_g_idx"),
+    )
     middle = torch.full(scale.shape, 2 ** (bits - 1))
     zeros = middle if zeros is None else _unpack(zeros, bits, 0)[:num_outputs]
     return _weight(codes, bits, scale, zeros, None if groups is None or (groups < 0).all() else groups.long())
@@ -210,10 +231,19 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor) -> GroupedWeight:
 def _weight(
     codes: Tensor, bits: int, scale: Tensor, zeros: Tensor, groups: Tensor | None = None
 ) -> GroupedWeight:
-    if codes.shape[0] != scale.shape[0] or zeros.shape != scale.shape or codes.shape[1] % scale.shape[1]:
+    num_outputs, num_inputs = codes.shape
+    fits = num_outputs == scale.shape[0] and zeros.shape == scale.shape
+    if not fits or (groups is None and num_inputs % scale.shape[1]):
         raise CheckpointError(
             f"expected a scale and a zero point for each output and group, got codes {tuple(codes.shape)}, "
             f"scales {tuple(scale.shape)} and zero points {tuple(zeros.shape)}; download the checkpoint again"
+        )
+    if groups is not None and (
+        groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= scale.shape[1]
+    ):
+        raise CheckpointError(
+            f"expected one of {scale.shape[1]} groups for each of {num_inputs} inputs, got {groups.numel()} numbers up to "
+            f"{groups.max() if groups.numel() else 'none'}; download the checkpoint again"
         )
     return GroupedWeight(codes.contiguous(), bits, scale.float(), -scale.float() * zeros, groups)
 
@@ -229,6 +259,15 @@ def _get(parts: Parts, name: str) -> Tensor:
     found = parts(name)
     if found is None:
         raise CheckpointError(f"expected a tensor {name} beside the others of its weight, got none")
+    return found
+
+
+def _get_scales(parts: Parts, name: str) -> Tensor:
+    found = _get(parts, name)
+    if found.ndim != 2 or not found.numel():
+        raise CheckpointError(
+            f"expected a scale for each output and group, got {name} {tuple(found.shape)}; download the checkpoint again"
+        )
     return found
 
 
@@ -272,7 +311,8 @@ class StoredWeights:
     def read(self, name: str) -> Tensor:
         """Return a weight."""
         found = self.read_codes(name)
-        return found.dequantised() if isinstance(found, GroupedWeight) else found
+        with self._naming(name):
+            return found.dequantised() if isinstance(found, GroupedWeight) else found
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return a weight with its codes if it is quantised."""
@@ -280,10 +320,17 @@ class StoredWeights:
         if self._encoding is None or prefix not in self._quantised:
             tensor: Tensor = self._files[name].get_tensor(name)
             return tensor
-        try:
+        with self._naming(name):
             return self._encoding.decode(partial(self._part, prefix))
-        except (CheckpointError, RuntimeError) as error:
-            raise CheckpointError(f"{prefix.removesuffix('.')} ({self._encoding.name}): {error}") from error
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Name the weight in errors of tensors that do not fit each other."""
+        try:
+            yield
+        except (CheckpointError, RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:
+            encoding = "" if self._encoding is None else f" ({self._encoding.name})"
+            raise CheckpointError(f"{name.removesuffix('.weight')}{encoding}: {error}") from error
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor."""

@@ -253,7 +253,20 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
             **_place(path), config=config, dtype=dtype, output_loading_info=True, **_experts_option(dtype)
         )
         _check_complete(model, found)
+        if getattr(config, "quantization_config", None) is not None:
+            _convert_others(model, dtype)
         return model
+
+
+def _convert_others(model: Any, dtype: torch.dtype) -> None:
+    """Convert what was not quantised to the dtype of dequantised weights: Transformers leaves it as in the file."""
+    for parameter in model.parameters():
+        if type(parameter.data) is torch.Tensor and parameter.dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _read_stored(

@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+from secondguess.checkpoint.weights import is_gguf
 from secondguess.drafters.ngram import NgramOptions
 from secondguess.export.base import (
     DrafterExport,
@@ -154,11 +155,14 @@ _OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]) -> str:
-    files = {"target.gguf": (recommendation.model, recommendation.quantize)}
+    models = {"target.gguf": (recommendation.model, recommendation.quantize)}
     if recommendation.drafter.draft_model is not None:
-        files["drafter.gguf"] = (recommendation.drafter.draft_model, recommendation.drafter_quantize)
-    commands = []
-    for file, (model, quantize) in files.items():
+        models["drafter.gguf"] = (recommendation.drafter.draft_model, recommendation.drafter_quantize)
+    commands, files = [], {"-m": "target.gguf"} | settings
+    for file, (model, quantize) in models.items():
+        if is_gguf(model):  # as the server reads it
+            files = {name: model if value == file else value for name, value in files.items()}
+            continue
         folder = model
         if not Path(model).is_dir():  # the converter reads directories only
             folder = file.removesuffix(".gguf")
@@ -171,8 +175,8 @@ def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]
         )
         if quantize == "int4":  # uneven levels and a scale per 32 inputs, too
             commands.append(["llama-quantize", outfile, file, "iq4_nl"])
-    options = [word for name, value in settings.items() for word in (name, str(value))]
-    commands.append(["llama-server", "-m", "target.gguf", *options])
+    options = [word for name, value in files.items() for word in (name, str(value))]
+    commands.append(["llama-server", *options])
     return "".join(shlex.join(command) + "\n" for command in commands)
 
 

@@ -408,7 +408,12 @@ def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
 
 
 def _linears(model: Any) -> list[Any]:
-    return [each for each in model.modules() if type(each) in (nn.Linear, KernelLinear)]
+    return [each for each in model.modules() if type(each) is KernelLinear or _is_linear(each)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an `nn.Linear`, and no subclass of it or of its weight, which may compute otherwise."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
 def _copy_with(model: Any, replacements: Mapping[Any, nn.Module]) -> Any:
@@ -431,12 +436,9 @@ def _unpacked(packed: KernelLinear) -> nn.Linear:
 
 
 def _linear_names(model: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Return the names of `nn.Linear` modules of a dtype, without subclasses, which may compute otherwise."""
-    return (
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.weight.dtype == dtype
-    )
+    """Return the names of linear layers of a dtype."""
+    modules = model.named_modules()
+    return (name for name, module in modules if _is_linear(module) and module.weight.dtype == dtype)
 
 
 def _probe(model: Any) -> Tensor:
