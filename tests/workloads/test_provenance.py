@@ -4,6 +4,8 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from secondguess.workloads import provenance
 from secondguess.workloads.provenance import collect_provenance, hash_weights, public_name, show_command
 
@@ -64,7 +66,14 @@ def test_the_same_files_are_read_once(tmp_path, monkeypatch):
     weights.write_bytes(b"one")
     before = hash_weights(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", None)  # opening a file now fails
+        opened = Path.open
+        patched.setattr(
+            Path,
+            "open",
+            lambda path, *mode, **more: (
+                pytest.fail("read again") if path == weights else opened(path, *mode, **more)
+            ),
+        )
         assert hash_weights(tmp_path) == before
     weights.write_bytes(b"two")  # as long as before
     os.utime(weights, ns=(0, 0))
