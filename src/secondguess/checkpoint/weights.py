@@ -34,14 +34,11 @@ def tensor_files(folder: Path) -> list[Path]:
     """
     if is_gguf(folder):
         return []
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if (named := _named_weights(folder)) is not None:
-        whole, index = (
-            (folder / named, folder / named) if named.endswith(".safetensors") else (folder, folder / named)
-        )
-    if whole.is_file():
+    named = _named_weights(folder)
+    whole, index = folder / (named or "model.safetensors"), folder / (named or "model.safetensors.index.json")
+    if whole.suffix == ".safetensors" and whole.is_file():
         return [whole]
-    if not index.is_file():
+    if index.suffix != ".json" or not index.is_file():
         return [] if any(folder.glob("pytorch_model*.bin")) else sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
