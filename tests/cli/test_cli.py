@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -530,6 +531,26 @@ def test_ctrl_c_in_a_real_process(endless_checkpoint, tmp_path):
     assert about.startswith(f"{endless_checkpoint} (")
     assert re.match(r"interrupted: [\d.]+ tokens/s, ", figures)
     assert (empty, interrupted) == ("", "secondguess: interrupted")
+
+
+def in_a_finalizer():
+    class Interrupted:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    Interrupted()
+    time.sleep(5)
+
+
+def in_an_import():
+    raise RuntimeError("failed to import") from KeyboardInterrupt()
+
+
+@pytest.mark.parametrize("interrupt", [in_a_finalizer, in_an_import])
+def test_ctrl_c_that_arrives_in_a_finalizer_or_an_import_is_not_lost(monkeypatch, capsys, interrupt):
+    monkeypatch.setattr("secondguess.cli._run", lambda arguments: interrupt())
+    assert main([]) == 130
+    assert capsys.readouterr().err == "secondguess: interrupted\n"
 
 
 def test_a_closed_pipe_is_not_an_error(endless_checkpoint, monkeypatch, capfd):

@@ -79,7 +79,11 @@ def test_plain_text_is_split_into_paragraphs_or_used_as_it_is(tmp_path: Path) ->
         (b"", "empty"),
         (b"\0\1\2", "binary"),
         (b"\xff\xfe\xfa", "UTF-8"),
-        (b'{"prompt": 1}\n', "non-empty 'prompt', 'text' or 'messages'.*line 1"),
+        (
+            b'{"prompt": 1}\n',
+            "non-empty text 'prompt'.*'messages'.*'text'.*got the keys prompt in data.jsonl, line 1",
+        ),
+        (b'{"prompt": "a", "task": 3}\n', "text as 'task'.*got 3 in data.jsonl, line 1"),
         (b'{"prompt": "a"}\n[1]\n', "object.*line 2"),
         (b'{"prompt": "a"}\n{"prompt"\n', "JSON object per line.*line 2"),
         (b'{"messages": [3]}\n', "'role' and 'content'.*line 1"),

@@ -91,7 +91,7 @@ def read_encoding(path: Path) -> Encoding | None:
     method = config.get("quant_method")
     if method == "gptq":
         bits, is_second = config.get("bits", 0), config.get("checkpoint_format") == "gptq_v2"
-        _require(bits in BITS, f"gptq with {bits} bits", f"decoded: {BITS} bits")
+        _require(bits in BITS, f"gptq with {bits!r} bits", f"decoded: {BITS} bits")
         _require(
             config.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"),
             f"gptq stored as {config.get('checkpoint_format')}",
@@ -103,7 +103,7 @@ def read_encoding(path: Path) -> Encoding | None:
         bits, version = config.get("bits", config.get("w_bit", 0)), str(config.get("version", "gemm")).lower()
         _require(
             bits == 4 and version == "gemm",
-            f"awq {version} with {bits} bits",
+            f"awq {version} with {bits!r} bits",
             "decoded: version gemm, 4 bits",
         )
         is_kept = _is_kept(config.get("group_size", config.get("q_group_size")))

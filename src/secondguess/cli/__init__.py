@@ -9,9 +9,12 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -72,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     _escape_unencodable_output()
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        with _own_hooks():
             code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
@@ -95,8 +97,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_error(
                 f"error: out of memory: {words}; use a smaller model, dtype or batch", BAD_INPUT
             )
+        if _was_interrupted(error):
+            return _print_error("interrupted", INTERRUPTED)
         bug = f"internal error: {type(error).__name__}: {error} (SECONDGUESS_TRACEBACK=1 shows where)"
         return _print_error(bug, INTERNAL_ERROR)
+
+
+@contextmanager
+def _own_hooks() -> Iterator[None]:
+    """Show this package's warnings in one line each, and lose no Ctrl-C."""
+    before = sys.unraisablehook
+    sys.unraisablehook = partial(_repeat_lost_interrupt, before)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _show_warning(
@@ -162,6 +179,21 @@ def _is_out_of_memory(error: Exception) -> bool:
     # Compared by name, to avoid importing torch; torch's CPU allocator has no exception class.
     of_torch = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
     return isinstance(error, MemoryError) or of_torch
+
+
+def _repeat_lost_interrupt(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
+    """Raise Ctrl-C again that came in a finalizer, where Python drops exceptions; handle others by `otherwise`."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        Timer(0.01, interrupt_main).start()  # a moment later: raised here, it would be dropped again
+    else:
+        otherwise(unraisable)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused an error, as in an import that C code was making."""
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return error is not None
+    return _was_interrupted(error.__cause__ or error.__context__)
 
 
 def _replace_closed_streams() -> None:

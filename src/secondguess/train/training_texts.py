@@ -139,13 +139,7 @@ def _document(record: Record, path: Path) -> Document:
     text = record.get("text")
     if isinstance(text, str) and text.strip():
         return Document(text, path.stem)
-    try:
-        prompt = convert_any_record(record, path)
-    except BadInputError:
-        keys = f"the keys {', '.join(sorted(record))}" if record else "an empty object"
-        raise BadInputError(
-            f"expected an object with a non-empty 'prompt', 'text' or 'messages', got {keys}"
-        ) from None
+    prompt = convert_any_record(record, path)
     answer = next((record[key] for key in ANSWER_KEYS if isinstance(record.get(key), str)), "")
     return Document(prompt.text, prompt.task, answer=str(answer))
 

@@ -123,7 +123,7 @@ def convert_any_record(record: Record, path: Path) -> Prompt:
     found = found or _user_texts(record)
     if not found:
         raise BadInputError(
-            "expected an object with a non-empty text 'prompt' (or 'question', 'turns', 'messages'), got "
+            "expected an object with a non-empty text 'prompt' (or 'question', 'turns', 'messages'; for training 'text'), got "
             + (f"the keys {', '.join(sorted(record))}" if record else "an empty object")
         )
     return Prompt(found, _task_of(record) or path.stem)
