@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Self
 
 import numpy
 import torch
@@ -18,7 +20,7 @@ from transformers import (
 from secondguess.continuous import forecast as forecasting
 from secondguess.continuous import verification
 from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Distribution, Gaussian, Mixture, StudentT
+from secondguess.continuous.distributions import Distribution, Gaussian, Index, StudentT
 from secondguess.continuous.drafters import ValueDrafter
 from secondguess.continuous.verification import ValueDraft
 from secondguess.core import Row
@@ -39,6 +41,36 @@ def gaussian(locs: tuple[float, ...], scales: tuple[float, ...]) -> Gaussian:
 
 def student(df: float, loc: float, scale: float) -> StudentT:
     return StudentT(vector(df), vector(loc), vector(scale))
+
+
+@dataclass(frozen=True)
+class Mixture(Distribution):
+    """Finite mixtures.
+
+    Args:
+        log_weights: `[..., component]`, log probabilities of the components.
+        components: batch `[..., component]`.
+    """
+
+    log_weights: Tensor
+    components: Distribution
+
+    @property
+    def num_uniforms(self) -> int:
+        return 1 + self.components.num_uniforms
+
+    def log_density(self, values: Tensor) -> Tensor:
+        return (self.log_weights + self.components.log_density(values[..., None, :])).logsumexp(-1)
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Return draws: the first uniform selects the component, the others draw from it."""
+        totals = self.log_weights.exp().cumsum(-1)
+        chosen = (uniforms[..., :1] * totals[..., -1:] >= totals).sum(-1, keepdim=True)
+        draws = self.components.sample(uniforms[..., None, 1:])
+        return draws.take_along_dim(chosen[..., None], -2).squeeze(-2)
+
+    def at(self, index: Index) -> Self:
+        return type(self)(self.log_weights[index], self.components.at(index))
 
 
 def mixture(weights: tuple[float, ...], locs: tuple[float, ...], scales: tuple[float, ...]) -> Mixture:

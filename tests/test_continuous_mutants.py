@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy
 import torch
 
-from continuous_cases import forecast_holds, reflection_holds, rules_hold, verification_holds
+from continuous_cases import Mixture, forecast_holds, reflection_holds, rules_hold, verification_holds
 from mutant_cases import Mutant, Patch, check, mutation_test
 from secondguess.continuous import forecast, verification
 from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Gaussian, Mixture, StudentT
+from secondguess.continuous.distributions import Gaussian, StudentT
 from secondguess.runtime.forecaster import ForecastRuntime
 from secondguess.runtime.hashes import Purpose
 from secondguess.sampling.noise import KeyedNoise

@@ -55,7 +55,7 @@ from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter
 from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.context import FeatureCache
+from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import ChainsOfPlaces
 from secondguess.heads.learning import TrainingBatch
@@ -1000,15 +1000,15 @@ def dspark_hears_rejected_nodes(patch: Patch) -> None:
 
 def dspark_keeps_keys_of_the_last_block(patch: Patch) -> None:
     """The keys that a block wrote are not written over by those of the committed text, but attended to as well."""
-    original = FeatureCache.attend
+    original = BlockRuntime._attend
 
     def attend(self, rows, width):
         attention = original(self, rows, width)
         for row in rows:
-            self._slots[row].length += 1
+            self.slots[row].length += 1
         return attention
 
-    patch.setattr(FeatureCache, "attend", attend)
+    patch.setattr(BlockRuntime, "_attend", attend)
 
 
 def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:

@@ -42,7 +42,6 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
     Args:
         text: name as the user wrote it.
         what: type of the named object, for the error message ("drafter").
-        kinds: valid kinds.
 
     Raises:
         BadInputError: unknown kind, or an option that is not `key=value` or comes twice.
@@ -84,7 +83,6 @@ def read_options(options_type: type[OptionsT], options: Mapping[str, str], whose
 
     Args:
         options_type: a frozen dataclass; its `__post_init__` checks the values.
-        options: text values by option name.
         whose: owner of the options, for the error message ("drafter ngram").
 
     Raises:

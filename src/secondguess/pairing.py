@@ -60,7 +60,6 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
     Args:
-        model: name of the target.
         target: its checkpoint, not loaded; None leaves out a copy of the target.
     """
     if model == "builtin":

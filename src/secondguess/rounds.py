@@ -73,7 +73,6 @@ def run_round(
     """Run one round: draft, one target forward pass, verification and commit.
 
     Args:
-        components: components of the loop.
         rows: rows whose prompts are cached.
         max_prefill_tokens: number of tokens above which a drafter's prefill of a row is not part of
             the round (`Drafter.prefill` does it between rounds); None for no limit.

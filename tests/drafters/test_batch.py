@@ -265,7 +265,7 @@ def test_an_interrupted_admission_leaves_no_row_behind(drafter, monkeypatch):
             batch.add(rows)
     batch.close()
     made = components.drafter
-    held = made.runtime.context._slots if drafter == "dspark" else made.runtime.slots
+    held = made.runtime.slots
     assert len(held) == components.target.num_live_rows == 0
     for _ in decode(components, rows):
         pass

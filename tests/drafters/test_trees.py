@@ -29,7 +29,7 @@ class UnevenTree(TreeShape):
 
     depth = 2
 
-    def num_children(self, frontier, chances, free):
+    def num_children(self, frontier, dists, free):
         return [3] if len(frontier) == 1 else [2, 0, 1]
 
 

@@ -138,7 +138,7 @@ def test_a_thread_that_is_about_to_call_waits_until_the_process_ends(monkeypatch
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     assert not entered.wait(0.2)
-    lock.release()  # so that this process can go on
+    lock._lock.release()  # so that this process can go on
     assert entered.wait(10)
     thread.join()
 

@@ -89,33 +89,3 @@ class StudentT(Distribution):
 
     def at(self, index: Index) -> Self:
         return type(self)(self.df[index], self.loc[index], self.scale[index])
-
-
-@dataclass(frozen=True)
-class Mixture(Distribution):
-    """Finite mixtures.
-
-    Args:
-        log_weights: `[..., component]`, log probabilities of the components.
-        components: batch `[..., component]`.
-    """
-
-    log_weights: Tensor
-    components: Distribution
-
-    @property
-    def num_uniforms(self) -> int:
-        return 1 + self.components.num_uniforms
-
-    def log_density(self, values: Tensor) -> Tensor:
-        return (self.log_weights + self.components.log_density(values[..., None, :])).logsumexp(-1)
-
-    def sample(self, uniforms: Tensor) -> Tensor:
-        """Return draws: the first uniform selects the component, the others draw from it."""
-        totals = self.log_weights.exp().cumsum(-1)
-        chosen = (uniforms[..., :1] * totals[..., -1:] >= totals).sum(-1, keepdim=True)
-        draws = self.components.sample(uniforms[..., None, 1:])
-        return draws.take_along_dim(chosen[..., None], -2).squeeze(-2)
-
-    def at(self, index: Index) -> Self:
-        return type(self)(self.log_weights[index], self.components.at(index))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,20 +23,12 @@ class KalmanDrafter(StandardisedDrafter):
     those of a grid. Drafts use the gains at the end of the past, which have converged by then.
 
     Args:
-        level_ratios, slope_ratios: the grid; variances relative to that of the observations.
         trend: False for a level without a slope.
     """
 
-    def __init__(
-        self,
-        trend: bool = True,
-        level_ratios: Sequence[float] = LEVEL_RATIOS,
-        slope_ratios: Sequence[float] = SLOPE_RATIOS,
-    ) -> None:
-        grid = torch.cartesian_prod(
-            torch.tensor(level_ratios, dtype=torch.float64),
-            torch.tensor(slope_ratios if trend else (0.0,), dtype=torch.float64),
-        )
+    def __init__(self, trend: bool = True) -> None:
+        ratios = LEVEL_RATIOS, SLOPE_RATIOS if trend else (0.0,)
+        grid = torch.cartesian_prod(*(torch.tensor(each, dtype=torch.float64) for each in ratios))
         self._trend, self._grid = trend, grid.reshape(-1, 2).T[:, :, None, None]
 
     def fit(self, past: Tensor, problem: Problem) -> None:

@@ -68,9 +68,7 @@ def verify(draft: ValueDraft, target: Distribution, noise: KeyedNoise) -> tuple[
     """Return the number of accepted values `[row]` and the value that follows them `[row, dim]`.
 
     Args:
-        draft: the drafted values.
         target: batch `[row, node + 1]`, the target's distributions at the drafted places and after.
-        noise: noise of the round.
     """
     num_rows, num_nodes = draft.values.shape[:2]
     chances = accept_chances(target.at((slice(None), slice(num_nodes))), draft.dists, draft.values)

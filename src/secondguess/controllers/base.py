@@ -61,7 +61,6 @@ class Controller(ABC):
         decoding loop.
 
         Args:
-            rows: the batch.
             candidates: per row, at least one draft candidate, the drafter's preferred one first.
         """
 
@@ -69,11 +68,9 @@ class Controller(ABC):
         """Return, for each row, whether to draft another level after the one drawn from `draft_probs`.
 
         Args:
-            rows: the batch.
             draft_probs: draft distributions before sampling settings (which make them one-hot at
                 temperature 0); in a tree, those at the level's most likely parent. The entry of a
                 row that drew no node at this depth is meaningless, and so is its result.
-            depth: depth of the level drawn last.
         """
         return [True] * len(rows)
 

@@ -137,14 +137,11 @@ def select_parts(drafter: Drafter, text: str) -> tuple[frozenset[int], tuple[Dra
     """Return the parts of a drafter that a request names, and draft sources for names that it lacks.
 
     Args:
-        drafter: the drafter that was loaded.
         text: kinds joined by `+`, or `none`.
 
     Raises:
         BadInputError: other names; the message has the available ones.
     """
-    from secondguess.errors import BadInputError
-
     kinds, wanted = drafter.kinds, text.split("+")
     available = list(dict.fromkeys(("none", *kinds, *SOURCES)))
     is_valid = set(wanted) <= {*available} and len(set(wanted)) == len(wanted)

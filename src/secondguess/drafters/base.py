@@ -125,7 +125,6 @@ class Drafter(ABC):
         Override it, like `build`, to accept an argument or options.
 
         Args:
-            name: parsed name.
             head: folder of the trained head, if one is required and was found.
 
         Raises:
@@ -156,7 +155,6 @@ class Drafter(ABC):
         Leave work that may never be needed to `prepare`.
 
         Args:
-            rows: rows that have been admitted.
             hidden: per row, the target's hidden states `[position, width]` by layer, for the layers
                 in `hidden_layers`, of all tokens but the last and those whose cache entries the
                 target has reused.
@@ -235,8 +233,6 @@ def prepare_drafter(
     """Prepare a drafter for the rows that it drafts for; return budgets without rows that are not ready.
 
     Args:
-        drafter: drafter of the round.
-        rows: rows of the round.
         budgets: draft lengths and parts; rows with a source of their own have a negative part.
         max_tokens: as in `Drafter.prepare`.
     """

@@ -46,27 +46,26 @@ class DsparkDrafter(HeadDrafter):
         self._previous: list[list[int]] = []
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return list(self.runtime.context.admit(rows))
+        return list(self.runtime.admit(rows))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, of_row in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, of_row)
             num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
-            if row not in self.runtime.context:
-                self.runtime.context.admit([row], [num_reused])
-            self.runtime.context.crop(row, num_reused)
+            if row not in self.runtime:
+                self.runtime.admit([row], [num_reused])
+            self.runtime.crop(row, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
     def release(self, row: Row) -> None:
         super().release(row)
         self._hidden_buffer.release(row)
-        self.runtime.context.release(row)
+        self.runtime.release(row)
 
     def reset_prefix_cache(self) -> None:
-        self.runtime.context.reset_prefix_cache()
+        self.runtime.reset_prefix_cache()
 
     def room(self, row: Row) -> int:
         """Return how many levels fit a block and the row.
@@ -76,7 +75,7 @@ class DsparkDrafter(HeadDrafter):
         return min(self.head.shape.num_drafted, row.room) if len(row.tokens) > 1 else 0
 
     def num_uncached(self, row: Row) -> int:
-        return len(row.tokens) - 1 - self.runtime.context.length(row)
+        return len(row.tokens) - 1 - self.runtime.length(row)
 
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Compute keys and values from the hidden states received since the last draft."""

@@ -216,7 +216,6 @@ class FeatureDrafter(HeadDrafter, MirroringDrafter):
                 self._mirror_rows[row].num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
 
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:

@@ -184,9 +184,10 @@ class SamplingDrafter(Drafter):
             elif plain:
                 as_list, confidences = with_confidences(logits)
             else:
-                dist, banned = compute_draft_probs(
-                    logits, rows, _stack_tokens(drawn if edits else [], len(rows), logits.device)
+                before = (
+                    torch.stack(drawn, 1) if drawn and edits else Draft.empty(len(rows), self.device).tokens
                 )
+                dist, banned = compute_draft_probs(logits, rows, before)
                 if banned is not None:
                     active = [index for index in active if not banned[index]]
                     if not active:
@@ -314,11 +315,6 @@ def load_trained(
     target = resources.require_target(name)
     model = TargetModel.of(target)
     return load_head(folder, model).to(target.device, model.dtype), target
-
-
-def _stack_tokens(drawn: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
-    """Stack i tensors `[row]` to `[row, i]`."""
-    return torch.stack(drawn, 1) if drawn else Draft.empty(num_rows, device).tokens
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:

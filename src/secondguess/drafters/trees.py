@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from typing import Self
@@ -69,15 +69,12 @@ class TreeShape(ABC):
     depth: int
 
     @abstractmethod
-    def num_children(
-        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
-    ) -> list[int]:
+    def num_children(self, frontier: Sequence[Node], dists: Tensor, free: bool) -> list[int]:
         """Return the number of children to draw for each node of the frontier.
 
         Args:
             frontier: the level drawn last; only `ROOT` at first.
-            chances: returns, for the index of a frontier node, the largest probabilities of its
-                children, in descending order.
+            dists: `[node, vocab]`, distributions of their children.
             free: whether nodes may be dropped afterwards (`keep`).
         """
 
@@ -109,9 +106,7 @@ class StaticTree(TreeShape):
             raise BadInputError(f"expected a tree of at most {MAX_NODES} nodes, got {num_nodes}")
         object.__setattr__(self, "depth", len(self.widths))
 
-    def num_children(
-        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
-    ) -> list[int]:
+    def num_children(self, frontier: Sequence[Node], dists: Tensor, free: bool) -> list[int]:
         return [self.widths[node.depth + 1] for node in frontier]
 
 
@@ -135,18 +130,17 @@ class DynamicTree(TreeShape):
     width: int
     depth: int
 
-    def num_children(
-        self, frontier: Sequence[Node], chances: Callable[[int], list[float]], free: bool
-    ) -> list[int]:
+    def num_children(self, frontier: Sequence[Node], dists: Tensor, free: bool) -> list[int]:
         if free:
             order = sorted(range(len(frontier)), key=lambda index: -frontier[index].log_prob)
             expanded = set(order[: self.width])
             return [self.width if index in expanded else 0 for index in range(len(frontier))]
         share = max(self.nodes // self.depth, 1)
+        largest = dists.topk(min(self.width, dists.shape[-1])).values.tolist()
         expected = [
             (math.exp(node.log_prob) * chance, index)
             for index, node in enumerate(frontier)
-            for chance in chances(index)[: self.width]
+            for chance in largest[index]
         ]
         chosen = [index for _, index in sorted(expected, key=lambda pair: (-pair[0], pair[1]))[:share]]
         return [chosen.count(index) for index in range(len(frontier))]
@@ -326,7 +320,7 @@ class TreeBuilder:
             nodes = [self._node(row, index) for index in frontier]
             greedy = self._greedy[row]
             of_frontier = logits[row, queries].softmax(-1) if greedy else dists[row, queries]
-            counts = self.shape.num_children(nodes, _top_probs(of_frontier), self.free[row])
+            counts = self.shape.num_children(nodes, of_frontier, self.free[row])
             if greedy and not self.noise.all_greedy:
                 # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
@@ -403,20 +397,6 @@ class TreeBuilder:
                 place = {old: new for new, old in enumerate(kept)} | {-1: -1}
                 nodes = [self.nodes[row][old] for old in kept]
                 self.nodes[row] = [replace(node, parent=place[node.parent]) for node in nodes]
-
-
-def _top_probs(dists: Tensor) -> Callable[[int], list[float]]:
-    """Return a function to the largest probabilities of one of `dists` `[node, vocab]`, descending.
-
-    They are computed on the first call, as most shapes need none.
-    """
-
-    @cache
-    def values() -> list[list[float]]:
-        largest: list[list[float]] = dists.topk(min(MAX_CHILDREN, dists.shape[-1])).values.tolist()
-        return largest
-
-    return lambda index: values()[index]
 
 
 def draft_trees(

@@ -1,4 +1,8 @@
-"""Forward passes of a block drafter (DSpark, DFlash) over its cache of the target's features."""
+"""Forward passes of a block drafter (DSpark, DFlash) over its KV cache of the target's features of committed tokens.
+
+Only committed tokens are appended, so rounds need no rollback. A draft block writes its own keys and
+values after them; the next append or the next block overwrites these.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
-from secondguess.heads.context import FeatureCache
 from secondguess.heads.dspark import DsparkHead
+from secondguess.heads.layer import attention
+from secondguess.heads.parts import AttentionFunction
 from secondguess.runtime.base import HiddenStates
+from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.slots import SlotTable
 
 
 class Block(NamedTuple):
@@ -38,21 +45,25 @@ class BlockRuntime:
     def __init__(self, head: DsparkHead, device: torch.device) -> None:
         self.head, self.shape, self.hidden_layers = head, head.shape, head.hidden_layers
         self.device = device
-        self.context = FeatureCache(device)
+        self.forget()
 
     def forget(self) -> None:
         """Remove every row and free the cache."""
-        self.context = FeatureCache(self.device)
+        self.cache = KeyValueCache(self.device)
+        self.slots = SlotTable(self.cache)
 
     def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
         """Cache the target's states `[position, width]` by layer at each row's next tokens."""
         layers = self.hidden_layers
         counts = [len(states[layers[0]]) for states in received]
         together = {layer: pad_sequence([states[layer] for states in received], True) for layer in layers}
-        starts = torch.tensor([self.context.length(row) for row in rows], device=self.device)
+        starts = torch.tensor([self.length(row) for row in rows], device=self.device)
         positions = starts[:, None] + torch.arange(max(counts), device=self.device)
         keys_values = self.head.context(self.head.features(together), positions)
-        self.context.append(rows, counts, keys_values)
+        self.place_new(rows, max(counts))
+        for layer, (keys, values) in enumerate(keys_values):
+            self.cache.update(keys, values, layer)
+        self.advance(rows, counts)
 
     def run(self, rows: Sequence[Row], longest: int) -> Block:
         """Run the backbone for one block per row, whose other tokens are cached.
@@ -60,7 +71,7 @@ class BlockRuntime:
         Args:
             longest: number of draft positions to return.
         """
-        attend = self.context.attend(rows, self.shape.block_size)
+        attend = self._attend(rows, self.shape.block_size)
         anchors = torch.tensor([row.pending for row in rows], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device)
         outputs = self.head.run_backbone(anchors[:, None], positions[:, None], attend)
@@ -74,3 +85,67 @@ class BlockRuntime:
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Return the logits `[...]` of acceptance probabilities (`DsparkHead.confidence`)."""
         return self.head.confidence(hidden, previous)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self.slots
+
+    def length(self, row: Row) -> int:
+        """Return the number of cached tokens of a row; 0 for an unknown row."""
+        return self.slots[row].length if row in self.slots else 0
+
+    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        """Add rows; return the numbers of tokens that are cached already (`SlotTable.admit`)."""
+        return [state.length for state in self.slots.admit(rows, reuse_limits)]
+
+    def crop(self, row: Row, length: int) -> None:
+        """Keep at most the first `length` cached tokens of a row."""
+        self.slots[row].length = min(self.slots[row].length, length)
+
+    def place_new(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
+        """Place the next cache update as `place` does; new rows are admitted."""
+        new = [row for row in rows if row not in self.slots]
+        self.admit(new, [0] * len(new))
+        return self.place(rows, width)
+
+    def advance(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Count `counts[i]` tokens that have been written for row i."""
+        for row, count in zip(rows, counts, strict=True):
+            self.slots[row].length += count
+
+    def _attend(self, rows: Sequence[Row], width: int) -> AttentionFunction:
+        """Return the attention function of a draft block of `width` positions per row.
+
+        Each position attends to the row's cached tokens and to all positions of the block.
+        """
+        starts, num_keys = self.place(rows, width)
+        ends = [start + width for start in starts]
+        mask: Tensor | None = None
+        if min(ends) < num_keys:
+            places = torch.arange(num_keys, device=self.cache.device)
+            mask = (places < torch.tensor(ends, device=self.cache.device)[:, None])[:, None, None]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.update(key, value, layer)
+            return attention(query, keys, values, mask)
+
+        return attend
+
+    def release(self, row: Row) -> None:
+        """Release a row; does nothing for an unknown row."""
+        self.slots.release(row)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the entries of released rows."""
+        self.slots.forget()
+
+    def place(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
+        """Place the next cache update after each row's cached tokens.
+
+        Returns:
+            The number of cached tokens per row, and that of cache positions that attention reads.
+        """
+        states = [self.slots[row] for row in rows]
+        starts = [state.length for state in states]
+        num_keys = max(starts) + width
+        self.cache.place(starts, width, [state.slot for state in states], num_keys)
+        return starts, num_keys

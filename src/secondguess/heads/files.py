@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.j
 
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
-
-CHECKPOINT_PROBES = {"mtp": "secondguess.heads.mtp:contains_mtp"}
-"""Predicates `module:function` by drafter kind, for kinds that a target's checkpoint may contain.
-
-The predicate takes the target's folder and returns whether it contains such a drafter.
-"""
 
 
 @dataclass(frozen=True)
@@ -111,8 +104,9 @@ def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
 
 def _contains_drafter(kind: str, folder: Path) -> bool:
     """Return whether the model in a folder contains a drafter of this kind."""
-    module, _, function = CHECKPOINT_PROBES.get(kind, "").partition(":")
-    return bool(function) and bool(getattr(import_module(module), function)(folder))
+    from secondguess.heads.mtp import contains_mtp  # which imports this module
+
+    return kind == "mtp" and contains_mtp(folder)
 
 
 def _require_kind(folder: Path, kind: str) -> None:
@@ -140,7 +134,6 @@ def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str
     drafter was loaded, so that a drafter that does not fit raises its error first.
 
     Args:
-        folder, kind: folder and kind of the drafter.
         target_name, target_path: name and path of the target; without safetensors files at the
             path nothing is compared.
     """

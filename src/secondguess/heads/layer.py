@@ -95,7 +95,6 @@ class LayerConfig:
         """Build a shape from a Llama-like configuration.
 
         Args:
-            config: of the model.
             kinds: supported model types.
             has_experts: whether the layer has a mixture of experts; some layers of such models have none.
 
@@ -252,8 +251,8 @@ def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> Cos
     size = shape.rotary_size or shape.head_size
     steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions[..., None].float() * shape.rope_theta**-steps
-    angles = torch.cat((angles, angles), -1)[:, :, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def attention(

@@ -126,7 +126,6 @@ class CountedTokens:
             first: index of the token that the first output predicts.
             outputs: `[row, position, ...]`, outputs of the drafter head for successive tokens.
             logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
-            objective: loss function.
 
         Returns:
             The loss, and the acceptance rate without gradient; both 0 if no token is counted.

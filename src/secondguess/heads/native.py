@@ -7,7 +7,7 @@ they pass, the matrices of the module are released.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,23 +30,24 @@ from secondguess.heads.packed import (
 )
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, HiddenStates, Runtime
-from secondguess.runtime.cache import IndexedCache
-from secondguess.runtime.cached import Output, Queries
+from secondguess.runtime.base import (
+    ChainDecision,
+    ChainRequest,
+    DrawnChains,
+    ForwardOutput,
+    HiddenStates,
+    Runtime,
+)
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
-    NO_POSITIONS,
     KernelForward,
-    Layout,
     even_layout,
     in_rows,
     kernel_step,
-    num_keys_of_chains,
 )
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.support import without_gradients
+from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 from secondguess.sampling.params import SamplingParams
 
@@ -185,7 +186,7 @@ def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, he
     return logits
 
 
-class NativeFeatureRuntime(FeatureRuntime):
+class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
     """Feature runtime over the compiled kernels; features are kept in bfloat16.
 
     Args:
@@ -194,14 +195,8 @@ class NativeFeatureRuntime(FeatureRuntime):
         context_length: as in `FeatureRuntime`.
     """
 
-    min_logits = 0
-    cache_class = IndexedCache
-    orders_rows = False
-
     def __init__(self, head: FeatureHead, target: NativeDecoder, context_length: int) -> None:
         super().__init__(head, context_length, target.embedding.device)
-        self._key_block = 1
-        self._prefills_together = True
         self._vocabulary = head.vocabulary
         self._join_states = head.join_states
         self._fusion = None if head.fusion is None else PackedLinear(head.fusion, target)
@@ -211,33 +206,19 @@ class NativeFeatureRuntime(FeatureRuntime):
         joined = self._join_states(hidden)
         return (joined if self._fusion is None else self._fusion(joined)).bfloat16()
 
-    def _step(
-        self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
-    ) -> ForwardStep:
-        return kernel_step(starts, queries, num_keys)
-
     @exclusive
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
     ) -> DrawnChains | None:
         if self._vocabulary.token_ids is not None or requests[0].vocab_size > self.vocab_size:
             return None
-        states = [self.slots[row] for row in rows]
-        counts = self._catch_up(states)
-        starts = [state.length for state in states]
-        tokens = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
-        num_keys = num_keys_of_chains(tokens, starts, requests)
-        with without_gradients():
-            self._place(states, starts, max(counts), num_keys)
-            of_rows = zip(self._forward_features, counts, strict=True)
-            features = torch.cat([of_row[:count] for of_row, count in of_rows])
-            drawn = self._forward.draft_chains(self.cache, tokens, starts, requests, decision, features)
-        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
-        return drawn
+        return self._draw(rows, requests, decision)
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def _chain_features(self, counts: Sequence[int]) -> Tensor:
+        of_rows = zip(self._forward_features, counts, strict=True)
+        return torch.cat([of_row[:count] for of_row, count in of_rows])
+
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         last = (self.num_layers,) if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         layers, features = range(self.num_layers), self._forward_features
@@ -245,7 +226,7 @@ class NativeFeatureRuntime(FeatureRuntime):
             self._forward(self.cache, tokens, layout, step, layers, last, features=features), tokens
         )
         hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
-        return Output(self._vocabulary.to_target(output.logits), hidden)
+        return ForwardOutput(self._vocabulary.to_target(output.logits), hidden)
 
 
 class NativeBlockRuntime(BlockRuntime):
@@ -275,21 +256,19 @@ class NativeBlockRuntime(BlockRuntime):
         )
         features = self._fusion(joined).bfloat16()
         counts = [len(of_row[self.hidden_layers[0]]) for of_row in received]
-        starts, num_keys = self.context.place_new(rows, max(counts))
-        self._forward.write_caches(
-            self.context.cache, features, counts, _step(starts, num_keys), self._layers
-        )
-        self.context.advance(rows, counts)
+        starts, num_keys = self.place_new(rows, max(counts))
+        self._forward.write_caches(self.cache, features, counts, kernel_step(starts, num_keys), self._layers)
+        self.advance(rows, counts)
 
     def run(self, rows: Sequence[Row], longest: int) -> Block:
         size, last = self.shape.block_size, len(self._layers)
-        starts, num_keys = self.context.place(rows, size)
+        starts, num_keys = self.place(rows, size)
         tokens = torch.full((len(rows), size), self.shape.mask_token)
         tokens[:, 0] = torch.tensor([row.pending for row in rows])
         first = size - self.shape.num_drafted
-        layout = _block_layout(len(rows), size, first, longest)
-        step = _step(starts, num_keys)
-        output = self._forward(self.context.cache, tokens, layout, step, self._layers, (last,))
+        layout = even_layout(len(rows), size, longest, first)
+        step = kernel_step(starts, num_keys)
+        output = self._forward(self.cache, tokens, layout, step, self._layers, (last,))
         hidden = in_rows(output, tokens).hidden[last][:, first : first + longest]
         return Block(hidden, output.logits)
 
@@ -302,14 +281,3 @@ class NativeBlockRuntime(BlockRuntime):
         if self.shape.confidence_reads_markov:
             hidden = torch.cat((hidden, functional.embedding(previous, self._markov_embedding)), -1)
         return self._confidence(hidden)[..., 0]
-
-
-def _step(starts: Sequence[int], num_keys: int) -> ForwardStep:
-    return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
-
-
-@lru_cache(maxsize=256)
-def _block_layout(num_rows: int, size: int, first: int, num_logits: int) -> Layout:
-    """Return the layout of blocks, with logits of `num_logits` positions from `first` on."""
-    selected = [row * size + first + column for row in range(num_rows) for column in range(num_logits)]
-    return Layout.of(range(0, (num_rows + 1) * size, size), selected, range(len(selected)), num_logits)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from secondguess.runtime import rotary
 
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: `(layer, query, key, value)` to the attention output, per query in the value's size.
@@ -14,7 +15,7 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Query, key and value are `[row, attention head, position, size]`.
 """
 CosSin = tuple[Tensor, Tensor]
-"""Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each."""
+"""Rotary cos and sin of the positions, `[row or 1, position, 1, size]` each; sines of the first half are negated."""
 
 
 class Mlp(nn.Module):
@@ -32,13 +33,5 @@ class Mlp(nn.Module):
 
 
 def rotate(heads: Tensor, cos_sin: CosSin) -> Tensor:
-    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`.
-
-    Values of a head beyond the size of `cos_sin` stay as they are.
-    """
-    cos, sin = cos_sin
-    size = cos.shape[-1]
-    turned, rest = (heads, None) if size == heads.shape[-1] else (heads[..., :size], heads[..., size:])
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return turned if rest is None else torch.cat((turned, rest), -1)
+    """Apply the rotary embedding (half-split layout) to `heads` `[row, position, head, size]`."""
+    return rotary.rotate(heads, *cos_sin)

@@ -17,7 +17,7 @@ from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import attention, cos_sin_at
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
-from secondguess.runtime.cached import CachedRuntime, Output
+from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.slots import CachedRow
 
 FEATURE_KEY = 0
@@ -54,7 +54,7 @@ class FeatureRuntime(CachedRuntime):
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
         return self.head.features(hidden)
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         mask = step.mask
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ class FeatureRuntime(CachedRuntime):
         cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
-        return Output(logits, {FEATURE_KEY: output} if with_hidden else {})
+        return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
 
-    def read_with(self, tokens: Tensor, features: Tensor) -> Output:
+    def read_with(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:

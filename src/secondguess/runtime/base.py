@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class ForwardOutput:
     """
 
     logits: Tensor
-    hidden: HiddenStates
+    hidden: HiddenStates = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,26 +135,29 @@ ChainDecision = KeepChains | StoppingRule | None
 """Decides which chains go on, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
 
 
-class QuantisedCopy(ABC):
+@dataclass(frozen=True, eq=False)
+class QuantisedCopy:
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
     The entries of committed tokens are the target's. The copy writes those of pending and of nodes
     after them, where the target's next pass overwrites them.
     """
 
-    @abstractmethod
+    target: Runtime
+    model: Any  # what the target's `run_copy` and `draft_chains_of_copy` run
+
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         """Run the copy over the nodes that a draft has gained since the last call of the round.
 
         Args:
             rows: rows of the target, with all tokens but pending cached.
-            draft: the nodes so far.
             num_known: number of leading queries (pending, then the nodes) that calls of this round
                 have already run for each of these rows.
 
         Returns:
             Logits `[row, query, vocab]` after the other queries.
         """
+        return self.target.run_copy(self.model, rows, draft, num_known)
 
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
@@ -163,10 +166,7 @@ class QuantisedCopy(ABC):
 
         None if `draft_logits` must be called per level.
         """
-        return None
-
-    def free(self) -> None:
-        """Drop what refers to the target's cache."""
+        return self.target.draft_chains_of_copy(self.model, rows, requests, decision)
 
 
 class Runtime(ABC):
@@ -244,9 +244,6 @@ class Runtime(ABC):
     def skip_layers(self, skipped: Sequence[int]) -> Runtime:
         """Return a runtime that shares the weights but skips some layers, with a cache of its own.
 
-        Args:
-            skipped: layers to skip, counted from 0.
-
         Raises:
             BadInputError: if a layer does not exist, or none would be left.
             UnsupportedModelError: if the layers cannot be run separately.
@@ -268,6 +265,16 @@ class Runtime(ABC):
         """
         raise quantised_copy_error(weight_format, self.why_not_copied)
 
+    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run the model of a copy in this runtime's cache, as `QuantisedCopy.draft_logits`."""
+        raise NotImplementedError
+
+    def draft_chains_of_copy(
+        self, model: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw chains from the model of a copy, as `QuantisedCopy.draft_chains`."""
+        return None
+
     @abstractmethod
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         """Add rows, which hold their whole prompt.
@@ -276,7 +283,6 @@ class Runtime(ABC):
         row or with a released one whose slot is still free.
 
         Args:
-            rows: new rows.
             reuse_limits: per row, the maximum number of tokens whose entries are reused, for
                 callers that need the hidden states of the others; None for no limit.
 
@@ -293,7 +299,6 @@ class Runtime(ABC):
         `score` would process these tokens too, which makes all rows of its batch wait.
 
         Args:
-            rows: admitted rows.
             max_tokens: maximum number of tokens to run through the model, over all rows; None for
                 no limit.
             with_hidden: whether to return the requested hidden states. If there are none to
@@ -332,11 +337,6 @@ class Runtime(ABC):
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
     ) -> DrawnChains | None:
         """Append chains drawn from this model to the tokens of rows. All tokens but the last are cached afterwards.
-
-        Args:
-            rows: at least one.
-            requests: one per row, of one vocabulary.
-            decision: which chains go on.
 
         Returns:
             The chains; None if `score` must be called per level.

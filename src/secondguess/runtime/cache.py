@@ -147,7 +147,6 @@ class KeyValueCache:
 
         Args:
             states: `[row, query, size]`.
-            layer_idx: index of the layer, counted from 0.
         """
         return self._write(self.indexes, states[:, None], layer_idx)[:, 0]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from weakref import WeakValueDictionary
 
 import torch
@@ -55,19 +56,6 @@ class Queries:
 
     tokens: Tensor
     closure: Tensor | None
-
-
-@dataclass(frozen=True)
-class Output:
-    """Output of one forward pass.
-
-    Args:
-        logits: `[row, column, vocab]`, at least the requested number of last columns.
-        hidden: hidden states `[row, query, width]` per requested layer.
-    """
-
-    logits: Tensor
-    hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
 class CachedRuntime(Runtime):
@@ -133,7 +121,7 @@ class CachedRuntime(Runtime):
         self.hidden_layers = tuple(dict.fromkeys(layers))
 
     @abstractmethod
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         """Run one forward pass of the model, writing to the placement of `self.cache`.
 
         Args:
@@ -157,7 +145,7 @@ class CachedRuntime(Runtime):
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
     @exclusive
-    def read(self, tokens: Tensor) -> Output:
+    def read(self, tokens: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:
@@ -181,8 +169,6 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
-        for copy in self._copies.values():
-            copy.free()
         self.cache = self.cache_class(self.device)
         self.slots = SlotTable(self.cache)
 
@@ -359,10 +345,12 @@ class CachedRuntime(Runtime):
                 state.length = state.row.num_prompt - 1
                 self.num_prefilled += state.length
                 left -= state.length
-        waiting = sorted((state for state in states if not self._lacks_images(state)), key=_num_to_prefill)
+        waiting = sorted(
+            (state for state in states if not self._lacks_images(state)), key=attrgetter("num_to_prefill")
+        )
         while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
             if can_copy and not with_hidden and self.slots.extend(waiting[-1]):
-                waiting.sort(key=_num_to_prefill)
+                waiting.sort(key=attrgetter("num_to_prefill"))
                 continue
             most = int(min(left, self.prefill_chunk))
             width = min(waiting[-1].num_to_prefill, most)
@@ -384,7 +372,7 @@ class CachedRuntime(Runtime):
                         layer: states_of_layer[place, :count] for layer, states_of_layer in hidden.items()
                     }
                     pieces.setdefault(state.row, []).append(piece)
-            waiting.sort(key=_num_to_prefill)
+            waiting.sort(key=attrgetter("num_to_prefill"))
         return {row: join_hidden(of_row) for row, of_row in pieces.items()}
 
     def _lacks_images(self, state: CachedRow) -> bool:
@@ -464,16 +452,11 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
     return Queries(tokens, ancestor_closure(hung))
 
 
-def _num_to_prefill(state: CachedRow) -> int:
-    return state.num_to_prefill
-
-
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:
     """Return the columns of pending and the nodes.
 
     Args:
         values: `[row, column, ...]`; the last column is query `width - 1`.
-        num_queries: number of columns to return.
         width: number of queries in the forward pass.
         offsets: `[row, num_queries]`, query of each column to return if rows differ; else None.
     """

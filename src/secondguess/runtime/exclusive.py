@@ -31,22 +31,13 @@ class CallLock:
         with _registry:
             _all.add(self)
 
-    def acquire(self, timeout: float = -1) -> bool:
-        return self._lock.acquire(timeout=timeout)
-
-    def release(self) -> None:
-        self._lock.release()
-
     def exclusive(self) -> threading.RLock:
         """Return a context in which this thread holds the lock."""
-        if _exiting and _is_daemon() and not self._lock._is_owned():  # type: ignore[attr-defined]
+        # only daemon threads are left when the interpreter exits
+        is_daemon = threading.current_thread() is not threading.main_thread()
+        if _exiting and is_daemon and not self._lock._is_owned():  # type: ignore[attr-defined]
             threading.Event().wait()  # until the process ends
         return self._lock
-
-
-def _is_daemon() -> bool:
-    """Return whether this is a daemon thread, given that the interpreter exits: other threads have ended by then."""
-    return threading.current_thread() is not threading.main_thread()
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -72,13 +63,13 @@ _exiting = False
 def _before_fork() -> None:
     _registry.acquire()
     for lock in list(_all):
-        lock.acquire()
+        lock._lock.acquire()
         _held.append(lock)
 
 
 def _after_fork() -> None:
     while _held:
-        _held.pop().release()
+        _held.pop()._lock.release()
     _registry.release()
 
 
@@ -99,7 +90,7 @@ def _finish_calls() -> None:
     global _exiting
     _exiting = True
     for lock in list(_all):
-        lock.acquire(timeout=EXIT_TIMEOUT)
+        lock._lock.acquire(timeout=EXIT_TIMEOUT)
 
 
 if hasattr(os, "register_at_fork"):

@@ -375,7 +375,6 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
     """Return why the descriptions of families do not cover this configuration, else None.
 
     Args:
-        config: the Transformers configuration.
         with_experts: whether mixtures of experts are covered.
     """
     if config.model_type not in FAMILIES:

@@ -168,7 +168,6 @@ def mix_experts(
     """Return the weighted sums of the outputs of each token's experts, `[token, width]`.
 
     Args:
-        experts: the experts.
         states: their inputs, `[token, width]`.
         selected, weights: `[token, k]`, the experts of each token, and their routing weights.
         output: `[token, width]`, to which they are added, in the order of the experts; None for zeros.

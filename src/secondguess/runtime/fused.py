@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.cached import KEY_MULTIPLE, Output
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput
+from secondguess.runtime.cached import KEY_MULTIPLE
 from secondguess.runtime.families import FAMILIES, attention_linears, mlp_linears
 from secondguess.runtime.feed_forward import Experts, StoredExperts
 from secondguess.runtime.fused_decoder import FusedDecoder, LayerMask
@@ -288,18 +288,22 @@ class FusedRuntime(LayeredRuntime):
         self._added_stairs = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
 
     def embedding_and_head(self) -> EmbeddingAndHead:
-        return self.decoder.embedding_and_head()
+        decoder = self.decoder
+        width, dtype = decoder.embedding.shape[1], decoder.embedding.dtype
+        return EmbeddingAndHead(width, dtype, decoder.embed, decoder.norm, decoder.unembed)
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         decoder = self.decoder
         levels = self._run_layers(decoder.embed(tokens), step, range(len(decoder.layers)))
         return self._output(levels, num_logits, with_hidden)
 
-    def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> Output:
+    def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> ForwardOutput:
         """Return the output for the hidden states of all levels, embeddings first."""
         last = levels[-1] = self.decoder.norm(levels[-1])
         logits = self.decoder.unembed(last[:, -num_logits:])
-        return Output(logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {})
+        return ForwardOutput(
+            logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {}
+        )
 
     def _run_layers(self, states: Tensor, step: ForwardStep, layers: range) -> list[Tensor]:
         """Run these layers; return their input and each layer's output, `[row, query, width]`."""
@@ -321,7 +325,7 @@ class FusedRuntime(LayeredRuntime):
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
-    ) -> Output:
+    ) -> ForwardOutput:
         levels = self._run_layers(states, step, range(num_layers, len(self.decoder.layers)))
         # Of the levels that were not kept, only the embeddings can be requested.
         levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels

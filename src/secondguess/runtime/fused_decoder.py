@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.runtime.attention import explicit_attention, masked_attention
-from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.families import FAMILIES, Family, Norm, attention_linears
 from secondguess.runtime.feed_forward import make_feed_forward
 from secondguess.runtime.layered import remaining_layers
@@ -73,7 +72,6 @@ class AttentionHeads:
         Args:
             query: `[row, query, head, size]`.
             key, value: `[row, kv_head, key, size]`, from the cache.
-            view: the mask.
         """
         rows, width = query.shape[:2]
         if self.cap is not None or self.sinks is not None:
@@ -179,7 +177,6 @@ class Layer:
 
         Args:
             states: input of the layer, `[row, query, width]`.
-            index: index of the layer in the cache.
             rotary: cos and sin from `Rotary.at`.
             view: the attention mask.
             cache: the `KeyValueCache`.
@@ -270,9 +267,6 @@ class FusedDecoder:
     def without(self, skipped: Sequence[int]) -> FusedDecoder:
         """Return a decoder that shares the weights but skips some layers.
 
-        Args:
-            skipped: layers to skip, counted from 0.
-
         Raises:
             BadInputError: if a layer does not exist, or none would be left.
         """
@@ -288,11 +282,6 @@ class FusedDecoder:
     def unembed(self, states: Tensor) -> Tensor:
         """Return the logits of normalised hidden states."""
         return self.logit_scaling(self.head(states))
-
-    def embedding_and_head(self) -> EmbeddingAndHead:
-        """Return the embeddings, final norm and head, which a drafter may share."""
-        width = self.embedding.shape[1]
-        return EmbeddingAndHead(width, self.embedding.dtype, self.embed, self.norm, self.unembed)
 
     @property
     def num_heads_per_key(self) -> int:

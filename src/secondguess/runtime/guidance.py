@@ -105,7 +105,6 @@ def combine(own: Tensor, negative: Tensor, scales: Sequence[float]) -> Tensor:
 
     Args:
         own, negative: logits `[row, query, vocab]` after the row's own and its negative prompt.
-        scales: per row.
     """
     own, negative = own.log_softmax(-1), negative.log_softmax(-1)
     factors = torch.tensor(scales, dtype=own.dtype, device=own.device)[:, None, None]

@@ -12,8 +12,8 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.cached import CachedRuntime, Output, build_queries
+from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.cached import CachedRuntime, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.slots import CachedRow
 
@@ -84,13 +84,12 @@ class LayeredRuntime(CachedRuntime):
                 already.
             step: positions and mask of all queries, including those already run.
             num_known: number of queries before `tokens`.
-            num_layers: number of layers to run.
         """
 
     @abstractmethod
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
-    ) -> Output:
+    ) -> ForwardOutput:
         """Run the remaining layers and return the output of the whole forward pass.
 
         Only called if `hidden_layers` holds no layer below `num_layers` except the embeddings.

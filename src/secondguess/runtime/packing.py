@@ -9,7 +9,7 @@ results, on processors for which oneDNN has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -186,22 +186,14 @@ def can_pack_linears(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(model: Any) -> bool:
     """Replace a model's linear layers in bfloat16 by those of the kernels if its logits stay the same up to rounding.
 
-    Layers are replaced one at a time, so that at most one weight is held twice.
-
     Returns:
         True if the layers were replaced. A model that reads a layer's weight in its own code, or
         whose logits would change, is left unchanged.
     """
     if _reads_weights(model):
         return False
-    arena = Arena()
-    with torch.inference_mode():
-        expected = _probe(model)
-    for name in list(_linear_names(model, torch.bfloat16)):
-        model.set_submodule(name, KernelLinear(model.get_submodule(name), arena))
     try:
-        with torch.inference_mode():
-            same = _is_near(_probe(model), expected)
+        same = _replace_linears(model, BFLOAT16, torch.bfloat16) <= PROBE_TOLERANCE[BFLOAT16]
     except (RuntimeError, AttributeError):
         same = False
     if not same:
@@ -210,6 +202,23 @@ def pack_linears(model: Any) -> bool:
                 model.set_submodule(name, _unpacked(module))
         model.tie_weights()
     return same
+
+
+def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype) -> float:
+    """Replace linear layers of a dtype by those of the kernels; return the relative error of the logits.
+
+    Layers are replaced one at a time, so that at most one weight is held twice.
+    """
+    arena, head = Arena(), model.get_output_embeddings()
+    with torch.inference_mode():
+        expected = _probe(model).float()
+    wanted = [name for name, each in model.named_modules() if _is_linear(each) and each.weight.dtype == dtype]
+    for name in wanted:
+        linear = model.get_submodule(name)
+        encoding = weight_format.of_head if linear is head else weight_format
+        model.set_submodule(name, KernelLinear(linear, arena, encoding))
+    with torch.inference_mode():
+        return float((_probe(model).float() - expected).norm() / expected.norm())
 
 
 def _reads_weights(model: Any) -> bool:
@@ -272,8 +281,6 @@ def few_linears_error(name: str, counts: LinearCounts) -> UnsupportedModelError:
 def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
     """Replace a model's linear layers by quantised ones, which the kernels run.
 
-    Layers are replaced one at a time, so that at most one weight is held twice.
-
     Args:
         model: a module on a CPU with kernels.
         weight_format: encoding of the weights; that of the head is its `of_head`.
@@ -287,16 +294,8 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         raise few_linears_error(type(model).__name__, counts)
     if _reads_weights(model):
         raise _unquantised_error(model, "which computes with their weights in its own code")
-    arena, head = Arena(), model.get_output_embeddings()
-    with torch.inference_mode():
-        expected = _probe(model).float()
-    for name in list(_linear_names(model, model.dtype)):
-        linear = model.get_submodule(name)
-        encoding = weight_format.of_head if linear is head else weight_format
-        model.set_submodule(name, KernelLinear(linear, arena, encoding))
     try:
-        with torch.inference_mode():
-            error = float((_probe(model).float() - expected).norm() / expected.norm())
+        error = _replace_linears(model, weight_format, model.dtype)
     except (RuntimeError, AttributeError) as caught:
         raise _unquantised_error(model, f"which does not run with others ({caught})") from caught
     if not error < WRONG_ERROR:
@@ -422,23 +421,12 @@ def _copy_with(model: Any, replacements: Mapping[Any, nn.Module]) -> Any:
     return deepcopy(model, copies | {id(each): other for each, other in replacements.items()})
 
 
-def _is_near(found: Tensor, expected: Tensor) -> bool:
-    error, size = (found.float() - expected.float()).norm(), expected.float().norm()
-    return bool(error <= PROBE_TOLERANCE[BFLOAT16] * size)
-
-
 def _unpacked(packed: KernelLinear) -> nn.Linear:
     num_outputs, num_inputs = packed.weight.shape
     linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
     linear.weight = nn.Parameter(packed.plain_weight(), requires_grad=False)
     linear.bias = packed.bias
     return linear
-
-
-def _linear_names(model: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Return the names of linear layers of a dtype."""
-    modules = model.named_modules()
-    return (name for name, module in modules if _is_linear(module) and module.weight.dtype == dtype)
 
 
 def _probe(model: Any) -> Tensor:

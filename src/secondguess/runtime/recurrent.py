@@ -13,7 +13,7 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
-from secondguess.runtime.cached import UNLIMITED, Output
+from secondguess.runtime.cached import UNLIMITED
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.recurrent_cache import FindStates, RecurrentCache, Snapshot
 from secondguess.runtime.row_by_row import Probe, RowByRowRuntime
@@ -66,7 +66,7 @@ class RecurrentRuntime(RowByRowRuntime):
         super().__init__(model)
 
     @exclusive
-    def read(self, tokens: Tensor) -> Output:
+    def read(self, tokens: Tensor) -> ForwardOutput:
         self.cache.begin({}, tokens.shape[1])
         return super().read(tokens)
 
@@ -152,7 +152,7 @@ class RecurrentRuntime(RowByRowRuntime):
         known: Sequence[int],
         new: Sequence[int],
         num_logits: int,
-    ) -> Output:
+    ) -> ForwardOutput:
         path = [*known, *new]
         positions = [state.length + query for query in path]
         output, after = self._run_from(
@@ -175,7 +175,7 @@ class RecurrentRuntime(RowByRowRuntime):
         tokens: Sequence[int],
         num_logits: int,
         is_prompt: bool = False,
-    ) -> tuple[Output, list[FindStates | None]]:
+    ) -> tuple[ForwardOutput, list[FindStates | None]]:
         """Run tokens of one path from the snapshot after `start` tokens on.
 
         Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that
@@ -189,7 +189,7 @@ class RecurrentRuntime(RowByRowRuntime):
         width = 1 if self.single_steps else MAX_RECORDED
         if is_prompt and not (self.single_steps and start):
             width = len(tokens)
-        outputs: list[Output] = []
+        outputs: list[ForwardOutput] = []
         known: list[FindStates | None] = []
         for first in range(0, len(tokens), width):
             piece = tokens[first : first + width]
@@ -202,9 +202,9 @@ class RecurrentRuntime(RowByRowRuntime):
             layer: torch.cat([output.hidden[layer] for output in outputs], dim=1)
             for layer in self.hidden_layers
         }
-        return Output(torch.cat([output.logits for output in outputs], dim=1), hidden), known
+        return ForwardOutput(torch.cat([output.logits for output in outputs], dim=1), hidden), known
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         with recording(self.cache.record if self.cache.records else None):
             return super().run(tokens, step, num_logits, with_hidden)
 

@@ -72,8 +72,6 @@ class RecurrentCache(KeyValueCache):
         """Start a forward pass.
 
         Args:
-            states: states at its start, none at the start of a row.
-            num_tokens: number of tokens of the pass.
             records: True to keep the states after each token, as far as they are known.
         """
         self._num_tokens, self.records = num_tokens, records
@@ -168,7 +166,6 @@ class RecurrentCache(KeyValueCache):
         Args:
             conv_states: `[row, channel, query]`, or of any shape that ends with the query.
             layer_idx: index of the layer, counted from 0.
-            state_idx: index of the state in the layer.
             conv_kernel_size: number of inputs to keep; as many as given, by default.
         """
         key = ("conv", layer_idx, state_idx)

@@ -35,8 +35,6 @@ class Rotary:
         """Return the table of a rotary embedding.
 
         Args:
-            module: the rotary embedding.
-            dtype: dtype of the table.
             kind: layer type whose frequencies are used; None if the module has only one set, or
                 `NO_ROTARY` for a table that changes nothing.
             pairs: as in the constructor.

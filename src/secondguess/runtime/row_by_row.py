@@ -15,8 +15,7 @@ from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.cached import Output
+from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import unsupported
 from secondguess.runtime.transformers import TransformersRuntime
@@ -142,11 +141,11 @@ class RowByRowRuntime(TransformersRuntime):
         self.cache.place_path(0, start, range(start, start + len(tokens)), len(tokens))
         return Probe(self._run_path(tokens, start, len(tokens)).logits[0, -len(tokens) :].double())
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         positions = step.query_positions if self._takes_positions else None
         return self._call(tokens, positions, num_logits, with_hidden)
 
-    def _run_path(self, tokens: Sequence[int], start: int, num_logits: int) -> Output:
+    def _run_path(self, tokens: Sequence[int], start: int, num_logits: int) -> ForwardOutput:
         """Run tokens of one row, which follow each other from position `start` on."""
         step = ForwardStep(
             None, torch.arange(start, start + len(tokens), device=self.device)[None], start + len(tokens)
@@ -177,14 +176,12 @@ class RowByRowRuntime(TransformersRuntime):
         known: Sequence[int],
         new: Sequence[int],
         num_logits: int,
-    ) -> Output:
+    ) -> ForwardOutput:
         """Run the new queries of one path.
 
         Args:
-            state: the row.
             tokens: token of each query; query 0 is the first token that is not cached.
             known: queries on the path that ran before.
-            new: queries that follow them.
             num_logits: number of last queries whose logits are needed.
         """
         positions = [state.length + query for query in (*known, *new)]
@@ -193,7 +190,7 @@ class RowByRowRuntime(TransformersRuntime):
 
     def _run_row(
         self, state: CachedRow, num_uncached: int, nodes: Sequence[int], parents: Sequence[int]
-    ) -> Output:
+    ) -> ForwardOutput:
         """Return logits and hidden states `[node + 1, ...]` of a row's pending and its nodes."""
         tokens = [*state.row.tokens[state.length :], *nodes]
         columns: list[int] = []
@@ -213,7 +210,7 @@ class RowByRowRuntime(TransformersRuntime):
             ordered[columns] = found
             return ordered
 
-        return Output(
+        return ForwardOutput(
             in_order([output.logits for output in outputs]),
             {layer: in_order([output.hidden[layer] for output in outputs]) for layer in self.hidden_layers},
         )

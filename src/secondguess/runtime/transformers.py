@@ -15,8 +15,8 @@ from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
-from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, QuantisedCopy
-from secondguess.runtime.cached import CachedRuntime, Output, build_queries
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
+from secondguess.runtime.cached import CachedRuntime, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.packing import copy_quantised, why_not_copied
 from secondguess.runtime.slots import CachedRow
@@ -119,11 +119,10 @@ class TransformersRuntime(CachedRuntime):
         return reason and f"a {type(self.model).__name__}, {reason}"
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        return ModuleCopy(self, copy_quantised(self.model, weight_format))
+        return QuantisedCopy(self, copy_quantised(self.model, weight_format))
 
     @exclusive
     def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        """Run a copy of the module in this runtime's cache, as in `QuantisedCopy.draft_logits`."""
         states = [self.slots[row] for row in rows]
         num_uncached = self._catch_up(states)
         self._running = model
@@ -155,7 +154,7 @@ class TransformersRuntime(CachedRuntime):
         offsets = [state.position_offset for state in states]
         self._position_offsets = torch.tensor(offsets, device=self.device)[:, None] if any(offsets) else None
 
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         positions, offsets = step.query_positions, self._position_offsets
         self._position_offsets = None  # of this pass only
         current.step = step
@@ -191,7 +190,7 @@ class TransformersRuntime(CachedRuntime):
         num_logits: int,
         with_hidden: bool,
         images: ImageInputs | None = None,
-    ) -> Output:
+    ) -> ForwardOutput:
         """Call the module with the cache as it is placed."""
         options: dict[str, Any] = {self._cache_parameter: self.cache, **(images or {})}
         if num_logits < tokens.shape[1] and self._can_skip_logits:
@@ -202,23 +201,7 @@ class TransformersRuntime(CachedRuntime):
             options["output_hidden_states"] = True
         output = self._running(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
-        return Output(output.logits, hidden)
-
-
-class ModuleCopy(QuantisedCopy):
-    """Copy of a Transformers module with quantised linear layers.
-
-    Args:
-        target: runtime of the module.
-        model: the copy.
-    """
-
-    def __init__(self, target: TransformersRuntime, model: Any) -> None:
-        self._target = target
-        self.model = model
-
-    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        return self._target.run_copy(self.model, rows, draft, num_known)
+        return ForwardOutput(output.logits, hidden)
 
 
 def last_norm(model: Any) -> Any:

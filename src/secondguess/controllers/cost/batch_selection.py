@@ -107,9 +107,7 @@ def _together(
     """Return lookup drafts of these lengths with the drafts of models that give the largest net gain.
 
     Args:
-        lookups, lengths: lookup drafts and their nodes.
         models, sums: expected tokens and drafts of models, best first, and the sums over them.
-        rows: the batch.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
@@ -142,7 +140,6 @@ def best_with_ties(
     Args:
         ordered: values and candidates, best first.
         count: number of candidates wanted.
-        rows: the batch.
     """
     if count >= len(ordered):
         return [proposal for _, proposal in ordered]
@@ -160,7 +157,6 @@ def select_extensions(
 
     Args:
         chances: the probability that the node is accepted, for each row that could get one.
-        num_levels: levels of all drafts so far.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate

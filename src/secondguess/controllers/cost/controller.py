@@ -142,7 +142,6 @@ class CostController(Controller):
         """Return for how many rounds after this one, which has no drafts, nothing has to be planned.
 
         Args:
-            rows: the batch.
             num_constant: number of rounds for which the candidates stay the same and in backoff.
         """
         if any([row.sources or row.params.draft_length is not None for row in rows]):
@@ -457,10 +456,6 @@ class CostController(Controller):
         """Record a round with planned drafts.
 
         Args:
-            decision: the round's.
-            rows: the batch.
-            num_tokens: tokens gained by all rows.
-            seconds: duration of the round.
             spread: seconds of drafter prefill, which are amortised over later rounds.
             clipped: its duration, clipped if it was disturbed.
         """

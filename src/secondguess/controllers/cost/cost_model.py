@@ -144,7 +144,6 @@ class CostModel:
         """Return the seconds that a node after the first, second, ... adds to a round of a single draft.
 
         Args:
-            part: its drafter.
             longest: largest number of nodes.
         """
         key = (self._num_rows, part, longest)

@@ -199,12 +199,8 @@ class Expectations:
         """Add a draft of `length` nodes, of which `accepted` were accepted.
 
         Args:
-            row: the row.
-            kind: statistics to which the draft is added.
             levels: confidence bins of its first nodes.
             deterministic: whether its nodes have no draft distribution.
-            length: number of nodes.
-            accepted: number of accepted nodes.
         """
         add, num_levels = self.nodes.add, len(levels)
         kind.node_chances = None

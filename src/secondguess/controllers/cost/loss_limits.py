@@ -180,8 +180,6 @@ class LossGuard:
 
         Args:
             won: plain rounds that it gained (negative: lost).
-            rows: the batch.
-            seconds: its duration.
             plain: seconds of the plain rounds in which `won` is counted.
         """
         self._booked.append((seconds, plain))

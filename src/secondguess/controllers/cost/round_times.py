@@ -10,8 +10,8 @@ timed to find out whether the machine or the draft is the cause.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from secondguess.controllers.cost.averages import (
     OUTLIER_CLIP,
@@ -161,7 +161,6 @@ class RoundTimes:
 
         Args:
             num_rows: batch size.
-            num_levels: levels of all drafts together.
             seconds: duration without drafting and drafter prefill.
         """
         cell = max(round(num_levels / levels_per_cell(num_rows)), 1)
@@ -253,10 +252,10 @@ class RoundTimes:
     def draft_seconds(self, part: Hashable, num_rows: int) -> LinearSeconds:
         """Return the seconds of drafts over `num_rows` rows; zeros while unknown."""
         lines = self._steps.get(part, {})
-        line = _at_nearest({size: line for size, line in lines.items() if line.is_known}, num_rows)
-        if line is None:
+        known = [size for size, line in lines.items() if line.is_known]
+        if not known:
             return LinearSeconds(0.0, 0.0)
-        plain = self.plain(num_rows)
+        line, plain = lines[min(known, key=lambda size: abs(size - num_rows))], self.plain(num_rows)
         return LinearSeconds(line.start * plain, line.slope * plain)
 
     def is_new(self, part: Hashable) -> bool:
@@ -309,14 +308,6 @@ class Deviations:
 
 
 DEFAULT_CURVE = CostCurve()
-Estimate = TypeVar("Estimate", CostCurve, LinearCost)
-
-
-def _at_nearest(known: Mapping[int, Estimate] | None, num_rows: int) -> Estimate | None:
-    """Return the estimate of the nearest batch size; None if there is none."""
-    if not known:
-        return None
-    return known.get(num_rows) or known[min(known, key=lambda other: abs(other - num_rows))]
 
 
 def levels_per_cell(num_rows: int) -> int:

@@ -231,7 +231,6 @@ class StringDrafter(TranslatingDrafter):
         Args:
             params: settings of the rows; those that name tokens of the target do not apply.
             logits: `[row, vocab]`.
-            noises: of each row.
             depths: number of the target's tokens before.
         """
         dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])

@@ -82,7 +82,6 @@ class VocabularyPair:
         """Compare two vocabularies.
 
         Args:
-            target, draft: the vocabularies.
             method: the user's choice; None for the better one.
 
         Raises:

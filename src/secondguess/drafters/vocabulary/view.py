@@ -58,9 +58,6 @@ class DraftView:
     def follow(self, tokens: Sequence[int]) -> int:
         """Read the new tokens of the row.
 
-        Args:
-            tokens: all tokens of the row.
-
         Returns:
             A number of leading tokens of `self.tokens` that are the same as before the call.
         """

@@ -141,7 +141,6 @@ class StaticInputs:
 
         Args:
             fields: those of the inputs, each as a flat list.
-            integers, floats: the further values.
         """
         as_integers = torch.tensor(floats, dtype=torch.float64).view(torch.int64).tolist()
         values: list[int] = []

@@ -62,7 +62,6 @@ def draw_parameters(
     """Return the integers and floats of `draw_nodes`.
 
     Args:
-        requests: one per row.
         nums_read: number of tokens of each row, then of padding.
         nodes: places of the nodes in their chains.
         modes: how they are drawn.
@@ -99,7 +98,6 @@ def draw_nodes(
         run: returns logits `[token, vocab]` of a forward pass.
         static: inputs of the first pass; `integers` has the number of tokens of each row, then the keys and the positions
             of their noise; `floats` the temperatures, the logarithms of min-p and the uniforms of each node.
-        count: number of nodes.
         vocab_size: width of the distributions.
         modes: how they are drawn.
     """

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from secondguess.runtime.base import ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.cached import Output
 from secondguess.runtime.families import LayerNorm, Norm
 from secondguess.runtime.feed_forward import FeedForward
 from secondguess.runtime.fused_decoder import FusedDecoder, Layer
@@ -31,13 +31,12 @@ def run_decoder(
     inputs: PassInputs,
     hidden_layers: Sequence[int] = (),
     with_logits: bool = True,
-) -> Output:
+) -> ForwardOutput:
     """Run a forward pass that writes the keys and values of its tokens to the cache.
 
     Args:
         decoder: a decoder without mixtures of experts.
         cache: allocated for all layers, with room for the tokens; rotary tables have as many positions.
-        inputs: of the pass.
         hidden_layers: layers whose hidden states are returned, numbered as in `CachedRuntime`.
         with_logits: whether logits are computed.
 
@@ -59,7 +58,7 @@ def _run(
     inputs: PassInputs,
     hidden_layers: Sequence[int],
     with_logits: bool,
-) -> Output:
+) -> ForwardOutput:
     states = decoder.embed(inputs.tokens.flatten())
     levels = [states]
     for index, layer in enumerate(decoder.layers):
@@ -70,7 +69,7 @@ def _run(
     logits = decoder.logit_scaling(linear(read, decoder.head, inputs.num_finished, decoder.norm))
     if hidden_layers:
         levels[-1] = decoder.norm(states)
-    return Output(logits, {layer: levels[layer] for layer in hidden_layers})
+    return ForwardOutput(logits, {layer: levels[layer] for layer in hidden_layers})
 
 
 def _run_layer(layer: Layer, states: Tensor, rotary: Rotary, cache: LayerCache, inputs: PassInputs) -> Tensor:

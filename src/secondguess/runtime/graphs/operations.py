@@ -79,9 +79,7 @@ def linear(
 
     Args:
         states: `[token, input]`.
-        product: weight and bias.
         num_finished: as in `PassInputs`.
-        norm: applied to the states; None for none.
         activation: name of the activation of the first half of the outputs, by which the second half is multiplied;
             None to return all outputs.
         residual: `[token, output]`; None for zeros.
@@ -142,11 +140,9 @@ def rotate_and_store(
 
     Args:
         qkv: `[token, width]`, queries, keys and values of all heads.
-        heads: number and size of the heads.
         norms: norms of each head of queries and of keys, before the rotation; None for none.
         rotary: table of the layer, with rows for every position of the cache.
         cache: the layer's cache.
-        inputs: of the pass.
     """
     if uses_kernels(qkv):
         return _rotate_kernel(qkv, heads, norms, rotary, cache, inputs)
@@ -175,7 +171,6 @@ def attention(
         heads: number, size and scaling of the heads.
         window: sliding window in positions; None for full attention.
         cache: the layer's cache.
-        inputs: of the pass.
     """
     if uses_kernels(queries):
         return _attention_kernel(queries, heads, window, cache, inputs)

@@ -28,7 +28,6 @@ def fields_of(
     """Return the fields of `PassInputs` but the last, flat.
 
     Args:
-        queries: of the rows.
         num_rows, width: padded shape.
         context_length: padding has smaller positions.
     """

@@ -21,11 +21,11 @@ from secondguess.runtime.base import (
     ChainDecision,
     ChainRequest,
     DrawnChains,
+    ForwardOutput,
     HiddenStates,
     QuantisedCopy,
     quantised_copy_error,
 )
-from secondguess.runtime.cached import Output
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.families import why_not_described
 from secondguess.runtime.fused import (
@@ -127,6 +127,8 @@ class GraphRuntime(FusedRuntime):
     @exclusive
     def free(self) -> None:
         self._graphs.clear()
+        for copy in self._copies.values():
+            copy.model.free()
         super().free()
 
     @property
@@ -139,8 +141,8 @@ class GraphRuntime(FusedRuntime):
             super().reserve(num_rows, longest)
         except torch.OutOfMemoryError:  # without graphs there may be room
             self._graphs.clear()
-            for each in self._copies.values():
-                each.free()
+            for copy in self._copies.values():
+                copy.model.free()
             super().reserve(num_rows, longest)
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
@@ -149,7 +151,8 @@ class GraphRuntime(FusedRuntime):
         runtime = GraphRuntime(quantised_copy(self.decoder))
         if why_not := runtime.why_not_reproduced():
             raise quantised_copy_error(weight_format, f"one for which {why_not}")
-        return GraphCopy(self, runtime)
+        runtime.lock = self.lock
+        return QuantisedCopy(self, runtime)
 
     def why_not_reproduced(self) -> str:
         """Return why the kernels do not give the logits of torch's operations; empty if they do."""
@@ -165,10 +168,25 @@ class GraphRuntime(FusedRuntime):
         tolerance = PROBE_TOLERANCE[torch.bfloat16]  # states are rounded in products with weights in 4 bits
         return "" if probe_passes("graphs", found, expected, tolerance) else "the kernels give other logits"
 
-    def share_cache(self, owner: GraphRuntime) -> None:
-        """Run in the cache of another runtime of the same shapes from now on."""
-        owner._partial = None  # its cache entries will be overwritten
-        self.cache, self.slots = owner.cache, owner.slots
+    def _lend_cache(self, copy: GraphRuntime) -> GraphRuntime:
+        """Have a copy run in this runtime's cache from now on."""
+        self._partial = None  # its cache entries will be overwritten
+        copy.cache, copy.slots = self.cache, self.slots
+        return copy
+
+    @exclusive
+    def run_copy(self, model: GraphRuntime, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        return self._lend_cache(model).run_nodes(rows, draft, num_known)
+
+    @exclusive
+    def draft_chains_of_copy(
+        self,
+        model: GraphRuntime,
+        rows: Sequence[Row],
+        requests: Sequence[ChainRequest],
+        decision: ChainDecision,
+    ) -> DrawnChains | None:
+        return self._lend_cache(model).draw_after_pending(rows, requests, decision)
 
     @exclusive
     def read_twice(self, tokens: Tensor) -> Tensor:
@@ -221,7 +239,7 @@ class GraphRuntime(FusedRuntime):
         }
         return logits, hidden
 
-    def _run_by_kernels(self, queries: Sequence[RowQueries], width: int) -> Output | None:
+    def _run_by_kernels(self, queries: Sequence[RowQueries], width: int) -> ForwardOutput | None:
         """Run a pass over at most `width` queries per row, captured if it is small; None if it needs too much memory.
 
         Returns:
@@ -256,7 +274,7 @@ class GraphRuntime(FusedRuntime):
             static.set(fields)
             output = run_decoder(self.decoder, self.cache, static.inputs, layers)
         of_rows = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
-        return Output(output.logits.view(size, num_queries, -1), of_rows)
+        return ForwardOutput(output.logits.view(size, num_queries, -1), of_rows)
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
@@ -368,34 +386,6 @@ class GraphRuntime(FusedRuntime):
             self.context_length,
         )
         return draw_chains(model, states, requests, decision)
-
-
-class GraphCopy(QuantisedCopy):
-    """Copy with weights in 4 bits, which shares all else with its target.
-
-    Args:
-        target: with weights that are not quantised.
-        runtime: of the copy.
-    """
-
-    def __init__(self, target: GraphRuntime, runtime: GraphRuntime) -> None:
-        self._target, self._runtime = target, runtime
-        self.lock = self._runtime.lock = target.lock
-
-    def free(self) -> None:
-        self._runtime.free()
-
-    @exclusive
-    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        self._runtime.share_cache(self._target)
-        return self._runtime.run_nodes(rows, draft, num_known)
-
-    @exclusive
-    def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains | None:
-        self._runtime.share_cache(self._target)
-        return self._runtime.draw_after_pending(rows, requests, decision)
 
 
 def _kept(logits: Tensor) -> Tensor:

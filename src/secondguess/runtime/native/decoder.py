@@ -158,9 +158,6 @@ class NativeDecoder(PackedDecoder):
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
         """Return a decoder that shares the weights but skips some layers.
 
-        Args:
-            skipped: layers to skip, counted from 0.
-
         Raises:
             BadInputError: if a layer does not exist, or none would be left.
         """

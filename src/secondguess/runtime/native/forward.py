@@ -18,9 +18,8 @@ from torch import Tensor
 from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.cached import Output, Queries
 from secondguess.runtime.native import library
 from secondguess.runtime.native.chain import ChainCall
 from secondguess.runtime.native.decoder import PackedDecoder
@@ -32,9 +31,9 @@ NUM_PREALLOCATED_SLOTS = 1024
 NO_POSITIONS = torch.empty(0, dtype=torch.long)
 
 
-def kernel_step(starts: Sequence[int], queries: Queries, num_keys: int) -> ForwardStep:
+def kernel_step(starts: Sequence[int], num_keys: int, closure: Tensor | None = None) -> ForwardStep:
     """Return the positions and ancestors of a forward pass, from which the kernels derive masks."""
-    return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=queries.closure)
+    return ForwardStep(None, NO_POSITIONS, num_keys, starts=starts, closure=closure)
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,10 @@ def _array(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
 
 
 @lru_cache(maxsize=256)
-def even_layout(num_rows: int, width: int, num_logits: int) -> Layout:
-    """Return the layout of rows of one width, with logits of the last columns; cached, as sizes recur."""
-    selected = [
-        row * width + column for row in range(num_rows) for column in range(width - num_logits, width)
-    ]
+def even_layout(num_rows: int, width: int, num_logits: int, first: int | None = None) -> Layout:
+    """Return the layout of rows of one width, with logits of the last columns or from `first` on; cached."""
+    first = width - num_logits if first is None else first
+    selected = [row * width + first + column for row in range(num_rows) for column in range(num_logits)]
     return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
 
 
@@ -78,8 +76,6 @@ def uneven_layout(counts: tuple[int, ...], lengths: tuple[int, ...], num_nodes: 
     """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes; cached.
 
     Args:
-        counts: per row, the number of tokens.
-        lengths: per row, the number of nodes, which are the last tokens.
         num_nodes: number of nodes of the padded draft.
     """
     firsts = [0, *accumulate(counts)]
@@ -102,9 +98,9 @@ def num_keys_of_chains(
     return max(start + len(of_row) + request.num_nodes - 1 for start, of_row, request in rows)
 
 
-def in_rows(output: Output, tokens: Tensor) -> Output:
+def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
     """Return an output with hidden states `[row, query, width]` for tokens `[row, query]`."""
-    return Output(
+    return ForwardOutput(
         output.logits, {layer: each.view(*tokens.shape, -1) for layer, each in output.hidden.items()}
     )
 
@@ -114,7 +110,6 @@ def in_columns(of_tokens: Tensor, layout: Layout) -> Tensor:
 
     Args:
         of_tokens: `[token, width]`.
-        layout: places of the selected tokens.
     """
     num_rows, num_selected = len(layout.firsts) - 1, len(layout.selected)
     if num_selected < len(of_tokens):
@@ -223,7 +218,6 @@ class KernelForward:
             states: `[token, width]` in bfloat16, of all rows in order.
             counts: number of tokens of each row.
             step: starts of the rows.
-            layers: layers that read the states.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
@@ -246,7 +240,7 @@ class KernelForward:
         num_known: int = 0,
         states: Tensor | None = None,
         features: Tensor | None = None,
-    ) -> Output:
+    ) -> ForwardOutput:
         """Run some layers in one call of the kernels; return hidden states `[token, width]`.
 
         Args:
@@ -255,7 +249,6 @@ class KernelForward:
                 None with `states`.
             layout: the tokens of each row, and those whose logits are returned.
             step: starts and ancestors of all tokens of the step.
-            layers: consecutive layers to run.
             wanted: layers whose hidden states are returned: the input of the first of `layers`, or
                 any of their outputs.
             num_known: number of preceding tokens of each row that these layers have run already.
@@ -270,9 +263,9 @@ class KernelForward:
         failure = self._kernels.secondguess_run(self.decoder.described, self._arguments, self._workspace)
         self._check(failure, tokens, layout.firsts[-1])
         if call.shown is None:
-            return Output(call.logits)
+            return ForwardOutput(call.logits)
         of_levels = dict(zip(call.levels, call.shown.unbind(), strict=True))
-        return Output(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+        return ForwardOutput(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
 
     def draft_chains(
         self,
@@ -290,7 +283,6 @@ class KernelForward:
             tokens: uncached tokens of each row, at least one.
             starts: number of cached tokens before them, per row.
             requests: one per row; `vocab_size` is at most the width of the logits.
-            decision: which chains go on.
             features: `[token, width]` of the tokens of all rows, as in `__call__`; those of nodes are the outputs of a
                 drafter head.
 
@@ -301,7 +293,7 @@ class KernelForward:
         """
         flat = [token for of_row in tokens for token in of_row]
         layout = last_token_layout(tuple([len(of_row) for of_row in tokens]))
-        step = ForwardStep(None, NO_POSITIONS, cache.placement.num_keys, starts=starts)
+        step = kernel_step(starts, cache.placement.num_keys)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)
         inputs = token_tensor(flat, torch.device("cpu"))

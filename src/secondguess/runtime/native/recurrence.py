@@ -45,9 +45,7 @@ class Recurrence:
         """Run the first tokens.
 
         Args:
-            before: state before the first of them.
             after: takes the state after the last of them; may be `before`.
-            num_tokens: their number.
 
         Returns:
             Outputs `[row, token, head, number]` in float32.

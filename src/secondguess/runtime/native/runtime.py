@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +16,17 @@ from secondguess.runtime.base import (
     ChainRequest,
     DrawnChains,
     EmbeddingAndHead,
+    ForwardOutput,
     HiddenStates,
     QuantisedCopy,
 )
 from secondguess.runtime.cache import IndexedCache
-from secondguess.runtime.cached import Output, Queries, build_queries
+from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import CheckedDecoder, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
-    NO_POSITIONS,
     KernelForward,
     even_layout,
     in_columns,
@@ -45,7 +46,6 @@ def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -
     The fused decoder must not be used afterwards in either case.
 
     Args:
-        checked: the fused decoder, in bfloat16.
         weight_format: as in `NativeDecoder`.
     """
     native = NativeDecoder(checked.decoder, weight_format)
@@ -54,19 +54,66 @@ def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -
     return native if probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format]) else None
 
 
-class NativeRuntime(LayeredRuntime):
-    """Runtime over the compiled kernels.
+class KernelRuntime(CachedRuntime):
+    """Runtime whose forward passes are calls of the compiled kernels, of a decoder or of a drafter head.
 
     A row's bits depend on that row alone: not on other rows, padding, chunk lengths or the shape
     of a draft.
-
-    Args:
-        decoder: from `to_native`.
     """
 
     min_logits = 0
     cache_class = IndexedCache
     orders_rows = False
+    _forward: KernelForward
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self._key_block, self._prefills_together = 1, True
+
+    def _step(
+        self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
+    ) -> ForwardStep:
+        return kernel_step(starts, num_keys, queries.closure)
+
+    def _chain_features(self, counts: Sequence[int]) -> Tensor | None:
+        """Return the features `[token, width]` of the tokens just placed; None for a decoder."""
+        return None
+
+    def _draw(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains:
+        """Draw chains after all tokens of rows, and append them."""
+        states = [self.slots[row] for row in rows]
+        self._catch_up(states)
+        uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
+        drawn = self._draw_after(self._forward, states, uncached, requests, decision)
+        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+            row.tokens += chain
+            state.length = len(row.tokens) - 1
+        return drawn
+
+    def _draw_after(
+        self,
+        forward: KernelForward,
+        states: Sequence[CachedRow],
+        tokens: Sequence[Sequence[int]],
+        requests: Sequence[ChainRequest],
+        decision: ChainDecision,
+    ) -> DrawnChains:
+        starts, counts = [state.length for state in states], list(map(len, tokens))
+        num_keys = num_keys_of_chains(tokens, starts, requests)
+        with without_gradients():
+            self._place(states, starts, max(counts), num_keys)
+            features = self._chain_features(counts)
+            return forward.draft_chains(self.cache, tokens, starts, requests, decision, features)
+
+
+class NativeRuntime(KernelRuntime, LayeredRuntime):
+    """Runtime of a decoder over the compiled kernels.
+
+    Args:
+        decoder: from `to_native`.
+    """
 
     def __init__(self, decoder: NativeDecoder) -> None:
         super().__init__(
@@ -76,8 +123,6 @@ class NativeRuntime(LayeredRuntime):
             device=decoder.embedding.device,
         )
         self.decoder = decoder
-        self._key_block = 1
-        self._prefills_together = True
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
@@ -123,12 +168,12 @@ class NativeRuntime(LayeredRuntime):
         weight_format = self.decoder.weight_format
         return f"one with weights in {weight_format.name}" if weight_format.is_quantised else ""
 
-    def _make_copy(self, weight_format: WeightFormat) -> NativeCopy:
-        return NativeCopy(self, weight_format)
+    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+        copy = self.decoder.requantised(weight_format)
+        return QuantisedCopy(self, KernelForward(copy, self.context_length, torch.bfloat16))
 
     @exclusive
-    def run_copy(self, forward: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        """Run a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_logits`."""
+    def run_copy(self, model: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         self._partial = None  # its cache entries are overwritten
         states = [self.slots[row] for row in rows]
         starts, num_queries = [state.length for state in states], draft.num_nodes + 1
@@ -138,7 +183,7 @@ class NativeRuntime(LayeredRuntime):
             self._place(states, [start + num_known for start in starts], num_new, num_keys)
             tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
             layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
-            output = forward(self.cache, tokens, layout, step, layers, (), num_known)
+            output = model(self.cache, tokens, layout, step, layers, (), num_known)
         for state in states:
             state.num_nodes = num_queries  # moved with the row's slot until the target overwrites them
         return output.logits
@@ -150,51 +195,24 @@ class NativeRuntime(LayeredRuntime):
         if requests[0].vocab_size > self.vocab_size:
             return None
         self._partial = None
-        states = [self.slots[row] for row in rows]
-        self._catch_up(states)
-        uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
-        drawn = self._draft_chains(self._forward, states, uncached, requests, decision)
-        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
-        return drawn
+        return self._draw(rows, requests, decision)
 
     @exclusive
     def draft_chains_of_copy(
         self,
-        forward: KernelForward,
+        model: KernelForward,
         rows: Sequence[Row],
         requests: Sequence[ChainRequest],
         decision: ChainDecision,
     ) -> DrawnChains:
-        """Draw chains from a copy of the decoder in this runtime's cache, as in `QuantisedCopy.draft_chains`."""
         self._partial = None  # its cache entries are overwritten
         states = [self.slots[row] for row in rows]
-        drawn = self._draft_chains(forward, states, [[row.pending] for row in rows], requests, decision)
+        drawn = self._draw_after(model, states, [[row.pending] for row in rows], requests, decision)
         for state, chain in zip(states, drawn.tokens, strict=True):
             state.num_nodes = len(chain)  # moved with the row's slot until the target overwrites them
         return drawn
 
-    def _draft_chains(
-        self,
-        forward: KernelForward,
-        states: Sequence[CachedRow],
-        tokens: Sequence[Sequence[int]],
-        requests: Sequence[ChainRequest],
-        decision: ChainDecision,
-    ) -> DrawnChains:
-        starts = [state.length for state in states]
-        num_keys = num_keys_of_chains(tokens, starts, requests)
-        with without_gradients():
-            self._place(states, starts, max(map(len, tokens)), num_keys)
-            return forward.draft_chains(self.cache, tokens, starts, requests, decision)
-
-    def _step(
-        self, starts: Sequence[int], queries: Queries, num_keys: int, *, causal: bool = False
-    ) -> ForwardStep:
-        return kernel_step(starts, queries, num_keys)
-
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> Output:
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         wanted = self.hidden_layers if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         return in_rows(
@@ -229,8 +247,7 @@ class NativeRuntime(LayeredRuntime):
         for state, nodes, length in zip(states, draft.token_lists, lengths, strict=True):
             tokens += state.row.tokens[state.length :]
             tokens += nodes[:length]
-        step = ForwardStep(None, NO_POSITIONS, num_keys, starts=starts)
-        return token_tensor(tokens, self.device), step
+        return token_tensor(tokens, self.device), kernel_step(starts, num_keys)
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         layout = even_layout(*tokens.shape, 0)
@@ -241,7 +258,7 @@ class NativeRuntime(LayeredRuntime):
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
-    ) -> Output:
+    ) -> ForwardOutput:
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         layout = even_layout(*tokens.shape, tokens.shape[1])
@@ -254,26 +271,4 @@ class NativeRuntime(LayeredRuntime):
             for layer in self.hidden_layers
             if layer not in wanted
         }
-        return Output(output.logits, output.hidden | of_tokens)
-
-
-class NativeCopy(QuantisedCopy):
-    """Quantised copy over the compiled kernels; it shares all but the weights with its target.
-
-    Args:
-        target: in bfloat16.
-        weight_format: encoding of the copy's weights.
-    """
-
-    def __init__(self, target: NativeRuntime, weight_format: WeightFormat) -> None:
-        self._target = target
-        decoder = target.decoder.requantised(weight_format)
-        self._forward = KernelForward(decoder, target.context_length, torch.bfloat16)
-
-    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        return self._target.run_copy(self._forward, rows, draft, num_known)
-
-    def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains:
-        return self._target.draft_chains_of_copy(self._forward, rows, requests, decision)
+        return ForwardOutput(output.logits, output.hidden | of_tokens)

@@ -73,7 +73,6 @@ def verify_chains(
         lengths: `[row]` int64, number of real nodes.
         settings: from `settings_of_rows`. Rows with the rule `BLOCK` have a positive temperature.
         noises: of the rows. Those with the rule `BLOCK` are not coupled.
-        rules: of the rows.
 
     Returns:
         None where the kernels cannot be used, a distribution is not defined, or it lacks a token.

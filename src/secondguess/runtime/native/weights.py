@@ -81,8 +81,6 @@ def pack_blocks(
     Args:
         weight: `[output, input]`, or in groups as `GroupedWeight.in_bytes` returns it.
         bias: `[output]` or None.
-        arena: allocator of the blocks.
-        weight_format: encoding of the weight.
         gated: whether the first half of the outputs are gates, which are interleaved with the
             values that they multiply.
     """
@@ -139,7 +137,6 @@ def _pack_rows(blocks: Blocks, halves: Sequence[Tensor]) -> None:
     """Round rows to the encoding of a weight and write them to its blocks.
 
     Args:
-        blocks: the weight.
         halves: its rows `[output, input]`, or its gates and the values that they multiply.
     """
     assert len({half.shape for half in halves}) == 1
@@ -162,10 +159,8 @@ def _store_codes(
     """Write codes to blocks, given in pieces of whole blocks; only the last one may be shorter.
 
     Args:
-        data: bytes of the blocks.
         pieces: as `GroupedWeight.in_bytes` returns them.
         num_groups: number of groups, padding included.
-        weight_format: encoding of the codes.
     """
     bits = weight_format.bits
     parts = data.view(-1, num_groups, BLOCK * (GROUP * bits // 8 + weight_format.bytes_per_group))
@@ -186,7 +181,6 @@ def _pack_groups(rows: Tensor, bits: int) -> Tensor:
 
     Args:
         rows: as `GroupedWeight.in_bytes` returns them.
-        bits: 4 or 8.
     """
     codes, parameters = torch.split(rows, [GROUP, rows.shape[2] - GROUP], dim=2)
     fours = codes.reshape(-1, BLOCK, rows.shape[1], GROUP // 4, 4)
