@@ -124,7 +124,7 @@ class Worker:
             length = self.options.max_tokens
             if done < num_tokens:
                 length = min(length, num_tokens - done)
-            system.generate(next(self._endless), length, self.temperature, done)
+            system.generate([next(self._endless)], length, self.temperature, done)
             done += length
         return done
 

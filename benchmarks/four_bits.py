@@ -61,10 +61,10 @@ def decode_all(
     runs: dict[str, list[Run]] = defaultdict(list)
     for _, system in systems.values():
         system.reset()
-        system.generate(prompts[0], WARM_UP_TOKENS, temperature, 0)
+        system.generate(prompts[:1], WARM_UP_TOKENS, temperature, 0)
     for index, prompt in enumerate(prompts):
         for name in rng.sample(list(systems), len(systems)):
-            runs[name].append(systems[name][1].generate(prompt, num_tokens, temperature, index))
+            runs[name].append(systems[name][1].generate([prompt], num_tokens, temperature, index))
     return runs
 
 

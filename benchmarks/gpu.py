@@ -212,7 +212,7 @@ class Theirs:
 
     def decode(self, prompts: Any, length: int, temperature: float, seed: int) -> Timing:
         self._passes.clear()
-        run = self._system.generate(prompts[0], length, temperature, seed)
+        run = self._system.generate(prompts[:1], length, temperature, seed)
         return Timing(run.texts, run.num_tokens, len(self._passes), run.seconds)
 
 

@@ -44,11 +44,14 @@ def main() -> None:
         typical_context(prompts, options.tokens),
         widths=range(1, 2 + options.widest),
     )
-    for phase in (probe.warm_up, lambda: system.generate(prompts[0], options.tokens, options.temperature, 0)):
+    for phase in (
+        probe.warm_up,
+        lambda: system.generate(prompts[:1], options.tokens, options.temperature, 0),
+    ):
         phase()
     runs = []
     for index, prompt in enumerate(prompts):
-        runs.append(system.generate(prompt, options.tokens, options.temperature, index))
+        runs.append(system.generate([prompt], options.tokens, options.temperature, index))
         probe.sample()
     show_phases(system, models, runs, probe)
     if options.functions:
@@ -118,7 +121,7 @@ def show_functions(system: SecondguessSystem, prompts: list[list[int]], options:
     profile.enable()
     num_rounds = 0
     for index, prompt in enumerate(prompts):
-        run = system.generate(prompt, options.tokens, options.temperature, index)
+        run = system.generate([prompt], options.tokens, options.temperature, index)
         num_rounds += run.stats.num_rounds if run.stats else 0
     profile.disable()
     statistics = pstats.Stats(profile)

@@ -109,13 +109,13 @@ def measure(
         each: {system.name: [] for system in systems} for each in temperatures
     }
     for system in systems:
-        system.generate(prompts[0], 16, 0.0, 0)
+        system.generate(prompts[:1], 16, 0.0, 0)
         system.reset()
     for index, prompt in enumerate(prompts):
         for temperature, system in turns(systems, temperatures, index):
             if temperature and not is_lossless(system):
                 continue
-            run = system.generate(prompt, num_tokens, temperature, index)
+            run = system.generate([prompt], num_tokens, temperature, index)
             runs[temperature][system.name].append(run)
             print(
                 f"prompt {index} T={temperature:g} {system.name}: {run.tokens_per_second:.1f} tokens/s",

@@ -53,7 +53,10 @@ class OpenVino(System):
             raise PeerError(f"expected OpenVINO to start, got exit {process.wait()} from {script.name}")
         return process
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        (prompt,) = prompts
         request = {
             "prompt": list(prompt),
             "num_tokens": num_tokens,
@@ -105,7 +108,10 @@ class LlamaCpp(System):
         more = drafting if draft_length else ["-no-cnv", "--ignore-eos"]
         self._command = [str(word) for word in (programs / program, *common, *more)]
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        (prompt,) = prompts
         text = "".join(f"<{token}>" for token in prompt)
         asked = ["-p", text, "-n", str(num_tokens), "--temp", str(temperature), "--seed", str(seed)]
         for _ in range(MAX_ATTEMPTS):

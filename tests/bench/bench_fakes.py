@@ -24,7 +24,10 @@ class FakeSystem(System):
     stats: Stats | None = None
     interrupt_at: int | None = None
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        (prompt,) = prompts
         self.log.append((self.name, temperature, seed))
         if self.interrupt_at is not None and len(self.log) > self.interrupt_at:
             raise KeyboardInterrupt
@@ -48,8 +51,9 @@ class FakeBatcher(FakeSystem):
 
     batches = True
 
-    def generate_batch(
+    def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
-        runs = [self.generate(prompt, num_tokens, temperature, seed) for prompt in prompts]
+        one_by_one = super().generate
+        runs = [one_by_one([prompt], num_tokens, temperature, seed) for prompt in prompts]
         return Run([text for run in runs for text in run.texts], sum(run.seconds for run in runs), self.stats)

@@ -284,8 +284,8 @@ def test_ctrl_c_leaves_out_a_batch_size_without_finished_batches():
 
 def test_a_row_of_a_batch_that_is_too_short_is_not_compared():
     class Lazy(FakeBatcher):
-        def generate_batch(self, prompts, num_tokens, temperature, seed):
-            run = super().generate_batch(prompts, num_tokens, temperature, seed)
+        def generate(self, prompts, num_tokens, temperature, seed):
+            run = super().generate(prompts, num_tokens, temperature, seed)
             texts = run.texts
             return Run([texts[0][:-1], [*texts[1], 7]], run.seconds)
 
@@ -303,8 +303,3 @@ def test_the_controller_is_reset_after_the_warm_up():
     measured = measurement(log, TrainableHead("A", log), num_prompts=1, temperatures=(0.0,))
     measured.run(ignore)
     assert log == [("A", 0.0, 0), "forget", ("A", 0.0, 0)]
-
-
-def test_a_system_without_batches_refuses_one():
-    with pytest.raises(BadInputError, match="A, which has no batches, got 2"):
-        FakeSystem("A", []).generate_batch([[1], [2]], 3, 0.0, 0)

@@ -9,9 +9,8 @@ import torch
 
 from secondguess.api import load
 from secondguess.bench import BenchConfig, as_markdown, run_bench, save_report
-from secondguess.bench.harness import make_systems
 from secondguess.bench.peers import TransformersModel, TransformersSystem, transformers_systems
-from secondguess.bench.roster import coverage_notes
+from secondguess.bench.roster import make_systems
 from secondguess.bench.systems import Models, Run, SecondguessSystem
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.workloads.loading import DATA_VARIABLE
@@ -122,15 +121,15 @@ def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
 
 
 def test_plain_systems_of_both_families_generate_the_same_text(models, stock):
-    ours = SecondguessSystem(models, "none").generate(PROMPT, 12, 0.0, seed=0)
-    theirs = TransformersSystem(stock).generate(PROMPT, 12, 0.0, seed=0)
+    ours = SecondguessSystem(models, "none").generate([PROMPT], 12, 0.0, seed=0)
+    theirs = TransformersSystem(stock).generate([PROMPT], 12, 0.0, seed=0)
     assert ours.texts == theirs.texts
     assert ours.num_tokens == 12
 
 
 def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
     """The end token is set to one that greedy decoding writes early."""
-    (usual,) = TransformersSystem(stock).generate(PROMPT, 8, 0.0, seed=0).texts
+    (usual,) = TransformersSystem(stock).generate([PROMPT], 8, 0.0, seed=0).texts
     ending = tmp_path / "ending"
     shutil.copytree(tiny_checkpoint, ending)
     for name in ("config.json", "generation_config.json"):
@@ -138,9 +137,9 @@ def test_end_tokens_do_not_end_a_text(models, stock, tiny_checkpoint, tmp_path):
         (ending / name).write_text(json.dumps(settings))
     ended = Models(str(ending), "float32", "cpu")
     assert usual[1] in ended.target.end_tokens
-    assert SecondguessSystem(ended, "none").generate(PROMPT, 8, 0.0, seed=0).texts == [usual]
+    assert SecondguessSystem(ended, "none").generate([PROMPT], 8, 0.0, seed=0).texts == [usual]
     for system in transformers_systems(TransformersModel(ending, torch.float32, CPU), {}, ()):
-        assert system.generate(PROMPT, 8, 0.0, seed=0).texts == [usual]
+        assert system.generate([PROMPT], 8, 0.0, seed=0).texts == [usual]
 
 
 def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, assistant):
@@ -156,7 +155,7 @@ def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, a
     def run(draft_length):
         drafted[:] = [0]
         system = TransformersSystem(stock, assistant=assistant, draft_length=draft_length)
-        system.generate(PROMPT, 24, 0.0, seed=0)
+        system.generate([PROMPT], 24, 0.0, seed=0)
         return drafted[:5]
 
     handles = [
@@ -177,7 +176,7 @@ def test_the_assistant_drafts_as_many_tokens_as_the_system_is_named_for(stock, a
 def test_every_draft_model_is_an_assistant_of_the_peers(models, tiny_checkpoint, tiny_draft_checkpoint):
     both = (f"model:{tiny_draft_checkpoint}", f"model:{tiny_checkpoint}")
     config = BenchConfig(drafters=both, against=("transformers",), draft_lengths=(3,), dtype="float32")
-    systems = make_systems(config, models)
+    systems, _ = make_systems(config, models)
     assert [(system.name, system.draft_model) for system in systems if system.family == "transformers"] == [
         ("transformers plain", None),
         (f"transformers assisted {tiny_draft_checkpoint.name} 3", str(tiny_draft_checkpoint)),
@@ -207,7 +206,7 @@ def test_the_replacement_of_missing_humaneval_prompts_is_reported(tiny_checkpoin
 
 def test_seeds_make_sampled_runs_repeatable(models, stock):
     for system in (SecondguessSystem(models, "ngram"), TransformersSystem(stock)):
-        first, again, other = (system.generate(PROMPT, 12, 1.0, seed).texts for seed in (1, 1, 2))
+        first, again, other = (system.generate([PROMPT], 12, 1.0, seed).texts for seed in (1, 1, 2))
         assert first == again
         assert first != other
 
@@ -216,7 +215,7 @@ def test_the_global_generator_is_not_used(stock):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    TransformersSystem(stock).generate(PROMPT, 4, 1.0, seed=9)
+    TransformersSystem(stock).generate([PROMPT], 4, 1.0, seed=9)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -225,8 +224,8 @@ def test_sampled_runs_use_the_verifier_of_requests_without_a_seed(models, tiny_d
     drafted = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:4")
     texts = [
         (
-            drafted.generate(PROMPT, 12, 1.0, seed).texts,
-            SecondguessSystem(models, "none").generate(PROMPT, 12, 1.0, seed).texts,
+            drafted.generate([PROMPT], 12, 1.0, seed).texts,
+            SecondguessSystem(models, "none").generate([PROMPT], 12, 1.0, seed).texts,
         )
         for seed in range(3)
     ]
@@ -237,8 +236,8 @@ def test_rows_of_a_batch_generate_the_same_text_as_alone(models, tiny_draft_chec
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
     for drafter in ("none", "ngram", f"model:{tiny_draft_checkpoint}"):
         system = SecondguessSystem(models, drafter)
-        batch = system.generate_batch(prompts, 9, 0.0, seed=0)
-        alone = [system.generate(prompt, 9, 0.0, seed=0).texts[0] for prompt in prompts]
+        batch = system.generate(prompts, 9, 0.0, seed=0)
+        alone = [system.generate([prompt], 9, 0.0, seed=0).texts[0] for prompt in prompts]
         assert batch.texts == alone
         assert (batch.num_tokens, [len(text) for text in batch.texts]) == (27, [9, 9, 9])
         assert batch.stats.num_tokens == 27
@@ -248,12 +247,12 @@ def test_rows_of_a_batch_generate_the_same_text_as_alone(models, tiny_draft_chec
 
 def test_rows_that_draft_together_share_the_time_of_drafting(models, tiny_draft_checkpoint):
     system = SecondguessSystem(models, f"model:{tiny_draft_checkpoint}", "fixed:2")
-    stats = system.generate_batch([PROMPT, PROMPT[::-1], PROMPT[:3]], 9, 0.0, seed=0).stats
+    stats = system.generate([PROMPT, PROMPT[::-1], PROMPT[:3]], 9, 0.0, seed=0).stats
     assert 0 < stats.drafting_seconds <= stats.seconds["draft"]
 
 
 def test_rows_with_one_prompt_are_sampled_independently(models):
-    first, second = SecondguessSystem(models, "none").generate_batch([PROMPT, PROMPT], 12, 1.0, seed=0).texts
+    first, second = SecondguessSystem(models, "none").generate([PROMPT, PROMPT], 12, 1.0, seed=0).texts
     assert first != second
 
 
@@ -269,7 +268,7 @@ def test_a_controller_is_kept_over_the_prompts_of_its_condition(models):
     system.reset()
     first = system.controller(0.0, 1)
     assert first is not warm
-    system.generate(PROMPT, 4, 0.0, seed=0)
+    system.generate([PROMPT], 4, 0.0, seed=0)
     assert system.controller(0.0, 1) is first
     assert len({id(system.controller(*key)) for key in ((0.0, 1), (1.0, 1), (0.0, 2))}) == 3
 
@@ -280,15 +279,15 @@ def test_a_run_uses_the_controller_of_its_condition(models):
     for key in ((0.0, 1), (0.0, 2), (1.0, 1)):
         controller = system.controller(*key)
         controller.learn = lambda *_, key=key: seen.append(key)
-    system.generate(PROMPT, 4, 0.0, seed=0)
-    system.generate_batch([PROMPT, PROMPT], 4, 0.0, seed=0)
-    system.generate(PROMPT, 4, 1.0, seed=0)
+    system.generate([PROMPT], 4, 0.0, seed=0)
+    system.generate([PROMPT, PROMPT], 4, 0.0, seed=0)
+    system.generate([PROMPT], 4, 1.0, seed=0)
     assert list(dict.fromkeys(seen)) == [(0.0, 1), (0.0, 2), (1.0, 1)]
 
 
 def test_plain_decoding_alone_can_be_measured(models):
     for drafters in (("none",), ("none", "ngram")):
-        systems = make_systems(BenchConfig(drafters=drafters), models)
+        systems, _ = make_systems(BenchConfig(drafters=drafters), models)
         assert [system.name for system in systems] == ["secondguess plain", "secondguess ngram"][
             : len(drafters)
         ]
@@ -302,15 +301,13 @@ def test_named_controllers_run_with_every_drafter_that_uses_them(models, tiny_dr
         draft_lengths=(3,),
         dtype="float32",
     )
-    systems = make_systems(config, models)
+    systems, notes = make_systems(config, models)
     ours = f"secondguess model:{tiny_draft_checkpoint.name}"
     assert [system.name for system in systems] == [
         "secondguess plain", ours, f"{ours} fixed:3", f"{ours} confidence:4", "secondguess ngram",
         "secondguess ngram fixed:3",
     ]  # fmt: skip
-    assert coverage_notes(systems, config, models.default_drafter) == [
-        "ngram is not run with confidence:4, which it would not ask"
-    ]
+    assert notes == ["ngram is not run with confidence:4, which it would not ask"]
 
 
 @pytest.mark.parametrize(

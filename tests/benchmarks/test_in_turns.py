@@ -36,7 +36,7 @@ def test_systems_in_turns_generate_the_same_text_as_alone(models, tiny_draft_che
     runs = in_turns(together, PROMPTS, 9, temperature, seed=3)
     for name, drafter in names.items():
         alone = SecondguessSystem(models, drafter, "fixed:2" if drafter != "none" else None)
-        expected = alone.generate_batch(PROMPTS, 9, temperature, seed=3)
+        expected = alone.generate(PROMPTS, 9, temperature, seed=3)
         assert runs[name].texts == expected.texts
         assert runs[name].stats.num_rounds == expected.stats.num_rounds
 
@@ -78,9 +78,9 @@ def test_weights_that_cannot_be_shared_are_refused(tiny_checkpoint):
 
 def test_a_released_cache_is_allocated_again(models):
     system = SecondguessSystem(ModelsWithOwnCaches(models), "none")
-    first = system.generate_batch(PROMPTS, 5, 0.0, seed=0)
+    first = system.generate(PROMPTS, 5, 0.0, seed=0)
     cache = system._target.runtime.cache
     system.release()
     assert system._target.runtime.cache is not cache
     assert not system._target.runtime.cache.keys
-    assert system.generate_batch(PROMPTS, 5, 0.0, seed=0).texts == first.texts
+    assert system.generate(PROMPTS, 5, 0.0, seed=0).texts == first.texts

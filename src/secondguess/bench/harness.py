@@ -12,7 +12,7 @@ from secondguess.bench.encoding import EncodedWorkload, encode_workload
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import make_results
-from secondguess.bench.roster import coverage_notes, make_systems
+from secondguess.bench.roster import make_systems
 from secondguess.bench.summary import sum_stats
 from secondguess.bench.systems import Models, Run, SecondguessSystem, System, draft_models, threads
 from secondguess.workloads.loading import Workload, load_workload
@@ -39,7 +39,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
     with threads(config.num_threads) as num_threads:
         models = Models(config.model, config.dtype, config.device)
         encoded = encode_workload(models.target, workload, config.num_tokens)
-        systems = make_systems(config, models)
+        systems, coverage = make_systems(config, models)
         probe = make_probe(models, systems, encoded, config.num_tokens)
         measured = Measurement(
             encoded.prompts,
@@ -51,7 +51,7 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
         )
         complete = measured.run(systems, probe, progress)
     report = make_report(config.name, systems, measured, probe, models, workload, encoded, num_threads)
-    notes = [*encoded.notes, *coverage_notes(systems, config, models.default_drafter), *measured.notes]
+    notes = [*encoded.notes, *coverage, *measured.notes]
     return replace(report, complete=complete, workbench=replace(report.workbench, notes=notes))
 
 

@@ -132,7 +132,7 @@ class Measurement:
         """Run the first batch once and discard what was measured and learnt."""
         prompts = [self.prompts[index] for index in self.batches[size][0].prompts]
         for temperature, system in turns(_able(systems, size), self.temperatures, 0):
-            system.generate_batch(prompts, min(num_tokens, self.num_tokens), temperature, self.seed)
+            system.generate(prompts, min(num_tokens, self.num_tokens), temperature, self.seed)
             system.reset()
 
     def run_batch(
@@ -203,7 +203,7 @@ class Measurement:
 
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
         prompts = [self.prompts[each] for each in self.batches[size][index].prompts]
-        run = system.generate_batch(prompts, self.num_tokens, temperature, self.seed + index)
+        run = system.generate(prompts, self.num_tokens, temperature, self.seed + index)
         lengths = {len(text) for text in run.texts}
         if system.exact_length and lengths != {self.num_tokens}:
             got = ", ".join(map(str, sorted(lengths)))

@@ -79,7 +79,10 @@ class TransformersSystem(System):
                 self._assistant_config.num_assistant_tokens_schedule = "constant"
                 self._assistant_config.assistant_confidence_threshold = 0.0
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
+    ) -> Run:
+        (prompt,) = prompts
         module, options = self._target.module, {}
         if self._assistant is not None:
             # Set before each run, since systems share the assistant; copied, since Transformers may

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from secondguess.bench.systems import (
     System,
     draft_models,
     require_different_names,
-    speculator_name,
 )
 from secondguess.builtin import head_path
 from secondguess.checkpoint.loaded import LoadedModel
@@ -58,11 +56,12 @@ def all_drafters(model: str, default: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*compared_by_default(default), *names)))
 
 
-def make_systems(config: BenchConfig, models: Models) -> list[System]:
-    """Return our plain decoding, our drafters under their controllers, then peers.
+def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], list[str]]:
+    """Return our plain decoding, our drafters under their controllers, then peers; and notes on those missing.
 
     Every drafter runs under its default controller and under the named ones; model drafters also
-    run at each constant draft length.
+    run at each constant draft length. A controller that needs draft probabilities is left out for a
+    drafter without.
 
     Raises:
         BadInputError: an unknown name, a controller that no drafter uses, or two systems with the
@@ -73,6 +72,7 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
         make_controller(name)  # refuses an unknown name
     drafters = drafters_to_run(config, models.default_drafter)
     systems: list[System] = [SecondguessSystem(models, "none")]
+    unused: list[tuple[str, str]] = []
     for drafter in drafters:
         default = SecondguessSystem(models, drafter)
         # With `--drafters all`, named controllers replace the default one.
@@ -80,10 +80,10 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
             systems.append(default)
         lengths = fixed if default.draft_model is not None and not config.runs_all else []
         for controller in dict.fromkeys([*lengths, *config.controllers]):
-            # A controller that needs draft probabilities is left out for a drafter without; `coverage_notes` says so.
-            with suppress(BadInputError):
+            try:
                 systems.append(SecondguessSystem(models, drafter, controller))
-    unused = _unused_controllers(systems, config, drafters)
+            except BadInputError:
+                unused.append((drafter, controller))
     for controller in config.controllers:
         if all((drafter, controller) in unused for drafter in drafters):
             found = ", ".join(map(public_name, drafters)) or "none at all"
@@ -94,32 +94,14 @@ def make_systems(config: BenchConfig, models: Models) -> list[System]:
     if "transformers" in config.against:
         systems += _transformers_systems(config, models, draft_models(systems))
     require_different_names(systems)
-    return systems
-
-
-def coverage_notes(systems: Sequence[System], config: BenchConfig, default: str) -> list[str]:
-    """Return notes on systems that are missing in some settings; `default` is the target's default drafter."""
     notes = [
         f"{public_name(drafter)} is not run with {controller}, which it would not ask"
-        for drafter, controller in _unused_controllers(systems, config, drafters_to_run(config, default))
+        for drafter, controller in unused
     ]
     alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
     if alone and config.batch_sizes != (1,):
         notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
-    return notes
-
-
-def _unused_controllers(
-    systems: Sequence[System], config: BenchConfig, drafters: Sequence[str]
-) -> list[tuple[str, str]]:
-    """Return the pairs of drafter and named controller that do not run together."""
-    names = {system.name for system in systems}
-    return [
-        (drafter, controller)
-        for drafter in drafters
-        for controller in config.controllers
-        if speculator_name(drafter, controller) not in names
-    ]
+    return systems, notes
 
 
 def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequence[str]) -> list[System]:

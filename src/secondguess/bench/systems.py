@@ -85,22 +85,13 @@ class System(ABC):
     exact_length: bool = True
 
     @abstractmethod
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
-        """Continue a prompt by exactly `num_tokens` tokens, ignoring end tokens, and time it."""
-
-    def generate_batch(
+    def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
-        """Continue prompts as one batch, each by exactly `num_tokens` tokens.
+        """Continue prompts as one batch, each by exactly `num_tokens` tokens, ignoring end tokens, and time it.
 
-        Raises:
-            BadInputError: several prompts for a system without batches.
+        A system without batches gets one prompt.
         """
-        if len(prompts) != 1:
-            raise BadInputError(
-                f"expected one prompt for {self.name}, which has no batches, got {len(prompts)}"
-            )
-        return self.generate(prompts[0], num_tokens, temperature, seed)
 
     def reset(self) -> None:
         """Discard what was learnt during the warm-up."""
@@ -219,10 +210,7 @@ class SecondguessSystem(System):
         self.has_draft_probs = self.speculates and not self._drafter.deterministic
         self.name = speculator_name(drafter, controller)
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int) -> Run:
-        return self.generate_batch([prompt], num_tokens, temperature, seed)
-
-    def generate_batch(
+    def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> Run:
         running_batch = self.start(prompts, num_tokens, temperature, seed)

@@ -32,19 +32,10 @@ class TrainingText:
     Args:
         tokens: token ids, at least two: a context and a token to predict.
         counts: per token, whether it counts in the loss.
-
-    Raises:
-        BadInputError: fewer than two tokens, or another number of flags.
     """
 
     tokens: list[int]
     counts: list[bool]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.counts) or len(self.tokens) < 2:
-            raise BadInputError(
-                f"expected a text of at least 2 tokens with as many flags, got {len(self.tokens)} and {len(self.counts)}"
-            )
 
 
 def windows(tokens: Sequence[int], counts: Sequence[bool], length: int) -> Iterator[TrainingText]:

@@ -117,12 +117,6 @@ class Workload:
     tasks: tuple[str, ...]
     note: str = ""
 
-    def __post_init__(self) -> None:
-        if len(self.tasks) != len(self.prompts):
-            raise BadInputError(
-                f"expected a task for each of {len(self.prompts)} prompts, got {len(self.tasks)}; give one per prompt"
-            )
-
     @property
     def sha256(self) -> str:
         """SHA-256 of the prompts in order: with equal hashes, prompt i is the same prompt."""
