@@ -84,7 +84,7 @@ def test_an_address_in_use_is_refused_before_the_model_is_loaded(secondguess_com
         (("--api-key-file", "/missing/keys"), "/missing/keys"),
         (("--chat-template", "/missing/template"), "/missing/template"),
         (("--chat-template", "/dev/null"), "got an empty file"),
-        (("--request-seconds", "-1"), "request_seconds"),
+        (("--request-seconds", "-1"), "--request-seconds"),
         (("--drafter", "abacus"), "suffix"),
     ],
 )

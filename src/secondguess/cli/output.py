@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 
@@ -33,36 +33,26 @@ FINISH_PREFIXES: dict[FinishReason | None, str] = {
 Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 
 
-class Writer(Protocol):
-    """Interface for showing batches in order.
-
-    A batch has one place per sample: a request with several samples occupies several places.
-    """
-
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Start a batch."""
-
-    def show(self, pieces: Pieces) -> None:
-        """Show new text as pairs of (place in the batch, piece)."""
-
-    def end(self, outputs: Sequence[Output]) -> None:
-        """Finish a batch that is complete or was interrupted."""
-
-
 class JsonWriter:
-    """Writer of one JSON object per sample, each on its own line."""
+    """Writer of one JSON object per sample, each on its own line.
+
+    Writers show batches in order. A batch has one place per sample: a request with several samples
+    occupies several places.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._requests: list[Request] = []
 
     def begin(self, requests: Sequence[Request]) -> None:
+        """Start a batch."""
         self._requests = list(requests)
 
     def show(self, pieces: Pieces) -> None:
-        pass
+        """Show new text as pairs of (place in the batch, piece)."""
 
     def end(self, outputs: Sequence[Output]) -> None:
+        """Finish a batch that is complete or was interrupted."""
         for request, output in zip(self._requests, outputs, strict=True):
             print_json(describe_output(self._llm, output) | dict(request.metadata))
 
@@ -129,6 +119,9 @@ class TerminalWriter:
         else:
             sys.stdout.write(shown)
         sys.stdout.flush()
+
+
+Writer: TypeAlias = JsonWriter | TerminalWriter
 
 
 def print_note(line: str) -> None:

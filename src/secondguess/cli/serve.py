@@ -96,16 +96,13 @@ def serve(
     _require_libraries()
     from secondguess.server.settings import ServerSettings, read_api_keys
 
-    settings = ServerSettings(
-        model_names=tuple(served_model_name or ()),
+    settings = options.settings_of(
+        context,
+        ServerSettings,
+        model_names=served_model_name,
         api_keys=read_api_keys(api_key_file),
-        cors_origins=tuple(cors_origin or ()),
+        cors_origins=cors_origin,
         chat_template=read_template(chat_template),
-        image_folder=image_folder,
-        max_body_bytes=max_body_bytes,
-        max_samples=max_samples,
-        max_output_tokens=max_output_tokens,
-        request_seconds=request_seconds,
     )
     from secondguess.api import load
     from secondguess.engine import Engine

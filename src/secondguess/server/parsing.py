@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
 
@@ -29,29 +29,17 @@ class Delta(NamedTuple):
     call_id: str = ""
 
 
-class ReplyParser(Protocol):
-    """Parser of one sample's reply."""
-
-    num_reasoning_tokens: int
-
-    def feed(self, piece: Piece) -> list[Delta]:
-        """Return what a committed piece adds to the reply."""
-        ...
-
-    def finish(self, stopped: bool) -> list[Delta]:
-        """Return the rest of the reply; `stopped` if an end token or a stop string ended it."""
-        ...
-
-
 class PlainParser:
     """Reply of a tokenizer without a response template: all text is content."""
 
     num_reasoning_tokens = 0
 
     def feed(self, piece: Piece) -> list[Delta]:
+        """Return what a committed piece adds to the reply."""
         return [Delta("content", piece.text)]
 
     def finish(self, stopped: bool) -> list[Delta]:
+        """Return the rest of the reply; `stopped` if an end token or a stop string ended it."""
         return []
 
 
@@ -157,8 +145,41 @@ class TemplateParser:
         return deltas
 
 
+class ForcedCallParser:
+    """Reply that is one tool call, as `structure.call_schema` describes it.
+
+    A call that a limit has cut off becomes content.
+    """
+
+    num_reasoning_tokens = 0
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, piece: Piece) -> list[Delta]:
+        self._text += piece.text
+        return []
+
+    def finish(self, stopped: bool) -> list[Delta]:
+        try:
+            call = json.loads(self._text)
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            return [Delta("tool_call", arguments, call["name"], new_id("call"))]
+        except (ValueError, TypeError, KeyError):
+            return [Delta("content", self._text)]
+
+
+ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser
+"""Parser of one sample's reply."""
+
+
 def _tool_call(value: Mapping[str, Any]) -> Delta:
     function = value["function"]
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Delta("tool_call", text, str(function["name"]), f"call_{secrets.token_hex(12)}")
+    return Delta("tool_call", text, str(function["name"]), new_id("call"))
+
+
+def new_id(prefix: str) -> str:
+    """Return a new identifier of a call, an item or a response."""
+    return f"{prefix}_{secrets.token_hex(12)}"

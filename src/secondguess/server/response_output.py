@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from secondguess.core import TokenLogprob
-from secondguess.server.parsing import Delta
+from secondguess.server.parsing import Delta, new_id
 from secondguess.server.replies import chat_logprob
 
 Json = dict[str, Any]
@@ -75,10 +74,10 @@ class OutputItems:
     def _begin(self, field: str) -> Iterator[Json]:
         if field == "content":
             part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item: Json = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            item: Json = {"type": "message", "id": new_id("msg"), "role": "assistant"}
         else:
             part = {"type": "reasoning_text", "text": ""}
-            item = {"type": "reasoning", "id": _new_id("rs"), "summary": []}
+            item = {"type": "reasoning", "id": new_id("rs"), "summary": []}
         self.items.append({**item, "status": "in_progress", "content": []})
         yield self._item_event("added")
         self.items[-1]["content"] = [part]
@@ -86,7 +85,7 @@ class OutputItems:
         yield self._event("response.content_part.added", content_index=0, part=dict(part))
 
     def _call(self, delta: Delta) -> Iterator[Json]:
-        item = {"type": "function_call", "id": _new_id("fc"), "call_id": delta.call_id, "name": delta.name}
+        item = {"type": "function_call", "id": new_id("fc"), "call_id": delta.call_id, "name": delta.name}
         self.items.append({**item, "arguments": "", "status": "in_progress"})
         yield self._item_event("added")
         yield self._event("response.function_call_arguments.delta", delta=delta.text)
@@ -100,7 +99,3 @@ class OutputItems:
     def _item_event(self, change: str) -> Json:
         item = dict(self.items[-1])
         return {"type": f"response.output_item.{change}", "output_index": len(self.items) - 1, "item": item}
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(12)}"

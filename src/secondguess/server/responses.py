@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from secrets import token_hex
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,7 +18,7 @@ from secondguess.errors import BadInputError
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
-from secondguess.server.parsing import ReplyParser
+from secondguess.server.parsing import ReplyParser, new_id
 from secondguess.server.replies import finish_reason, report, usage
 from secondguess.server.response_input import to_chat, wants_logprobs, with_response_names
 from secondguess.server.response_output import OutputItems
@@ -72,7 +71,7 @@ class _Reply:
     request: ResponseRequest
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
-    identifier: str = field(default_factory=lambda: f"resp_{token_hex(12)}")
+    identifier: str = field(default_factory=lambda: new_id("resp"))
 
     def object(self, status: str, output: Iterable[Json], **more: Any) -> Json:
         """Return the reply with its status and items."""

@@ -18,14 +18,13 @@ from secondguess.server.convert import Converter, Job
 from secondguess.server.errors import RETRY_SECONDS, ApiError
 from secondguess.server.metrics import Metrics
 from secondguess.server.model import ServedModel
-from secondguess.server.parsing import Delta, PlainParser, ReplyParser, TemplateParser
+from secondguess.server.parsing import Delta, ForcedCallParser, PlainParser, ReplyParser, TemplateParser
 from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
 from secondguess.server.streams import Generation, JsonReply, unless_disconnected
-from secondguess.server.structure import ForcedCallParser
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from secondguess.errors import BadInputError
 from secondguess.sampling import Grammar
-from secondguess.sampling.text import Piece
 from secondguess.server.errors import check_limit, refused
-from secondguess.server.parsing import Delta
 from secondguess.server.schemas import ChatRequest, NamedTool, ResponseFormat, StructuredOutputs, Tool
 
 VALUES = ("const", "enum", "default", "examples")
@@ -123,27 +120,3 @@ def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
 
 def _check_size(name: str, text: str, max_bytes: int) -> None:
     check_limit(name, len(text.encode()), max_bytes, f"bytes of {name}")
-
-
-class ForcedCallParser:
-    """Reply that is one tool call, as `call_schema` describes it.
-
-    A call that a limit has cut off becomes content.
-    """
-
-    num_reasoning_tokens = 0
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def feed(self, piece: Piece) -> list[Delta]:
-        self._text += piece.text
-        return []
-
-    def finish(self, stopped: bool) -> list[Delta]:
-        try:
-            call = json.loads(self._text)
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            return [Delta("tool_call", arguments, call["name"], f"call_{secrets.token_hex(12)}")]
-        except (ValueError, TypeError, KeyError):
-            return [Delta("content", self._text)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,6 @@ from secondguess.train.files import write_atomically
 from secondguess.train.training_data import Batch, TrainingText
 
 GIGABYTE = 1_000_000_000
-
-
-class Capture(Protocol):
-    """Source of the target's hidden states for batches of texts."""
-
-    def training_batch(self, batch: Batch) -> TrainingBatch:
-        """Return the batch with hidden states, in float32 on the target's device."""
-        ...
 
 
 class LiveCapture:
@@ -56,6 +48,7 @@ class LiveCapture:
         target.request_hidden_states(self.layers)
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
+        """Return the batch with hidden states, in float32 on the target's device."""
         texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths, strict=True)]
         return _padded_batch(batch, self.states(texts), self.target.device)
 
@@ -170,6 +163,10 @@ def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: tor
         folder.mkdir(parents=True)
         with write_atomically(record) as stream:
             stream.write(json.dumps(wanted).encode())
+
+
+Capture: TypeAlias = LiveCapture | StoredCapture
+"""Source of the target's hidden states for batches of texts."""
 
 
 def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
