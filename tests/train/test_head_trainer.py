@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,22 +30,15 @@ from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_
 from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
-    TrainSettings,
     acceptance_length,
     nothing,
 )
 from secondguess.train.losses import objective
+from secondguess.train.recipes import Recipe, TargetInfo
 from secondguess.train.schedule import Budget
 from secondguess.train.training_data import TextSplit, TrainingText
 
 KL = objective("kl")
-SETTINGS = TrainSettings(
-    Budget(steps=12),
-    learning_rate=0.01,
-    warmup_steps=2,
-    batch_size=2,
-    evaluate_steps=4,
-)
 TEXTS = TextSplit.split(
     [
         TrainingText([(5 * number + 11 * place) % 300 for place in range(9)], [True] * 9)
@@ -85,6 +78,22 @@ class TwoAhead(TrainableHead):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class TwoAheadRecipe(Recipe):
+    """Recipe of the head, with the weights of its depths."""
+
+    depths: tuple[float, float] = (1.0, 1.0)
+
+    def fresh(self, target: TargetInfo) -> TrainableHead:
+        raise NotImplementedError
+
+    def weights(self, num_depths: int) -> list[float]:
+        return list(self.depths)
+
+
+RECIPE = TwoAheadRecipe(learning_rate=0.01, warmup_steps=2, batch_size=2, places=1.0)
+
+
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
     return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
@@ -94,11 +103,13 @@ def target(tiny_checkpoint: Path):
 def make(target) -> Callable[..., HeadTrainer]:
     def trainer(
         folder: Path,
-        settings: TrainSettings = SETTINGS,
+        steps: int = 12,
         progress: Callable[[Progress], None] = lambda progress: None,
         pause: Callable[[], None] = nothing,
-        weights: Callable[[int], Sequence[float]] = lambda num_depths: [1.0] * num_depths,
+        recipe: Recipe = RECIPE,
         loss: Objective = KL,
+        evaluate_steps: int = 4,
+        patience: int = 5,
     ) -> HeadTrainer:
         embedding_and_head = frozen_float32_embedding_and_head(target)
         with torch.random.fork_rng():
@@ -112,9 +123,12 @@ def make(target) -> Callable[..., HeadTrainer]:
             capture,
             capture,
             loss,
-            weights,
-            settings,
+            recipe,
+            Budget(steps=steps),
             folder,
+            seed=0,
+            evaluate_steps=evaluate_steps,
+            patience=patience,
             progress=progress,
             pause=pause,
         )
@@ -138,7 +152,7 @@ def interrupt_after(steps: int) -> Callable[[], None]:
 
 def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> None:
     told: list[Progress] = []
-    standing = make(tmp_path, replace(SETTINGS, budget=Budget(steps=60)), progress=told.append).run()
+    standing = make(tmp_path, 60, progress=told.append).run()
     assert [progress.step for progress in told] == list(range(1, 61))
     assert told[-1].loss < 0.7 * told[0].loss
     assert told[-1].share == 1.0
@@ -205,9 +219,8 @@ def test_training_without_improvement_ends_early_with_the_best_weights(
             kept.append({name: each.clone() for name, each in trainer.trainable.state_dict().items()})
         return known[tuple(accepted)]
 
-    settings = replace(SETTINGS, budget=Budget(steps=1000), patience=2)
     monkeypatch.setattr(head_trainer, "acceptance_length", score)
-    trainer = make(tmp_path, settings)
+    trainer = make(tmp_path, 1000, patience=2)
     standing = trainer.run()
     assert (standing.step, standing.best_step) == (16, 8)
     state = trainer.trainable.state_dict()
@@ -217,16 +230,16 @@ def test_training_without_improvement_ends_early_with_the_best_weights(
 
 def test_the_weight_of_a_depth_is_the_share_of_steps_that_train_it(make, tmp_path: Path) -> None:
     depths: list[int] = []
-    settings = replace(SETTINGS, budget=Budget(steps=200), evaluate_steps=1000)
     make(
         tmp_path / "half",
-        settings,
+        200,
         lambda progress: depths.append(len(progress.accepted)),
-        weights=lambda num_depths: [1.0, 0.5],
+        recipe=replace(RECIPE, depths=(1.0, 0.5)),
+        evaluate_steps=1000,
     ).run()
     assert set(depths) == {1, 2}
     assert depths.count(2) == pytest.approx(100, abs=30)
-    first = make(tmp_path / "first", weights=lambda num_depths: [1.0, 0.0])
+    first = make(tmp_path / "first", recipe=replace(RECIPE, depths=(1.0, 0.0)))
     before = {name: each.clone() for name, each in first.trainable.state_dict().items()}
     first.run()
     changed = {
@@ -262,7 +275,7 @@ def test_a_foreign_checkpoint_is_refused(make, tmp_path: Path) -> None:
 
 def test_settings_are_checked() -> None:
     with pytest.raises(BadInputError, match="learning rate"):
-        replace(SETTINGS, learning_rate=-1.0)
+        replace(RECIPE, learning_rate=-1.0)
     with pytest.raises(BadInputError, match="positive"):
         Budget(steps=0)
 

@@ -27,59 +27,17 @@ from torch import Tensor, nn
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.learning import Objective, TrainableHead, TrainingBatch
-from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
 from secondguess.train.muon import Muon
+from secondguess.train.recipes import Recipe
 from secondguess.train.schedule import Budget
 from secondguess.train.training_data import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 CHECKPOINT_SECONDS = 120.0
 """Interval between checkpoints."""
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """Settings of a training run.
-
-    Args:
-        budget: minutes, steps or both.
-        learning_rate: peak learning rate.
-        warmup_steps: steps of linear warm-up to the peak.
-        clip: maximum norm of the gradient.
-        batch_size: texts per step.
-        places: share of the counted positions used in a step, drawn anew for each step.
-            Neighbouring positions carry similar information, and computing a distribution at
-            every position is most of the cost of a step.
-        seed: seed of the order of the texts and of the learner's random numbers.
-        evaluate_steps: steps between evaluations on the held-out texts.
-        patience: evaluations without improvement after which the run ends; 0 for no early end.
-
-    Raises:
-        BadInputError: a value out of range.
-    """
-
-    budget: Budget
-    learning_rate: float = 1e-3
-    warmup_steps: int = 50
-    clip: float = 1.0
-    batch_size: int = 8
-    places: float = 1.0
-    seed: int = 0
-    evaluate_steps: int = 100
-    patience: int = 5
-
-    def __post_init__(self) -> None:
-        check_range("the learning rate", self.learning_rate, 1e-8, 1)
-        check_range("the number of warm-up steps", self.warmup_steps, 0, 1_000_000)
-        check_range("the largest norm of the gradient", self.clip, 1e-6, 1e6)
-        check_range("the batch size", self.batch_size, 1, 65_536)
-        check_range("the share of places", self.places, 0.001, 1)
-        check_range("the seed", self.seed, 0, 2**31 - 1)
-        check_range("the steps between looks at held-out text", self.evaluate_steps, 1, 1_000_000_000)
-        check_range("the patience", self.patience, 0, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -138,9 +96,12 @@ class HeadTrainer:
         texts: training texts and held-out texts.
         capture, held_out_capture: sources of the target's hidden states for them.
         objective: loss of one drafted position.
-        weights: function from a number of depths to the weights of their losses, from 1 downwards.
-        settings: settings of the run.
+        recipe: learning rate, batch size and weights of the losses by depth.
+        budget: minutes, steps or both.
         folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
+        seed: seed of the order of the texts and of the learner's random numbers.
+        evaluate_steps: steps between evaluations on the held-out texts.
+        patience: evaluations without improvement after which the run ends; 0 for no early end.
         progress: called after every step.
         pause: called between steps; may raise KeyboardInterrupt to stop, and a checkpoint is
             written then.
@@ -158,23 +119,27 @@ class HeadTrainer:
         capture: Capture,
         held_out_capture: Capture,
         objective: Objective,
-        weights: Callable[[int], Sequence[float]],
-        settings: TrainSettings,
+        recipe: Recipe,
+        budget: Budget,
         folder: Path,
         *,
+        seed: int,
+        evaluate_steps: int,
+        patience: int,
         progress: Callable[[Progress], None],
         pause: Callable[[], None] = nothing,
     ) -> None:
         self.trainable, self.target, self.texts = trainable, target, texts
-        self._objective, self._weights = objective, weights
+        self._objective, self._recipe = objective, recipe
         self.capture, self.held_out_capture = capture, held_out_capture
-        self.settings, self.folder = settings, folder
+        self._budget, self.folder, self._seed = budget, folder, seed
+        self._evaluate_steps, self._patience = evaluate_steps, patience
         self._tell, self._pause = progress, pause
         self.standing = RunState()
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
-        self.optimizers = _optimizers(trainable, settings.learning_rate)
+        self.optimizers = _optimizers(trainable, recipe.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
             self._load()
@@ -182,7 +147,7 @@ class HeadTrainer:
     @property
     def share(self) -> float:
         """Share of the budget that is spent, 0 to 1."""
-        return self.settings.budget.progress(self.standing.seconds, self.standing.step)
+        return self._budget.progress(self.standing.seconds, self.standing.step)
 
     def run(self) -> RunState:
         """Train until the budget is spent or the score stops improving.
@@ -205,15 +170,15 @@ class HeadTrainer:
         return self.standing
 
     def _run(self, log: BinaryIO) -> None:
-        settings, standing = self.settings, self.standing
+        standing = self.standing
         batches = iter(
-            training_batches(self.texts.training, settings.batch_size, settings.seed, standing.step)
+            training_batches(self.texts.training, self._recipe.batch_size, self._seed, standing.step)
         )
         last_save = time.monotonic()
         while self.share < 1.0 and not self._out_of_patience():
             begun = time.monotonic()
             self._take_step(next(batches), log)
-            if standing.step % settings.evaluate_steps == 0:
+            if standing.step % self._evaluate_steps == 0:
                 self._evaluate(log)
             now = time.monotonic()
             standing.seconds += now - begun
@@ -227,14 +192,14 @@ class HeadTrainer:
                 raise
 
     def _out_of_patience(self) -> bool:
-        return 0 < self.settings.patience <= self.standing.num_disappointments
+        return 0 < self._patience <= self.standing.num_disappointments
 
     def _take_step(self, batch: Batch, log: BinaryIO) -> None:
         begun = time.monotonic()
         self.trainable.train()
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
-            torch.manual_seed(self.settings.seed * 1_000_003 + self.standing.step)
+            torch.manual_seed(self._seed * 1_000_003 + self.standing.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
             marks = self.trainable.learn(training_batch, self.target, self._objective)
             loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
@@ -245,10 +210,10 @@ class HeadTrainer:
                 f"expected a finite loss, got {value} in step {self.standing.step}; the last checkpoint stands: "
                 "resume it with a lower learning rate"
             )
-        nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
+        nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.settings.learning_rate * self._rate()
+                group["lr"] = self._recipe.learning_rate * self._rate()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.standing.step += 1
@@ -278,13 +243,13 @@ class HeadTrainer:
         deepest = float(torch.rand(()))
         return replace(
             training_batch,
-            counts=training_batch.counts & (lots < self.settings.places),
-            num_depths=sum(deepest < weight for weight in self._weights(MAX_DRAFT_LENGTH)),
+            counts=training_batch.counts & (lots < self._recipe.places),
+            num_depths=sum(deepest < weight for weight in self._recipe.weights(MAX_DRAFT_LENGTH)),
         )
 
     def _rate(self) -> float:
         """Return the factor on the learning rate: linear warm-up, half a cosine down to zero."""
-        warm = min(1.0, (self.standing.step + 1) / max(1, self.settings.warmup_steps))
+        warm = min(1.0, (self.standing.step + 1) / max(1, self._recipe.warmup_steps))
         return warm * 0.5 * (1 + math.cos(math.pi * self.share))
 
     def _evaluate(self, log: BinaryIO) -> None:
@@ -295,7 +260,7 @@ class HeadTrainer:
             self.texts.held_out,
             self.held_out_capture,
             self._objective,
-            self.settings.batch_size,
+            self._recipe.batch_size,
         )
         score = acceptance_length(accepted)
         standing.evaluated_step = standing.step

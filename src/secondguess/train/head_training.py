@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
     RunState,
-    TrainSettings,
     acceptance_length,
 )
 from secondguess.train.losses import objective
@@ -84,7 +83,7 @@ class HeadJob:
         seed: seed of weights, texts and order.
         capture_gb: maximum disk space for hidden states of the target; 0 computes them for every
             batch.
-        patience, evaluate_steps: as in `TrainSettings`.
+        patience, evaluate_steps: as in `HeadTrainer`.
 
     Raises:
         BadInputError: an invalid option, or options that cannot be combined.
@@ -117,9 +116,11 @@ class HeadJob:
             self.answers.require_room_for_prompts()
         check_range("--num-prompts", self.num_prompts, 0, 100_000_000)
         check_range("--capture-gb", self.capture_gb, 0, 1e6)
-        check_range("the seed", self.seed, 0, 2**31 - 1)
+        check_range("--seed", self.seed, 0, 2**31 - 1)
+        check_range("--patience", self.patience, 0, 1_000_000)
+        check_range("--evaluate-steps", self.evaluate_steps, 1, 1_000_000_000)
         # These raise errors for invalid options before anything is loaded.
-        self.settings()
+        make_recipe(self.kind, self.changes)
         objective(self.loss)
 
     @property
@@ -139,11 +140,6 @@ class HeadJob:
         """
         on_cpu = pick_device(self.device).type == "cpu"
         return "float32" if self.dtype == "auto" and on_cpu else self.dtype
-
-    def settings(self) -> TrainSettings:
-        """Return the settings of the run; recipe and job have fields of the same names."""
-        given = vars(self.recipe) | vars(self)
-        return TrainSettings(**{each.name: given[each.name] for each in fields(TrainSettings)})
 
     def identity(self) -> dict[str, Any]:
         """Return the options that determine texts and weights, with which a run is continued."""
@@ -280,9 +276,12 @@ def _learn(
         texts,
         *captures,
         objective(job.loss),
-        job.recipe.weights,
-        job.settings(),
+        job.recipe,
+        job.budget,
         run,
+        seed=job.seed,
+        evaluate_steps=job.evaluate_steps,
+        patience=job.patience,
         progress=show.training,
         pause=show.pause,
     )

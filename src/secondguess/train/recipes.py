@@ -51,8 +51,13 @@ class Recipe(ABC):
     """Base class of recipes.
 
     Args:
-        learning_rate, warmup_steps, clip, batch_size, places: as in `TrainSettings`,
-            which checks them.
+        learning_rate: peak learning rate.
+        warmup_steps: steps of linear warm-up to the peak.
+        clip: maximum norm of the gradient.
+        batch_size: texts per step.
+        places: share of the counted positions used in a step, drawn anew for each step.
+            Neighbouring positions carry similar information, and computing a distribution at
+            every position is most of the cost of a step.
 
     Attributes:
         kind: kind of drafter; also the name of the command.
@@ -66,11 +71,11 @@ class Recipe(ABC):
         BadInputError: a value out of range.
     """
 
-    learning_rate: float = 1e-3
-    warmup_steps: int = 50
-    clip: float = 1.0
-    batch_size: int = 8
-    places: float = 0.25
+    learning_rate: float = _within(1e-8, 1, 1e-3)
+    warmup_steps: int = _within(0, 1_000_000, 50)
+    clip: float = _within(1e-6, 1e6, 1.0)
+    batch_size: int = _within(1, 65_536, 8)
+    places: float = _within(0.001, 1, 0.25)
 
     kind: ClassVar[str]
     guesses_alone: ClassVar[bool] = False
@@ -89,7 +94,7 @@ class Recipe(ABC):
         """Return an untrained learner, determined by the seed."""
 
     def weights(self, num_depths: int) -> list[float]:
-        """Return the weights of the losses by depth."""
+        """Return the weights of the losses by depth, from 1 downwards."""
         return [1.0] * num_depths
 
 
