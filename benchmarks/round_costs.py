@@ -177,16 +177,13 @@ class Cell:
         self._warm = True
 
 
-def measure_round_costs(
-    stage: Stage, lengths: Sequence[int] = LENGTHS, num_cycles: int = 12, num_turns: int = 2
-) -> RoundCosts:
-    """Time rounds of every part of the drafter.
+def measure_round_costs(stage: Stage, lengths: Sequence[int] = LENGTHS, num_cycles: int = 12) -> RoundCosts:
+    """Time rounds of every part of the drafter, half of them in reverse order.
 
     Args:
         stage: components.
         lengths: draft lengths to time; 0 among them.
         num_cycles: rounds of each length.
-        num_turns: turns to divide them into; every second one is in reverse order.
     """
     candidates = _candidates(stage)
     cells = [
@@ -194,9 +191,8 @@ def measure_round_costs(
         for candidate in candidates
         for asks in ((False,) if candidate.deterministic else (False, True))
     ]
-    for turn in range(num_turns):
-        for cell in cells if turn % 2 == 0 else reversed(cells):
-            cell.run(-(-num_cycles // num_turns))
+    for cell in (*cells, *reversed(cells)):
+        cell.run(-(-num_cycles // 2))
     plain = [
         sum(times) for cell in cells for times in zip(cell.sweep.rest[0], cell.sweep.draft[0], strict=True)
     ]

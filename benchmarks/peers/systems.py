@@ -29,17 +29,14 @@ class OpenVino(System):
         process: process returned by `start`.
         draft_length: tokens to draft per round; 0 for plain decoding.
         label: precision, for the name.
-        draft: label of the draft, for the name.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[str], draft_length: int, label: str, draft: str = "draft"
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[str], draft_length: int, label: str) -> None:
         self._process = process
         self._draft_length = draft_length
         self.family = f"openvino {label}"
         self.speculates = draft_length > 0
-        self.name = f"{self.family} {f'{draft} {draft_length}' if draft_length else 'plain'}"
+        self.name = f"{self.family} {f'draft {draft_length}' if draft_length else 'plain'}"
 
     @staticmethod
     def start(

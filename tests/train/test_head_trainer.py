@@ -35,7 +35,7 @@ from secondguess.train.head_trainer import (
 )
 from secondguess.train.losses import objective
 from secondguess.train.recipes import Recipe, TargetInfo
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget
 from secondguess.train.training_data import TextSplit, TrainingText
 
 KL = objective("kl")

@@ -89,12 +89,12 @@ def is_permissive(licence: str) -> bool:
     return bool(PERMISSIVE.search(licence)) and not RESTRICTED.search(licence)
 
 
-def is_held_out(content: bytes, one_in: int = 50) -> bool:
-    """Return whether a file is held out, from a hash of its content.
+def is_held_out(content: bytes) -> bool:
+    """Return whether a file is held out, as one in 50 is, from a hash of its content.
 
     Every run therefore holds out the same files.
     """
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % one_in == 0
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % 50 == 0
 
 
 def looks_handwritten(text: str) -> bool:
@@ -111,7 +111,7 @@ def looks_handwritten(text: str) -> bool:
     return digits < 0.12 * len(text) and foreign < 0.02 * len(text)
 
 
-def documented_functions(text: str, most_lines: int = 60) -> Iterator[str]:
+def documented_functions(text: str) -> Iterator[str]:
     """Yield each short top-level function with a docstring as a text of its own."""
     try:
         tree = ast.parse(text)
@@ -123,7 +123,7 @@ def documented_functions(text: str, most_lines: int = 60) -> Iterator[str]:
             continue
         body_lines = node.end_lineno - (node.body[0].end_lineno or node.lineno)
         docstring_lines = (node.body[0].end_lineno or 0) - node.body[0].lineno
-        if not 1 <= body_lines <= most_lines or docstring_lines > 40 or node.name.startswith("test_"):
+        if not 1 <= body_lines <= 60 or docstring_lines > 40 or node.name.startswith("test_"):
             continue
         yield "\n".join(lines[node.lineno - 1 : node.end_lineno]) + "\n"
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from builtin_pair.generate import generate_rows
+from builtin_pair.evaluate import generate_rows
 from builtin_pair.model import Decoder, ModelShape
 from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import LossFunction, Report

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.errors import BadInputError
-from secondguess.names import check_range
 from secondguess.runtime.support import has_bfloat16
 
 
@@ -29,11 +27,7 @@ def fast_dtype() -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a Llama decoder with tied embeddings.
-
-    Raises:
-        BadInputError: sizes below 1, or sizes that do not divide each other.
-    """
+    """Shape of a Llama decoder with tied embeddings."""
 
     num_layers: int
     hidden_size: int
@@ -44,20 +38,6 @@ class ModelShape:
     max_positions: int = 2048
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if isinstance(size, int):
-                check_range(name, size, 1, 10_000_000)
-        if self.hidden_size % (2 * self.num_heads):
-            raise BadInputError(
-                f"hidden_size must be an even multiple of num_heads, got {self.hidden_size} and {self.num_heads}; "
-                "choose a hidden size such as num_heads * 32 or num_heads * 64"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise BadInputError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
-            )
 
     @property
     def head_size(self) -> int:

@@ -41,8 +41,7 @@ from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
 from secondguess.train.files import write_atomically
-from secondguess.train.run_folder import check_or_record_options
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget, check_or_record_options
 
 TARGET_SHAPE = ModelShape(16, 256, 4, 2, 768, 6144)
 # One layer: on a CPU, a one-token forward pass is mostly call overhead, which grows with layers.

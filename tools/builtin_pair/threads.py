@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 _STATISTICS = Path("/proc/stat")
+IGNORED_LOAD = 0.2
+"""Load of other processes that is ignored, in cores."""
 
 
 def _busy_seconds() -> float | None:
@@ -27,12 +29,9 @@ def _busy_seconds() -> float | None:
     return (sum(numbers) - idle) / os.sysconf("SC_CLK_TCK")
 
 
-def threads_to_use(others: float, cores: int, most: int, tolerance: float = 0.2) -> int:
-    """Return the cores left if other processes keep ``others`` of them busy, from 1 to ``most``.
-
-    A load up to ``tolerance`` cores is ignored.
-    """
-    taken = int(others + 1 - tolerance)
+def threads_to_use(others: float, cores: int, most: int) -> int:
+    """Return the cores left if other processes keep ``others`` of them busy, from 1 to ``most``."""
+    taken = int(others + 1 - IGNORED_LOAD)
     return max(1, min(most, cores - taken))
 
 

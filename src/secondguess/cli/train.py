@@ -160,7 +160,7 @@ def _refuse_answer_options(context: Context) -> None:
 def _train(kind: str, given: dict[str, Any]) -> int:
     from secondguess.train.head_card import displayed_figures
     from secondguess.train.head_training import HeadJob, ProgressDisplay, train_head
-    from secondguess.train.schedule import Budget
+    from secondguess.train.run_folder import Budget
     from secondguess.train.training_texts import DEFAULT_TEMPERATURES, AnswerSettings
 
     answers = AnswerSettings(
@@ -168,6 +168,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
         max_tokens=given.pop("max_tokens"),
         length=given.pop("length"),
         batch_size=given.pop("answer_batch"),
+        seed=given["seed"],
     )
     minutes, steps = given.pop("minutes"), given.pop("steps")
     budget = Budget(30.0 if minutes is None and steps is None else minutes, steps)

@@ -32,7 +32,7 @@ from secondguess.train.capture import Capture
 from secondguess.train.files import write_atomically
 from secondguess.train.muon import Muon
 from secondguess.train.recipes import Recipe
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget
 from secondguess.train.training_data import Batch, TextSplit, TrainingText, batches_in_order, training_batches
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration, with the steepest slope at 0."""
 NUM_ITERATIONS = 5
+MOMENTUM = 0.95
+"""Momentum of the gradient."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -22,13 +24,10 @@ class Muon(torch.optim.Optimizer):
     Args:
         parameters: matrices.
         learning_rate: learning rate; updates have the root mean square of AdamW's at the same rate.
-        momentum: momentum of the gradient.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], learning_rate: float, momentum: float = 0.95
-    ) -> None:
-        super().__init__(parameters, {"lr": learning_rate, "momentum": momentum})
+    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
+        super().__init__(parameters, {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -39,8 +38,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["average"] = torch.zeros_like(parameter)
-                average = state["average"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonal(parameter.grad.lerp(average, group["momentum"]))
+                average = state["average"].lerp_(parameter.grad, 1 - MOMENTUM)
+                update = orthogonal(parameter.grad.lerp(average, MOMENTUM))
                 # 0.2 is the usual root mean square of AdamW's updates.
                 parameter.add_(update, alpha=-0.2 * group["lr"] * max(parameter.shape) ** 0.5)
 

@@ -9,7 +9,7 @@ import pytest
 from builtin_pair.model import ModelShape
 from builtin_pair.pair import PairRecipe, prepare_data
 from builtin_pair.tokens import TokenStore
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget
 
 MODULE = '''"""Numbers about the {name} of things."""
 

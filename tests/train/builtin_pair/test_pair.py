@@ -23,7 +23,7 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.eagle import EagleHead, load_eagle
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import Trainer
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.train.files import write_atomically
-from secondguess.train.schedule import Budget
+from secondguess.train.run_folder import Budget
 from secondguess.train.training_data import shuffled_index
 
 SHAPE = ModelShape(4, 32, 2, 1, 64, 512)
@@ -210,17 +210,11 @@ def test_an_interrupted_write_keeps_the_earlier_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_invalid_settings_are_refused() -> None:
+def test_invalid_budgets_are_refused() -> None:
     with pytest.raises(BadInputError, match="minutes or steps"):
         Budget()
     with pytest.raises(BadInputError, match="positive"):
         Budget(minutes=-1)
-    with pytest.raises(BadInputError, match=r"last must end at 1\.0"):
-        replace(SETTINGS, phases=PHASES[:1])
-    with pytest.raises(BadInputError, match="cannot have fewer layers"):
-        replace(SETTINGS, phases=(Phase(0.5, 4, 16, 64), Phase(1.0, 3, 16, 64)))
-    with pytest.raises(BadInputError, match="tokens of a step"):
-        Phase(1.0, 1, 64, 32)
 
 
 def test_rows_depend_only_on_the_step_and_an_epoch_visits_every_row(store: TokenStore) -> None:
