@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import make_parser, store
+
 WARM_UP = 2
 SETTINGS = {"plain": None, "fixed:4": "fixed:4", "default": None}
 
@@ -106,9 +108,7 @@ def compare(ours: Installation, other: Installation, requests: list[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--other", help="Python interpreter of the other installation")
     parser.add_argument("--pair", action="append", help="`builtin`, or a directory that make_pair.py wrote")
     parser.add_argument("--prompts", default=None)
@@ -117,7 +117,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="a JSON file for the table with its provenance")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -128,7 +127,6 @@ def main() -> None:
     # Only here: the other installation may not have these modules.
     from secondguess.builtin import builtin_paths
     from secondguess.workloads.loading import load_workload
-    from secondguess.workloads.provenance import collect_provenance
 
     texts = load_workload(options.prompts, options.num_prompts).prompts
     ours, other = (Installation(python, options.threads) for python in (sys.executable, options.other))
@@ -170,18 +168,10 @@ def main() -> None:
             )
     for installation in (ours, other):
         installation.close()
-    if options.output is not None:
-        grown = {Path(pair).name: Path(pair) / "target" for pair in options.pair or () if pair != "builtin"}
-        about = collect_provenance(
-            num_threads=options.threads,
-            device="cpu",
-            dtype="bfloat16",
-            seed=0,
-            models={"builtin": paths[0], **grown},
-            runtimes={},
-        )
-        report = {"table": table, "other_commit": commit_of(options.other), "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    grown = {Path(pair).name: Path(pair) / "target" for pair in options.pair or () if pair != "builtin"}
+    report = {"table": table, "other_commit": commit_of(options.other)}
+    models = {"builtin": paths[0], **grown}
+    store(options, report, num_threads=options.threads, dtype="bfloat16", models=models)
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from common import make_parser, store
 from in_turns import ModelsWithOwnCaches, in_turns
 
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance
 
 PLAIN = "fixed:0"
 BUSY_LOOP = "while True: pass"
@@ -233,9 +233,7 @@ def show(summary: Sequence[dict[str, object]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--pair", action="append", help="builtin (default), or a directory; repeatable")
     parser.add_argument("--experiment", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
     parser.add_argument("--processes", type=int, default=10, help="fresh processes for each experiment")
@@ -253,7 +251,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     options.pair = options.pair or ["builtin"]
     return options
@@ -268,23 +265,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for result in run_processes(options):
         results.append(result)
-        if options.output is not None:
-            write(options.output, results, options)
+        # What there is so far, so that an interrupted run is not lost.
+        report = {"summary": summarise(results), "results": results}
+        models = {"builtin": builtin_paths()[0]}
+        store(options, report, num_threads=options.threads, dtype=options.dtype, models=models)
     show(summarise(results))
-
-
-def write(path: Path, results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Write what there is so far, so that an interrupted run is not lost."""
-    about = collect_provenance(
-        num_threads=options.threads,
-        device="cpu",
-        dtype=options.dtype,
-        seed=0,
-        models={"builtin": builtin_paths()[0]},
-        runtimes={},
-    )
-    record = {"summary": summarise(results), "results": results, "provenance": about.__dict__}
-    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

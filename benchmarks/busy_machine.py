@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from common import make_parser, store
+
 PROMPT = [5, 6, 7, 8] * 16
 BUSY_LOOP = """
 import time
@@ -85,9 +87,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", help="builtin (default) or a directory; repeatable")
     parser.add_argument("--competitors", type=int, default=2)
     parser.add_argument(
@@ -101,12 +101,10 @@ def main() -> None:
         "--limit", type=float, default=3.0, help="largest ratio of the medians and of the means"
     )
     parser.add_argument("--note", default="", help="text for the output file")
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     results = {name_of(model): measure(model, options) for model in options.model or ["builtin"]}
     print(json.dumps(results, indent=1))
-    if options.output is not None:
-        write(results, options)
+    store(options, {"results": results, "note": options.note}, num_threads=options.threads)
     ratios = [
         result[name]
         for by_width in results.values()
@@ -119,16 +117,6 @@ def main() -> None:
 def name_of(model: str) -> str:
     """Return the name of the pair that a model is of."""
     return Path(model).parent.name if "/" in model else model
-
-
-def write(results: dict[str, dict[str, dict[str, Any]]], options: argparse.Namespace) -> None:
-    from secondguess.workloads.provenance import collect_provenance
-
-    about = collect_provenance(
-        num_threads=options.threads, device="cpu", dtype="auto", seed=0, models={}, runtimes={}
-    )
-    report = {"results": results, "note": options.note, "provenance": about.as_dict()}
-    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ only adds time.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from common import make_parser
 
+from secondguess.bench.tables import table
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
@@ -153,17 +154,13 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, output=False)
     parser.add_argument("--controller", default="cost")
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{'microseconds of a round':34}{'plan':>8}{'keep_drafting':>8}{'learn':>8}{'all':>8}{'keep_drafting calls':>13}"
-    )
+    rows = []
     for scene in SCENES:
         least: dict[str, float] = {}
         calls = 0.0
@@ -177,8 +174,9 @@ def main() -> None:
             for name in METHODS[:3]:
                 spent = 1e6 * (meter.seconds[name] - nothing * meter.calls[name]) / options.rounds
                 least[name] = min(spent, least.get(name, spent))
-        cells = "".join(f"{least[name]:8.1f}" for name in METHODS[:3])
-        print(f"{scene.name:34}{cells}{sum(least.values()):8.1f}{calls:13.2f}", flush=True)
+        times = [*(least[name] for name in METHODS[:3]), sum(least.values())]
+        rows.append([scene.name, *(f"{each:.1f}" for each in times), f"{calls:.2f}"])
+    print(table(["microseconds of a round", *METHODS[:3], "all", "calls of keep_drafting"], rows))
 
 
 if __name__ == "__main__":

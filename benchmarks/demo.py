@@ -9,13 +9,13 @@ are made when they are first needed, and kept.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import make_pair
+from common import make_parser
 from growth import GrownShape
 from transformers import AutoConfig
 
@@ -98,9 +98,7 @@ def race(llm: secondguess.LLM, prompt: str, num_tokens: int) -> dict[str, float]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, output=False)
     parser.add_argument("prompt", nargs="?", default="def read_lines(path):")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--shape", choices=sorted(make_pair.GROWN_SHAPES), default="llama-3.2-1b")

@@ -10,7 +10,6 @@ part that was not trained on, 100 samples each. All systems forecast in turn, wi
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,13 @@ from statistics import fmean, median, stdev
 
 import numpy
 import torch
+from common import make_parser, store
 from torch import Tensor
 from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerForPrediction
 
 import secondguess
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
-from secondguess.workloads.provenance import collect_provenance
 
 HORIZON, CONTEXT, NUM_SAMPLES = 24, 48, 100
 LAGS = {"sunspots": [1, 2, 3, 4, 5, 9, 10, 11, 12, 22], "co2": [1, 2, 3, 6, 11, 12, 13, 24]}
@@ -197,9 +196,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--series", nargs="+", choices=list(LAGS), default=list(LAGS))
     parser.add_argument("--steps", type=int, default=800, help="training steps")
     parser.add_argument("--origins", type=int, default=8, help="forecasts per series")
@@ -208,16 +205,10 @@ def main() -> None:
     parser.add_argument(
         "--models", type=Path, default=None, help="a folder to store trained models in, and to load them from"
     )
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     table = [row for name in options.series for row in measure(name, options)]
-    if options.output is not None:
-        about = collect_provenance(
-            num_threads=options.threads, device="cpu", dtype="float32", seed=0, models={}, runtimes={}
-        )
-        report = {"table": table, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    store(options, {"table": table}, num_threads=options.threads, dtype="float32")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ milliseconds of a pass over 1, 5 and 9 tokens in each precision.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from common import make_parser
 
 from secondguess.api import encode
 from secondguess.bench.costs import ForwardTimer
@@ -97,9 +96,7 @@ def figures(runs: dict[str, list[Run]]) -> Json:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft-model", help="path of a draft model to measure beside the copy")
     parser.add_argument(
@@ -110,7 +107,6 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, action="append", help="repeatable; by default 0 and 1")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     models = {
         name: Models(options.model, "bfloat16", "cpu", quantize, options.runtime)

@@ -133,8 +133,9 @@ def make_pair(sizes: Json, dtype: torch.dtype, device: str, agreement: float) ->
     config = LlamaConfig(**sizes, num_key_value_heads=8, bos_token_id=None, eos_token_id=None)
     target = random_target(config, SHARPNESS, device)  # bfloat16, but for the rotary frequencies
     target = target.float() if dtype == torch.float32 else target
-    damping, found = damp_until(target, 1, agreement)
-    models = {"target": target, "drafter": first_layers(target, 1)}
+    drafter = first_layers(target, 1)
+    damping, found = damp_until(target, drafter, 1, agreement)
+    models = {"target": target, "drafter": drafter}
     about = {"asked": agreement, "damping": damping, **asdict(found), "config": config.to_dict()}
     about |= {name: weights_of(model) for name, model in models.items()}
     ours, theirs = ([twin(model) for model in models.values()] for _ in range(2))

@@ -12,12 +12,11 @@ length that was best for that part, chosen afterwards.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
+from common import make_parser, store
 from in_turns import ModelsWithOwnCaches, in_turns
 from replay import replay
 from round_costs import Stage, measure_round_costs
@@ -26,13 +25,13 @@ from traces import record
 from secondguess.api import encode, load
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.systems import Models, SecondguessSystem
+from secondguess.bench.tables import table
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.drafters import draft_model_paths
 from secondguess.sampling import SamplingParams
 from secondguess.workloads.loading import Workload, load_workload
-from secondguess.workloads.provenance import collect_provenance
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12)
 REPETITIVE = (
@@ -154,19 +153,17 @@ def show(title: str, speeds: dict[str, dict[str, float]]) -> dict[str, object]:
     fixed = [name for name in speeds if name.startswith("fixed")]
     parts = list(next(iter(speeds.values())))
     best = {part: max(fixed, key=lambda name: speeds[name][part]) for part in parts}
+    rows = [
+        [name, *(f"{speed:.0f} ({speed / speeds[best[part]][part]:.3f})" for part, speed in by_part.items())]
+        for name, by_part in speeds.items()
+    ]
     print(f"\n{title}: tokens/s (over the best constant length)")
-    print(f"{'':34}" + "".join(f"{part:>20}" for part in parts))
-    for name, by_part in speeds.items():
-        cells = [f"{by_part[part]:9.0f} ({by_part[part] / speeds[best[part]][part]:.3f})" for part in parts]
-        print(f"{name:34}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
-    print(f"{'best constant':34}" + "".join(f"{best[part]:>20}" for part in parts))
+    print(table(["", *parts], [*rows, ["best constant", *best.values()]]), flush=True)
     return {"title": title, "tokens_per_second": speeds, "best_constant": best}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--drafter", default="suffix+model:builtin-draft")
     parser.add_argument("--num-prompts", type=int, default=14, help="of each part")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -176,9 +173,6 @@ def main() -> None:
     parser.add_argument("--only-replay", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--output", type=Path, default=None, help="a JSON file for the tables with their provenance"
-    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     controllers = [*(f"fixed:{length}" for length in LENGTHS), *options.controller]
@@ -190,19 +184,9 @@ def main() -> None:
             whole, decoding = for_real(options, controllers, temperature)
             tables.append(show(f"measured, {where}", whole))
             tables.append(show(f"measured without prefill, {where}", decoding))
-    if options.output is not None:
-        names = ["builtin", *draft_model_paths(options.drafter)]
-        about = collect_provenance(
-            num_threads=options.threads,
-            device="cpu",
-            dtype=options.dtype,
-            seed=0,
-            models=dict(zip(names, builtin_paths(), strict=False)),
-            runtimes={},
-        )
-        options.output.write_text(
-            json.dumps({"tables": tables, "provenance": about.__dict__}, indent=1) + "\n"
-        )
+    names = ["builtin", *draft_model_paths(options.drafter)]
+    models = dict(zip(names, builtin_paths(), strict=False))
+    store(options, {"tables": tables}, num_threads=options.threads, dtype=options.dtype, models=models)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import make_parser
 from growth import GrownShape, grow, with_experts
 from growth_heads import GROW, target_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -122,12 +123,6 @@ def random_target(config: LlamaConfig, sharpness: float, device: str = "cpu") ->
     return model.eval()
 
 
-def _scale_output(layer: Any, factor: float) -> None:
-    """Scale what a layer adds to the residual stream."""
-    layer.self_attn.o_proj.weight.data.mul_(factor)
-    layer.mlp.down_proj.weight.data.mul_(factor)
-
-
 def first_layers(target: Any, num_layers: int) -> Any:
     """Return a model of the target's first layers that shares its weights."""
     config = copy.deepcopy(target.config)
@@ -158,8 +153,8 @@ def measure(target: Any, drafter: Any, tokens: Tensor) -> Agreement:
     )
 
 
-def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agreement]:
-    """Damp the outputs of layers after the first `num_kept` until `agreement` is about reached.
+def damp_until(target: Any, drafter: Any, num_kept: int, agreement: float) -> tuple[float, Agreement]:
+    """Damp the outputs of layers after the first `num_kept`, the drafter's, until `agreement` is about reached.
 
     Agreement grows almost monotonically as the factor shrinks; the best factor that bisection
     tries is used.
@@ -167,7 +162,6 @@ def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agr
     Returns:
         The factor, which stays applied to the target, and the agreement measured with it.
     """
-    drafter = first_layers(target, num_kept)
     tokens = torch.randint(target.config.vocab_size, (NUM_TEXTS, TEXT_LENGTH), device=target.device)
     low, high, current = 1e-3, 1.0, 1.0
     tried: dict[float, Agreement] = {}
@@ -184,8 +178,11 @@ def damp_until(target: Any, num_kept: int, agreement: float) -> tuple[float, Agr
 
 
 def _damp(target: Any, num_kept: int, factor: float) -> None:
+    """Scale what the later layers add to the residual stream."""
     for layer in target.model.layers[num_kept:]:
-        _scale_output(layer, factor)
+        for name, module in layer.named_modules():
+            if name.endswith(("o_proj", "out_proj", "down_proj")):
+                module.weight.data.mul_(factor)
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -201,8 +198,8 @@ def make_pair(
     torch.manual_seed(seed)
     with torch.inference_mode():
         target = random_target(config, sharpness)
-        damping, found = damp_until(target, num_kept, agreement)
         drafter = first_layers(target, num_kept)
+        damping, found = damp_until(target, drafter, num_kept, agreement)
     tokenizer = word_tokenizer(config.vocab_size)
     for name, model in {"target": target, "drafter": drafter}.items():
         model.save_pretrained(out / name)
@@ -249,9 +246,7 @@ def grow_heads(out: Path, folder: Path, small: Any, grown: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, output=False)
     parser.add_argument("out", type=Path, help="directory to write to")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--shape", choices=sorted(SHAPES | GROWN_SHAPES), default="88m")

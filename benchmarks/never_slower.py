@@ -15,16 +15,15 @@ anything. A second plain decoding shows the noise.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import TextIO
 
 import torch
+from common import make_parser, store
 from in_turns import ModelsWithOwnCaches, in_turns
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +31,6 @@ from secondguess.bench.encoding import encode_workload
 from secondguess.bench.systems import Models, SecondguessSystem
 from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance
 
 
 @contextmanager
@@ -140,9 +138,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", default=None)
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -152,9 +148,6 @@ def main() -> None:
     parser.add_argument("--controller", default="cost")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--output", type=Path, default=None, help="a JSON file for the table with its provenance"
-    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with noise_model() as noise:
@@ -166,16 +159,8 @@ def main() -> None:
                 "suffix and noise": f"suffix+model:{noise}",
             },
         )
-    if options.output is not None:
-        about = collect_provenance(
-            num_threads=options.threads,
-            device="cpu",
-            dtype=options.dtype,
-            seed=0,
-            models={"builtin": builtin_paths()[0]},
-            runtimes={},
-        )
-        options.output.write_text(json.dumps({"table": table, "provenance": about.__dict__}, indent=1) + "\n")
+    models = {"builtin": builtin_paths()[0]}
+    store(options, {"table": table}, num_threads=options.threads, dtype=options.dtype, models=models)
 
 
 if __name__ == "__main__":

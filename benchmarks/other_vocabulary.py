@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from common import make_parser, store
 from in_turns import ModelsWithOwnCaches, in_turns
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
@@ -40,7 +41,7 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.runtime.quiet import quiet
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance, public_name
+from secondguess.workloads.provenance import public_name
 
 TIMED = [(TranslatingDrafter, "_follow"), (IntersectionDrafter, "_restrict"), (StringDrafter, "_encoded")]
 
@@ -195,9 +196,7 @@ def seconds_to_follow(pair: VocabularyPair, tokens: list[int], length: int) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft", default="builtin-draft")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.6], help="share of the merges")
@@ -207,7 +206,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--transformers", action="store_true", help="run `generate` of Transformers too")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     models = Models(options.model, options.dtype, "cpu")
     record: dict[str, Any] = {"arguments": vars(options) | {"output": None}}
@@ -242,14 +240,9 @@ def main() -> None:
             pair, tokens = system._drafter.pair, models.target.encode(Path(__file__).read_text())
             seconds = {length: seconds_to_follow(pair, tokens, length) for length in (200, 4000)}
             record[name] = pair.as_dict() | {"follow": seconds}
-    about = collect_provenance(
-        num_threads=torch.get_num_threads(), device="cpu", dtype=options.dtype, seed=0, models={}, runtimes={}
-    )
     record["arguments"] |= {name: public_name(record["arguments"][name]) for name in ("model", "draft")}
-    text = json.dumps({"provenance": about.as_dict(), **record}, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    print(json.dumps(record, indent=1))
+    store(options, record, num_threads=torch.get_num_threads(), dtype=options.dtype)
 
 
 if __name__ == "__main__":

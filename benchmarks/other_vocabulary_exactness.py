@@ -12,9 +12,7 @@ sampling is `expected` on average.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import tempfile
 from collections import Counter
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import make_parser, store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -35,7 +34,6 @@ from transformers import (
 from secondguess.api import load
 from secondguess.proof.certificate import CertifyOptions, certify, plain_logits_of, system_of
 from secondguess.runtime.quiet import no_progress_bars, quiet
-from secondguess.workloads.provenance import collect_provenance
 
 TOKENS = {"target": ["a", "b", "c", "ab", "Ġ"], "draft": ["Ġ", "c", "b", "a", "bc", "d"]}
 NUM_TOKENS = 3
@@ -106,12 +104,9 @@ def of_transformers(folder: Path, num_samples: int) -> Mapping[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--num-samples", type=int, default=400_000)
     parser.add_argument("--num-transformers", type=int, default=2000, help="texts sampled with Transformers")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as path:
@@ -129,11 +124,7 @@ def main() -> None:
             print(f"{method}: distance {certified.distance:.4f}, bound {certified.bound:.4f}", flush=True)
         report["transformers"] = of_transformers(folder, options.num_transformers)
         print("Transformers:", report["transformers"])
-    if options.output:
-        about = collect_provenance(
-            num_threads=torch.get_num_threads(), device="cpu", dtype="float32", seed=0, models={}, runtimes={}
-        )
-        options.output.write_text(json.dumps({"provenance": about.as_dict(), **report}, indent=1) + "\n")
+    store(options, report, num_threads=torch.get_num_threads(), dtype="float32")
 
 
 if __name__ == "__main__":

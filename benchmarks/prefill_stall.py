@@ -13,7 +13,6 @@ unshared ones are prefilled.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from common import make_parser, store
 
 from secondguess import SamplingParams
 from secondguess.api import LLM, Generation, load
@@ -32,7 +32,6 @@ from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.drafters.mirroring import MirroringDrafter
 from secondguess.engine.prefill_budget import MAX_DELAY
 from secondguess.runtime.base import Runtime
-from secondguess.workloads.provenance import collect_provenance
 
 SEED = 7
 WARM_UP, BASELINE = 50, 100
@@ -145,9 +144,7 @@ def measure_shared_prefix(llm: LLM, first: list[int], second: list[int]) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin", help="builtin (default) or a directory")
     parser.add_argument(
         "--draft-model", default="builtin-draft", help="builtin-draft (default) or a directory"
@@ -158,7 +155,6 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.9)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -188,26 +184,25 @@ def main() -> None:
                 counts = result["shared_prefix"]["after_the_first"]["prefilled"]
                 correct &= max(counts.values()) <= len(late) - num_shared
                 correct &= result["stall"]["texts_equal"] and result["shared_prefix"]["texts_equal"]
-    if options.output:
-        provenance = collect_provenance(
-            num_threads=options.threads,
-            device=llm.target.device,
-            dtype=", ".join(options.dtypes),
-            seed=SEED,
-            models={
-                Path(name).name: Path(find_checkpoint(name)) for name in (options.model, options.draft_model)
-            },
-            runtimes={Path(options.model).name: ", ".join({each["runtime"] for each in results})},
-        )
-        settings = {
-            "prompt_tokens": options.prompt_tokens,
-            "share": options.share,
-            "context": options.context,
-            "max_delay_in_rounds": MAX_DELAY,
-            "draft_length": DRAFT_LENGTH,
-        }
-        report = {"provenance": provenance.as_dict(), "settings": settings, "results": results}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    settings = {
+        "prompt_tokens": options.prompt_tokens,
+        "share": options.share,
+        "context": options.context,
+        "max_delay_in_rounds": MAX_DELAY,
+        "draft_length": DRAFT_LENGTH,
+    }
+    store(
+        options,
+        {"settings": settings, "results": results},
+        num_threads=options.threads,
+        device=llm.target.device,
+        dtype=", ".join(options.dtypes),
+        seed=SEED,
+        models={
+            Path(name).name: Path(find_checkpoint(name)) for name in (options.model, options.draft_model)
+        },
+        runtimes={Path(options.model).name: ", ".join({each["runtime"] for each in results})},
+    )
     sys.exit(not correct)
 
 

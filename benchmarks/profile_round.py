@@ -18,6 +18,7 @@ import time
 from statistics import median
 
 import torch
+from common import make_parser
 
 from secondguess.api import encode
 from secondguess.bench.costs import ForwardTimer, predicted_seconds, typical_context
@@ -136,9 +137,7 @@ def show_functions(system: SecondguessSystem, prompts: list[list[int]], options:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, output=False)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", default="model:builtin-draft")
     parser.add_argument("--controller", default=None, help="default: chosen by drafter")

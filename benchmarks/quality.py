@@ -10,19 +10,18 @@ Each text is cut into windows of the given length that overlap by one token, so 
 but a text's first are counted.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 from statistics import stdev
 
 import torch
+from common import make_parser, store
 from torch import Tensor
 from torch.nn import functional
 
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.workloads.provenance import collect_provenance
 
 PRECISIONS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 
@@ -53,14 +52,11 @@ def measure(models: dict[str, LoadedModel], text: str, length: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--fields", nargs="+", default=["prompt", "canonical_solution"])
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     lines = [json.loads(line) for line in options.texts.read_text().splitlines()]
     texts = ["".join(line[field] for field in options.fields) for line in lines]
@@ -82,17 +78,15 @@ def main() -> None:
             "divergence_in_bits": round(divergence / num_tokens, 5),
         }
     print(json.dumps(result, indent=1))
-    if options.output:
-        exact = models["bfloat16"]
-        provenance = collect_provenance(
-            num_threads=torch.get_num_threads(),
-            device=exact.device,
-            dtype=exact.dtype,
-            seed=0,
-            models={Path(options.model).name: Path(exact.path)},
-            runtimes={name: loaded.runtime_description for name, loaded in models.items()},
-        )
-        options.output.write_text(json.dumps({"provenance": provenance.as_dict(), **result}, indent=1) + "\n")
+    exact = models["bfloat16"]
+    store(
+        options,
+        result,
+        num_threads=torch.get_num_threads(),
+        dtype=exact.dtype,
+        models={Path(options.model).name: Path(exact.path)},
+        runtimes={name: loaded.runtime_description for name, loaded in models.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -30,8 +29,9 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from common import make_parser, store
 from four_bits import count_equal_texts, decode_all, figures
-from make_pair import NUM_TEXTS, SEARCH_STEPS, TABLE_SIZE, TEXT_LENGTH, Agreement, measure, word_tokenizer
+from make_pair import TABLE_SIZE, damp_until, word_tokenizer
 from torch import nn
 
 from secondguess.bench.systems import Models, SecondguessSystem
@@ -40,7 +40,6 @@ from secondguess.runtime import scans
 from secondguess.runtime.packing import pack_linears
 from secondguess.runtime.recurrent import RecurrentRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.workloads.provenance import collect_provenance
 
 Json = dict[str, Any]
 WIDTHS = (1, 2, 3, 5, 9)
@@ -198,7 +197,7 @@ def make_pair(folder: Path, num_layers: int, agreement: float) -> None:
             table.weight.normal_(std=TABLE_SIZE * table.weight.shape[1] ** -0.5)
         target.model.norm.weight.fill_(SHARPNESS / TABLE_SIZE - 1)  # the module adds 1
         drafter = _first_layer(target)
-        found = _damp_until(target, drafter, agreement)
+        _, found = damp_until(target, drafter, 1, agreement)
     tokenizer = word_tokenizer(SHAPE["vocab_size"])
     for name, model in {"target": target, "drafter": drafter}.items():
         model.to(torch.bfloat16).save_pretrained(folder / name)
@@ -212,22 +211,6 @@ def _first_layer(target: Any) -> Any:
     drafter = transformers.AutoModelForCausalLM.from_config(config).eval()
     drafter.load_state_dict(target.state_dict(), strict=False)
     return drafter
-
-
-def _damp_until(target: Any, drafter: Any, agreement: float) -> Agreement:
-    """Damp the outputs of layers after the first until about `agreement` is reached, by bisection."""
-    tokens = torch.randint(SHAPE["vocab_size"], (NUM_TEXTS, TEXT_LENGTH))
-    low, high, current = 1e-3, 1.0, 1.0
-    for _ in range(SEARCH_STEPS):
-        middle = (low * high) ** 0.5
-        for layer in target.model.layers[1:]:
-            for name, module in layer.named_modules():
-                if name.endswith(("o_proj", "out_proj", "down_proj")):
-                    module.weight.mul_(middle / current)
-        current, found = middle, measure(target, drafter, tokens)
-        print(f"damping {middle:.4f}: agreement {found.greedy:.3f}", flush=True)
-        low, high = (middle, high) if found.greedy > agreement else (low, middle)
-    return found
 
 
 def speeds_of_pair(folder: Path, num_prompts: int, num_tokens: int) -> Json:
@@ -252,15 +235,12 @@ def speeds_of_pair(folder: Path, num_prompts: int, num_tokens: int) -> Json:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--pair", type=Path, help="folder of the pair, which is written if it does not exist")
     parser.add_argument("--agreement", type=float, default=0.75)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: Json = {"verification": verification_costs(options.turns)}
     if options.pair is not None:
@@ -269,16 +249,7 @@ def main() -> None:
         report["agreement"] = json.loads((options.pair / "pair.json").read_text())
         report["pair"] = speeds_of_pair(options.pair, options.prompts, options.tokens)
     print(json.dumps(report, indent=1))
-    if options.output:
-        about = collect_provenance(
-            num_threads=torch.get_num_threads(),
-            device="cpu",
-            dtype="bfloat16",
-            seed=0,
-            models={},
-            runtimes={},
-        )
-        options.output.write_text(json.dumps({"provenance": about.as_dict(), **report}, indent=1) + "\n")
+    store(options, report, num_threads=torch.get_num_threads(), dtype="bfloat16")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ has status 500 or above, other than 503, or is an error without OpenAI's form.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import schemathesis
+from common import make_parser, store
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.generation.modes import GenerationMode
 from server_process import serve
-
-from secondguess.workloads.provenance import collect_provenance
 
 ERROR_FIELDS = {"message", "type", "param", "code"}
 TIMEOUT = 600.0
@@ -77,15 +75,12 @@ def check_reply(status: int, content: bytes) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--examples", type=int, default=10_000, help="number of requests, over all operations"
     )
     parser.add_argument("--max-output-tokens", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     limits = ["--max-output-tokens", str(options.max_output_tokens), "--max-samples", "4"]
     failure = ""
@@ -106,12 +101,7 @@ def main() -> int:
     print(json.dumps(report, indent=1))
     if failure or report["tracebacks"]:
         print(log[-8000:])
-    if options.output is not None:
-        about = collect_provenance(
-            num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
-        )
-        stored = {**report, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(options, report, num_threads=0, seed=options.seed)
     return 1 if failure or report["tracebacks"] else 0
 
 

@@ -22,16 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from statistics import median
 
+from common import make_parser, store
 from openai import AsyncOpenAI
 from server_process import serve
 from transformers import AutoTokenizer
 
 from secondguess.builtin import builtin_paths
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance
 
 
 @dataclass
@@ -145,9 +144,7 @@ def row_of(system: str, num_clients: int, loads: list[Load]) -> dict[str, object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--peer", action="append", default=[], help="NAME=URL of another server; repeatable")
@@ -170,7 +167,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     own = ["--model", options.model] + (["--drafter", options.drafter] if options.drafter else [])
     texts = list(load_workload(options.prompts, options.num_prompts).prompts)
@@ -193,17 +189,8 @@ def main() -> None:
             for name in systems:
                 table.append(row_of(name, num_clients, loads[name]))
                 print(json.dumps(table[-1]), flush=True)
-            write(table, options)
-
-
-def write(table: Sequence[object], options: argparse.Namespace) -> None:
-    if options.output is None:
-        return
-    about = collect_provenance(
-        num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
-    )
-    report = {"table": table, "note": options.note, "provenance": about.as_dict()}
-    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            report = {"table": table, "note": options.note}
+            store(options, report, num_threads=0, seed=options.seed)
 
 
 def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, System]:

@@ -28,6 +28,7 @@ from threading import Event
 from typing import Any
 
 import httpx2
+from common import make_parser, store
 from server_process import ServerProcess, free_port, serve
 
 from secondguess import load
@@ -36,7 +37,6 @@ from secondguess.sampling import SamplingParams
 from secondguess.server.chat import ChatTemplate, Conversation
 from secondguess.server.model import ServedModel
 from secondguess.workloads.loading import BUILTIN_PROMPTS
-from secondguess.workloads.provenance import collect_provenance
 
 Json = dict[str, Any]
 
@@ -423,15 +423,12 @@ def checks(report: Json) -> dict[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of a middling answer")
     parser.add_argument("--max-waiting", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     report = run(options)
     found = checks(report)
@@ -439,12 +436,7 @@ def main() -> int:
     print()
     print(table(["check", "holds"], [[name, "yes" if holds else "NO"] for name, holds in found.items()]))
     print(json.dumps({key: value for key, value in report.items() if key != "replies"}, indent=1))
-    if options.output is not None:
-        about = collect_provenance(
-            num_threads=0, device="cpu", dtype="auto", seed=options.seed, models={}, runtimes={}
-        )
-        stored = {**report, "checks": found, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(options, {**report, "checks": found}, num_threads=0, seed=options.seed)
     return 0 if all(found.values()) else 1
 
 

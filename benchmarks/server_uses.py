@@ -17,7 +17,6 @@ All with the built-in models, over HTTP. Passes do not depend on the machine; se
 
 from __future__ import annotations
 
-import argparse
 import json
 import keyword
 import random
@@ -27,16 +26,15 @@ import time
 import urllib.request
 from http.client import HTTPResponse
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 from threading import Thread
 from typing import Any
 
+from common import make_parser, store
 from server_process import ServerProcess, serve
 
 from secondguess.bench.tables import table
 from secondguess.workloads.loading import BUILTIN_PROMPTS
-from secondguess.workloads.provenance import collect_provenance
 
 Json = dict[str, Any]
 
@@ -215,11 +213,8 @@ def delays(gaps: list[float], round_seconds: float) -> Json:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     with serve([]) as server:
         report: Json = {"second_turn": measure_second_turn(server), "edit": measure_edit(server)}
@@ -247,10 +242,7 @@ def main() -> int:
         rows.append([f"{where}: its prefill, seconds", f"{found['prefill_seconds']:.2f}", ""])
     print(table(["figure", "value", "goal"], rows))
     print(json.dumps(report, indent=1))
-    if options.output is not None:
-        about = collect_provenance(num_threads=0, device="cpu", dtype="auto", seed=0, models={}, runtimes={})
-        stored = {**report, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(options, report, num_threads=0)
     return 0
 
 

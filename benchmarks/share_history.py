@@ -18,12 +18,10 @@ machine.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import csv
 import email
-import json
 import keyword
 import random
 import re
@@ -37,10 +35,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import make_parser, store
+
 import secondguess
 from secondguess.bench.tables import table
 from secondguess.workloads.loading import load_workload
-from secondguess.workloads.provenance import collect_provenance
 
 Json = dict[str, Any]
 
@@ -140,15 +139,12 @@ def figures(runs: Sequence[dict[str, Totals]], part: slice) -> Json:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", action="append", help="repeatable; by default suffix")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of each reply")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stream", action="append", help="repeatable; by default all")
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for results and provenance")
     options = parser.parse_args()
     streams, rng = make_streams(), random.Random(0)
     report: Json = {}
@@ -166,10 +162,7 @@ def main() -> int:
             rows.append([drafter, name, *(f"{found[figure]:.2f}" for figure in FIGURES)])
             print(*rows[-1], flush=True)
     print(table(["drafter", "stream", *FIGURES], rows))
-    if options.output is not None:
-        about = collect_provenance(num_threads=0, device="cpu", dtype="auto", seed=0, models={}, runtimes={})
-        stored = {**report, "provenance": about.as_dict()}
-        options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(options, report, num_threads=0)
     return 0
 
 

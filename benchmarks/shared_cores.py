@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from common import make_parser
+
 PROMPT = [5, 6, 7, 8] * 8
 NUM_TOKENS = 16
 
@@ -74,16 +76,13 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", help="builtin (default) or a directory; repeatable")
     parser.add_argument("--runtime", default="auto")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=None, help="a JSON file for the results")
     options = parser.parse_args()
     options.model = options.model or ["builtin"]
     if options.worker:
