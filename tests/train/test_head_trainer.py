@@ -31,7 +31,6 @@ from secondguess.train.head_trainer import (
     HeadTrainer,
     Progress,
     acceptance_length,
-    nothing,
 )
 from secondguess.train.losses import objective
 from secondguess.train.recipes import Recipe, TargetInfo
@@ -105,7 +104,7 @@ def make(target) -> Callable[..., HeadTrainer]:
         folder: Path,
         steps: int = 12,
         progress: Callable[[Progress], None] = lambda progress: None,
-        pause: Callable[[], None] = nothing,
+        pause: Callable[[], None] = lambda: None,
         recipe: Recipe = RECIPE,
         loss: Objective = KL,
         evaluate_steps: int = 4,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from statistics import geometric_mean
 
 from secondguess.bench.systems import speculator_name
 
@@ -36,7 +36,11 @@ def one_for_all(speedups: Mapping[int, Speedups]) -> str:
         name: gain for name, gain in gaining.items() if num_losing[name] == min(num_losing.values())
     }
     close_to_best = [name for name, gain in candidates.items() if gain >= max(candidates.values()) / WORTH_IT]
-    return max(close_to_best, key=lambda name: _mean_gain(name, speedups))
+    gains = {
+        name: [of_size[name] for of_size in speedups.values() if of_size.get(name, 0) >= 1]
+        for name in close_to_best
+    }
+    return max(close_to_best, key=lambda name: geometric_mean(gains[name]))
 
 
 def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
@@ -59,12 +63,6 @@ def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
         other = f"the configuration's choice has {relative:.2f} of its speed"
         lines.append(f"- batch size {size}: {line}; {same if best == chosen else other}.")
     return lines
-
-
-def _mean_gain(name: str, speedups: Mapping[int, Speedups]) -> float:
-    losing = losing_sizes(name, speedups)
-    gains = [math.log(of_size[name]) for size, of_size in speedups.items() if size not in losing]
-    return sum(gains) / len(gains)
 
 
 def _short(name: str) -> str:

@@ -136,10 +136,10 @@ class GgufWeights:
         rows = self._rows(name)
         if rows is None:
             return GroupedWeight.rounded(self.read(name))
-        decode = DECODERS.get(kind.name, partial(_round, kind))
-        return GroupedWeight.joined(
-            [decode(torch.from_numpy(np.array(rows[place]))) for place in _slices(rows)]
-        )
+        slices = (np.array(rows[place]) for place in _slices(rows))
+        if decode := DECODERS.get(kind.name):
+            return GroupedWeight.joined([decode(torch.from_numpy(each)) for each in slices])
+        return GroupedWeight.joined([GroupedWeight.rounded(_dequantise(each, kind)) for each in slices])
 
     def _rows(self, name: str) -> Any:
         """Return the rows of a matrix as they are stored, in the module's order; None if rows are changed."""
@@ -184,11 +184,6 @@ def _dequantise(rows: Any, kind: Any) -> Tensor:
     if kind.name in DECODERS:
         return DECODERS[kind.name](torch.from_numpy(np.array(rows))).dequantised()
     return torch.from_numpy(np.array(dequantize(rows, kind)))
-
-
-def _round(kind: Any, rows: Tensor) -> GroupedWeight:
-    """Round a weight in another type to 8 bits in groups."""
-    return GroupedWeight.rounded(_dequantise(rows.numpy(), kind))
 
 
 def _decode_4_bits(num_parameters: int, rows: Tensor) -> GroupedWeight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -59,10 +59,6 @@ class Metrics:
         self.tokens_per_output = self._histogram(
             "vllm:request_generation_tokens", "Output tokens per sample.", TOKEN_BUCKETS
         )
-
-    def observe(self) -> Observer:
-        """Return the observer of a request that was received now."""
-        return Observer(self)
 
     def to_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -128,14 +124,12 @@ class _EngineMetrics(Collector):
             ("secondguess:phase_seconds", "Time per phase, per sample.", "phase", dict(totals.seconds)),
         ):
             yield self._filled(CounterMetricFamily(name, text, labels=("model_name", label)), values)
-        by_length = list(accumulate(rounds_by_length(totals)))
-        buckets = [
-            (str(float(most)), by_length[min(most, len(by_length) - 1)]) for most in DRAFT_LENGTH_BUCKETS
-        ]
+        num_up_to = [totals.num_rounds - longer for longer in (*drafted, 0)]  # by draft length
+        buckets = [(str(float(most)), num_up_to[min(most, len(drafted))]) for most in DRAFT_LENGTH_BUCKETS]
         lengths = HistogramMetricFamily(
             "secondguess:draft_length", "Draft length per round.", labels=("model_name",)
         )
-        lengths.add_metric([self._model], [*buckets, ("+Inf", by_length[-1])], sum(drafted))
+        lengths.add_metric([self._model], [*buckets, ("+Inf", totals.num_rounds)], sum(drafted))
         yield lengths
 
     def _filled(self, family: FamilyT, values: Mapping[Any, float]) -> FamilyT:
@@ -150,7 +144,7 @@ ABORTED = "abort"
 
 
 class Observer:
-    """Measurements of one HTTP request."""
+    """Measurements of one HTTP request, which was received when this is made."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -188,12 +182,6 @@ class Observer:
         for output in event.outputs:
             self._metrics.requests(output.finish_reason or ABORTED).inc()
             self._metrics.tokens_per_output.observe(len(output.token_ids))
-
-
-def rounds_by_length(stats: Stats) -> list[int]:
-    """Return the number of rounds with a draft of 0, 1, ... levels."""
-    reached = [stats.num_rounds, *stats.drafted_per_position, 0]
-    return [longer - longest for longer, longest in pairwise(reached)]
 
 
 def speculative_decoding(stats: Stats) -> dict[str, Any]:

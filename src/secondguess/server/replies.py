@@ -63,23 +63,19 @@ def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reaso
     The prediction tokens are those of the request's `prediction`, never the drafter's.
     """
     num_prompt, num_output = sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)
+    # Counted once per prompt, not for each of its samples.
+    num_cached = sum(each.stats.num_reused for each in outputs[:: len(outputs) // len(prompts)])
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_reused(prompts, outputs)},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
             "accepted_prediction_tokens": sum(each.stats.accepted_prediction_tokens for each in outputs),
             "rejected_prediction_tokens": sum(each.stats.rejected_prediction_tokens for each in outputs),
         },
     }
-
-
-def num_reused(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> int:
-    """Return the number of prompt tokens that were in the KV cache, counted once per prompt."""
-    samples_per_prompt = len(outputs) // len(prompts)
-    return sum(output.stats.num_reused for output in outputs[::samples_per_prompt])
 
 
 def report(outputs: Sequence[Output]) -> Json:

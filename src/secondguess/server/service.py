@@ -16,7 +16,7 @@ from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
 from secondguess.server.convert import Converter, Job
 from secondguess.server.errors import RETRY_SECONDS, ApiError
-from secondguess.server.metrics import Metrics
+from secondguess.server.metrics import Metrics, Observer
 from secondguess.server.model import ServedModel
 from secondguess.server.parsing import Delta, ForcedCallParser, PlainParser, ReplyParser, TemplateParser
 from secondguess.server.replies import finish_reason
@@ -85,7 +85,7 @@ class Service:
 
     async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, Generation]:
         """Convert a request and give it to the engine."""
-        observer = self.metrics.observe()
+        observer = Observer(self.metrics)
         generation = Generation(self.engine, observer, http.state.owner)
         seconds = self.settings.request_seconds
         deadline = None if seconds is None else time.monotonic() + seconds

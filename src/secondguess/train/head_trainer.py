@@ -83,10 +83,6 @@ class RunState:
     log_bytes: int = 0
 
 
-def nothing() -> None:
-    """Do nothing: the default `pause`, which never stops a run."""
-
-
 class HeadTrainer:
     """Training run with its state; `run` continues it to the end of its budget.
 
@@ -127,7 +123,7 @@ class HeadTrainer:
         evaluate_steps: int,
         patience: int,
         progress: Callable[[Progress], None],
-        pause: Callable[[], None] = nothing,
+        pause: Callable[[], None],
     ) -> None:
         self.trainable, self.target, self.texts = trainable, target, texts
         self._objective, self._recipe = objective, recipe
