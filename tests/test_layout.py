@@ -28,6 +28,7 @@ LAYERS = [
         "verifiers",
         "controllers",
     ),
+    ("scoring",),
     ("rounds", "configuration", "pairing", "prompts", "workloads"),
     ("prefilling",),
     ("decode",),

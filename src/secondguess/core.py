@@ -292,7 +292,11 @@ class Draft:
         the verification rule, and a row's text must not depend on whether another row had room to
         draft. Cached, because rounds in backoff use the same one.
         """
-        probs = None if vocab_size is None else torch.empty(num_rows, 0, vocab_size, device=device)
+        probs = (
+            None
+            if vocab_size is None
+            else torch.empty(num_rows, 0, vocab_size, dtype=torch.float32, device=device)
+        )
         return Draft.chains([()] * num_rows, probs, device)
 
     @classmethod

@@ -4,7 +4,8 @@ SecondGuessError                 base of all errors that this package raises on 
 ├── BadInputError (ValueError)   a value, option or prompt that cannot be used as given
 ├── CheckpointError              a model or tokenizer that is missing, broken or of the wrong kind
 │   └── UnsupportedModelError    a model that was found but cannot be decoded speculatively
-└── OutOfMemoryError             models and caches that do not fit; raised before allocation
+├── OutOfMemoryError             models and caches that do not fit; raised before allocation
+└── NonFiniteLogitsError         a model whose logits are NaN or infinite
 
 MismatchWarning (UserWarning)    a drafter that was trained for other target weights
 
@@ -36,6 +37,10 @@ class UnsupportedModelError(CheckpointError):
 
 class OutOfMemoryError(SecondGuessError):
     """Models and caches that do not fit; raised before anything large is allocated."""
+
+
+class NonFiniteLogitsError(SecondGuessError):
+    """Logits that are NaN or infinite: weights that are broken, or activations that overflow."""
 
 
 class MismatchWarning(UserWarning):

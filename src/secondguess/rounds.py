@@ -33,8 +33,9 @@ from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources,
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs
+from secondguess.scoring import score_and_verify
 from secondguess.stats import StatsRecorder
-from secondguess.verifiers.base import Verifier, verify_logits
+from secondguess.verifiers.base import Verifier
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,7 @@ def run_round(
             with recorder.phase("prefill"):
                 budgets = prepare_drafter(components.drafter, rows, budgets, max_prefill_tokens)
         draft = _draft(components, rows, budgets, noise)
-        with recorder.phase("score"):
-            scores = components.target.score(rows, draft)
-        with recorder.phase("verify"):
-            verdict = verify_logits(components.verifier, rows, draft, scores.logits, noise)
+        draft, scores, verdict = score_and_verify(components, rows, draft, noise)
         # The cache drops rejected nodes before the rows' tokens change.
         components.target.keep(rows, verdict.paths)
         commits = _commit(rows, draft, scores, verdict)

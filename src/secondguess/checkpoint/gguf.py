@@ -123,7 +123,7 @@ class GgufWeights:
         kind, rows = tensor.tensor_type, self._rows(name)
         if rows is None:
             return torch.from_numpy(np.array(self._in_order(name, dequantize(self._data(name), kind))))
-        weight = torch.empty(len(rows), int(tensor.shape[0]))
+        weight = torch.empty(len(rows), int(tensor.shape[0]), dtype=torch.float32)
         for place in _slices(rows):
             weight[place] = _dequantise(rows[place], kind)
         return weight

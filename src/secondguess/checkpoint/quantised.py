@@ -224,7 +224,9 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor) -> GroupedWeight:
         raise CheckpointError(
             f"expected exponents up to {LARGEST_EXPONENT}, got {exponents.max()}; download the checkpoint again"
         )
-    scale = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - 127)  # levels are doubled
+    scale = torch.ldexp(
+        torch.full(exponents.shape, 0.5, dtype=torch.float32), exponents.int() - 127
+    )  # levels are doubled
     return GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS)
 
 

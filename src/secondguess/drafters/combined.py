@@ -190,7 +190,8 @@ def _merge_nodes(drafts: Sequence[Draft]) -> Draft:
 
 def one_hot_probs(tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the distribution `[..., vocab]` that each of these deterministic tokens was drawn from."""
-    return torch.zeros(*tokens.shape, vocab_size, device=tokens.device).scatter_(-1, tokens[..., None], 1.0)
+    zeros = torch.zeros(*tokens.shape, vocab_size, dtype=torch.float32, device=tokens.device)
+    return zeros.scatter_(-1, tokens[..., None], 1.0)
 
 
 @lru_cache(maxsize=4096)

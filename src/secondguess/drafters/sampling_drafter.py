@@ -249,7 +249,8 @@ class SamplingDrafter(Drafter):
         if drawn.probs is not None:
             return Draft.chains(self.chains, expand_to_batch(drawn.probs, num_rows, active), self.device)
         # All of these rows are at temperature 0.
-        probs = torch.zeros(num_rows, max(map(len, drawn.tokens)), self.vocab_size, device=self.device)
+        shape = (num_rows, max(map(len, drawn.tokens)), self.vocab_size)
+        probs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         for index, chain in zip(active, drawn.tokens, strict=True):
             probs[index, range(len(chain)), chain] = 1.0
         return Draft.chains(self.chains, probs, self.device)
@@ -274,7 +275,7 @@ class SamplingDrafter(Drafter):
     def _probs(self, dists: list[Tensor], num_rows: int) -> Tensor:
         """Stack distributions to `[row, node, vocab]` at the target's vocabulary width."""
         if not dists:
-            return torch.empty(num_rows, 0, self.vocab_size, device=self.device)
+            return torch.empty(num_rows, 0, self.vocab_size, dtype=torch.float32, device=self.device)
         return self._padded(torch.stack(dists, 1))
 
     def _padded(self, probs: Tensor) -> Tensor:

@@ -357,6 +357,13 @@ class Runtime(ABC):
         A row with fewer cached tokens keeps them.
         """
 
+    def erase(self, rows: Sequence[Row]) -> None:
+        """Overwrite what the cache holds beyond the cached tokens of rows, after logits that were not finite.
+
+        Attention may read these entries with weight 0, and 0 times NaN is NaN. Nothing to do for a
+        runtime that does not read them.
+        """
+
     @abstractmethod
     def release(self, row: Row) -> None:
         """Release the cache slot of a row; do nothing for a row that was never admitted."""

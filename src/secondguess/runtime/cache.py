@@ -187,6 +187,12 @@ class KeyValueCache:
         for block in (*self.keys, *self.values, *self.indexes):
             block[slot_index, :, target] = block[slot_index, :, source]
 
+    def erase(self, slot: int, length: int) -> None:
+        """Set the entries of a slot after the first `length` positions to zero."""
+        if slot < self.num_slots:
+            for block in (*self.keys, *self.values, *self.indexes):
+                block[slot, :, length:] = 0
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         if not length:
@@ -266,6 +272,10 @@ class IndexedCache(KeyValueCache):
 
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         super().compact([self.blocks[slot] for slot in slots], starts, paths)
+
+    def erase(self, slot: int, length: int) -> None:
+        if slot < self.num_slots:
+            super().erase(self.blocks[slot], length)
 
     def move(self, source: int, target: int, length: int) -> None:
         if length:

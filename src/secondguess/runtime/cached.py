@@ -216,6 +216,13 @@ class CachedRuntime(Runtime):
             state.num_nodes = 0
 
     @exclusive
+    def erase(self, rows: Sequence[Row]) -> None:
+        with torch.inference_mode():
+            for row in rows:
+                state = self.slots[row]
+                self.cache.erase(state.slot, state.length)
+
+    @exclusive
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
         scattered = []
         for row, path in zip(rows, paths, strict=True):

@@ -117,7 +117,7 @@ def most_likely(logits: Tensor, num_finished: Tensor) -> tuple[Tensor, Tensor]:
     confidences = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
     _triton().most_likely_kernel[num_rows, parts](
         logits,
-        torch.empty(num_rows, parts, 3, device=logits.device),
+        torch.empty(num_rows, parts, 3, dtype=torch.float32, device=logits.device),
         num_finished,
         tokens,
         confidences,
@@ -266,7 +266,8 @@ def _linear_kernel(
     row_bytes = block_tokens * states.dtype.itemsize + tile.outputs * num_halves * weight_bytes
     num_tiles = -(-num_outputs // tile.outputs)
     parts = 1 if activation is not None else _parts(tile, num_tiles, num_inputs, states.device)
-    partial_sums = torch.empty(parts, num_tokens, num_outputs, device=states.device) if parts > 1 else None
+    shape = (parts, num_tokens, num_outputs)
+    partial_sums = torch.empty(shape, dtype=torch.float32, device=states.device) if parts > 1 else None
     tensors = (product.bias, residual, output, partial_sums, num_finished, num_tokens, num_outputs, scale)
     options = {
         "NUM_INPUTS": num_inputs,
@@ -360,8 +361,8 @@ def _attention_kernel(
     chunk = capacity if is_causal else CHUNK
     num_chunks = -(-capacity // chunk)
     shape = (num_tokens, heads.num_queries, num_chunks)
-    sums = torch.empty(*shape, heads.size, device=queries.device)
-    statistics = torch.empty(*shape, 2, device=queries.device)
+    sums = torch.empty(*shape, heads.size, dtype=torch.float32, device=queries.device)
+    statistics = torch.empty(*shape, 2, dtype=torch.float32, device=queries.device)
     block_size = max(16, _power_of_two(heads.size))
     # The same for every width of a draft, as the sums of a query depend on it.
     block = 64 if is_causal and heads.size <= 128 else 32

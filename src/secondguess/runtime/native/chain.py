@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, sizeof
 
-import torch
 from torch import Tensor
 
 from secondguess.core import StoppingRule
@@ -47,7 +46,7 @@ class ChainCall:
         limits = ctypes.addressof(self._numbers)
         answers, lengths, tokens = [limits + sizeof(c_int64) * num_rows * place for place in (1, 2, 3)]
         try:
-            self._probs = torch.empty(num_rows, num_nodes, vocab_size) if is_sampled else None
+            self._probs = library.float32_buffer(num_rows, num_nodes, vocab_size) if is_sampled else None
         except RuntimeError as error:
             raise OutOfMemoryError(
                 f"expected memory for the probabilities of {num_rows} drafts of {num_nodes} tokens, got none; decode "

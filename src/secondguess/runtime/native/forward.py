@@ -201,7 +201,7 @@ class KernelForward:
         """
         flat = states.to(torch.bfloat16).contiguous()
         num_rows = flat.numel() // flat.shape[-1]
-        logits = torch.empty(*states.shape[:-1], self.decoder.described.head.num_outputs)
+        logits = library.float32_buffer(*states.shape[:-1], self.decoder.described.head.num_outputs)
         to_logits = (int(is_normalised), logits.data_ptr(), num_threads(), self._workspace)
         arguments = (flat.data_ptr(), num_rows, *to_logits)
         if num_rows and self._kernels.secondguess_unembed(self.decoder.described, *arguments):
@@ -343,8 +343,9 @@ class KernelForward:
         # the last layer has two numbers
         asked = list(dict.fromkeys([self._level(layer) for layer in wanted]))
         addresses, shown = self._room_for(num_tokens, asked) if asked else (self._no_levels, None)
-        make = torch.empty if len(layout.selected) == rows * layout.num_columns else torch.zeros
-        logits = make(rows, layout.num_columns, self.decoder.described.head.num_outputs)
+        logits = library.float32_buffer(rows, layout.num_columns, self.decoder.described.head.num_outputs)
+        if len(layout.selected) < rows * layout.num_columns:
+            logits.zero_()
         slots = cache.placement.slots
         if slots is None:
             slots = self._in_order if rows <= NUM_PREALLOCATED_SLOTS else torch.arange(rows)

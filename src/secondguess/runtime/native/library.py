@@ -37,6 +37,14 @@ ROUNDED = ENCODINGS[:4]
 """Those to which the kernels round weights; codes of the others come from checkpoints."""
 
 
+def float32_buffer(*shape: int) -> torch.Tensor:
+    """Return an uninitialised tensor for the kernels, which write float32, whatever torch's default dtype is.
+
+    The default is global: Transformers changes it while it loads a model, perhaps in another thread.
+    """
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     """Return fields of one type."""
     return [(name, kind) for name in names.split()]

@@ -53,7 +53,7 @@ class Recurrence:
         Raises:
             OutOfMemoryError: no memory for the workspace.
         """
-        outputs = torch.empty(1, num_tokens, *self.output_shape[1:])
+        outputs = library.float32_buffer(1, num_tokens, *self.output_shape[1:])
         arguments = self.arguments
         arguments.num_tokens = num_tokens
         arguments.before, arguments.after = before.data_ptr(), after.data_ptr()

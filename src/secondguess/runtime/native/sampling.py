@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.errors import OutOfMemoryError, SecondGuessError
+from secondguess.errors import NonFiniteLogitsError, OutOfMemoryError
 from secondguess.runtime.native.library import units
 
 
@@ -46,10 +46,10 @@ def require_finite(logits: Tensor) -> None:
     """Check a model's logits.
 
     Raises:
-        SecondGuessError: they are NaN or infinite.
+        NonFiniteLogitsError: they are NaN or infinite.
     """
     if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
-        raise SecondGuessError(
+        raise NonFiniteLogitsError(
             "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
             "overflow in this precision: try another dtype"
         )

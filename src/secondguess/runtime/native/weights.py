@@ -126,7 +126,7 @@ def _allocate(blocks: Blocks, arena: Arena, weight_format: WeightFormat) -> Tens
         num_groups = weight.num_inputs // weight_format.group_size
         num_bytes += num_lines * num_groups * weight_format.bytes_per_group
     if weight_format is INT8:
-        weight.scale = blocks.keep(torch.zeros(num_lines))
+        weight.scale = blocks.keep(library.float32_buffer(num_lines).zero_())
         weight.sum = blocks.keep(torch.zeros(num_lines, dtype=torch.int32))
     data = arena.allocate(num_bytes)
     weight.data = blocks.keep(data)
