@@ -100,7 +100,7 @@ def pieces_of(stream: StreamingDetokenizer, row: Row, commits: list[list[int]]) 
 
 def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[StreamingDetokenizer, Row]:
     prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
-    stream = StreamingDetokenizer(tokenizer, prompt_ids, stop)
+    stream = StreamingDetokenizer(tokenizer, prompt_ids, stop, settings.get("min_tokens", 0))
     ends = frozenset({tokenizer.eos_token_id})
     return stream, Row(
         prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream.stop_checker
@@ -150,6 +150,38 @@ class TestIncrementalDecoder:
             runs = in_runs(ids, seed=chooser.random())
             assert "".join([many.push(*run) for run in runs]) + many.flush() == expected
 
+    def test_an_open_character_is_read_on_token_by_token(self):
+        """A real replacement character, an ideographic space and a letter, in two groupings."""
+        ids = [
+            *(PIECES.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "\ufffd\u3000".encode()),
+            *spell("é"),
+        ]
+        texts = []
+        for runs in ([[each] for each in ids], [*([each] for each in ids[:4]), ids[4:]]):
+            decoder = IncrementalDecoder(PIECES, spell("a"))
+            texts.append("".join([decoder.push(*run) for run in runs]) + decoder.flush())
+        assert texts[0] == texts[1]
+
+    @pytest.mark.parametrize("end", ["\ufffd", "\ufffd\ufffd\ufffd"])
+    def test_a_replacement_character_of_the_prompt_is_not_repeated(self, end):
+        decoder = IncrementalDecoder(BYTES, single_bytes(f"a{end}"))
+        assert "".join([decoder.push(token) for token in single_bytes("b€")]) + decoder.flush() == "b€"
+        at_its_end = IncrementalDecoder(BYTES, single_bytes(f"a{end}"))
+        assert at_its_end.flush() == ""
+
+    def test_spaces_are_not_cleaned_up(self):
+        """A clean-up would remove the space before a comma, which has been returned."""
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(
+                models.WordPiece({"[UNK]": 0, "a": 1, ",": 2, "b": 3, "'": 4, "s": 5}, unk_token="[UNK]")
+            ),
+            clean_up_tokenization_spaces=True,
+        )
+        tokenizer.backend_tokenizer.decoder = decoders.WordPiece(cleanup=False)
+        ids = [1, 2, 3, 4, 5, 1]
+        one, whole = (IncrementalDecoder(tokenizer, [1]) for _ in range(2))
+        assert "".join([one.push(token) for token in ids]) == whole.push(*ids) == " a , b ' s a"
+
     def test_a_leading_space_is_dropped_only_at_the_start(self):
         hello = PIECES.convert_tokens_to_ids("▁Hello")
         assert IncrementalDecoder(PIECES, spell("a,b")).push(hello) == " Hello"
@@ -196,9 +228,9 @@ class TestIncrementalDecoder:
         sizes = []
 
         class Counting:
-            def decode(self, token_ids, *, skip_special_tokens):
+            def decode(self, token_ids, **options):
                 sizes.append(len(token_ids))
-                return BYTES.decode(token_ids, skip_special_tokens=skip_special_tokens)
+                return BYTES.decode(token_ids, **options)
 
         decoder = IncrementalDecoder(Counting(), encode("byte-level", "p" * 1000))
         for token in ids:
@@ -306,6 +338,13 @@ class TestStopStrings:
         pieces = pieces_of(stream, row, [[token] for token in single_bytes("xabyabz")])
         assert "".join(pieces) == "xaby"
         assert row.finish_reason == "stop"
+
+    def test_a_stop_string_before_min_tokens_stays_in_a_text_that_ends_otherwise(self):
+        stream, row = watched_row(["b"], min_tokens=4, max_tokens=9)
+        stream.push(*single_bytes("a"))
+        assert not stream.push(*single_bytes("b"))
+        row.tokens += single_bytes("ab")
+        assert stream.flush(row.output, "stop").text == "ab"
 
     def test_a_stop_string_completed_after_min_tokens_counts(self):
         stream, row = watched_row(["abc"], min_tokens=3)

@@ -125,7 +125,9 @@ class FakeEngine:
     def _sample(self, request, index):
         target = self.llm.target
         tokenizer = target.tokenizer
-        detokenizer = StreamingDetokenizer(tokenizer, request.prompt, request.params.stop)
+        detokenizer = StreamingDetokenizer(
+            tokenizer, request.prompt, request.params.stop, request.params.min_tokens
+        )
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length
         row = Row(

@@ -127,7 +127,9 @@ class Generation:
                 tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
                 settings = replace(settings, prediction=tokens)
             for sample in range(settings.n):
-                detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, stop=settings.stop)
+                detokenizer = StreamingDetokenizer(
+                    llm.target.tokenizer, ids, settings.stop, settings.min_tokens
+                )
                 draws_by_race = llm.drafter.draws_by_race
                 row = make_row(
                     llm.target, llm.verifier, ids, settings, detokenizer.stop_checker, sample, draws_by_race

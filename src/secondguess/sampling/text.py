@@ -34,7 +34,9 @@ MAX_WINDOW_TOKENS = 64
 class Tokenizer(Protocol):
     """Subset of the Transformers tokenizer interface that is used here."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         """Return the text of some tokens."""
         ...
 
@@ -78,6 +80,7 @@ class IncrementalDecoder:
                 break
             width *= 2
         self._set_window(window, text)
+        self._prompt_text: str | None = text if self._num_given < len(text) else None
 
     def _set_window(self, window: list[int], text: str) -> None:
         self._window = window
@@ -91,8 +94,9 @@ class IncrementalDecoder:
         Special tokens have no text. The text does not depend on how many tokens are pushed together.
         """
         self._window += tokens
+        was_settled = self._num_settled == len(self._window) - len(tokens)
         text = self._decode(self._window)
-        if len(tokens) > 1 and REPLACEMENT in text[self._num_given :]:
+        if len(tokens) > 1 and not (was_settled and REPLACEMENT not in text[self._num_given :]):
             del self._window[-len(tokens) :]
             return "".join([self.push(token) for token in tokens])
         num_open = num_incomplete(text)
@@ -100,6 +104,7 @@ class IncrementalDecoder:
             return ""
         # More tokens than one character can have: only the end may still become a character.
         end = len(text) - num_open
+        self._settle_prompt(text)
         piece = text[self._num_given : end]
         self._num_given = end
         if not num_open:
@@ -113,9 +118,16 @@ class IncrementalDecoder:
     def flush(self) -> str:
         """Return the rest of an incomplete character; call it when no more tokens follow."""
         text = self._decode(self._window)
+        self._settle_prompt(text)
         piece = text[self._num_given :]
         self._num_given = len(text)
         return piece
+
+    def _settle_prompt(self, text: str) -> None:
+        """Decide, once, whether the end of the prompt was an incomplete character: then the output has changed it."""
+        if self._prompt_text is not None and text.startswith(self._prompt_text):
+            self._num_given = len(self._prompt_text)
+        self._prompt_text = None
 
     def _trim_window(self, start: int) -> None:
         """Drop the window's tokens before `start`, unless the remaining ones decode to nothing."""
@@ -125,7 +137,8 @@ class IncrementalDecoder:
             self._set_window(rest, text)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        # A clean-up removes spaces of text that was returned before.
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def text_of_token(tokenizer: Any, token: int) -> str:
@@ -207,16 +220,19 @@ class StopSearch:
 class StreamingDetokenizer:
     """Text of a row: detects stop strings and returns the text in pieces.
 
-    The row decides whether a stop string ends it (not before `min_tokens`). If it continues, the
-    string stays in the text, and the search continues after it.
+    A stop string before `min_tokens` stays in the text, and the search continues after it.
 
     Args:
         tokenizer: tokenizer of the target.
         prompt_ids: tokens that precede the text.
         stop: strings that end the text, none of them empty.
+        min_tokens: number of tokens before which no stop string ends the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self._min_tokens = min_tokens
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
         self._has_stop = bool(stop)
         self._search = StopSearch(tuple(stop))
@@ -238,6 +254,8 @@ class StreamingDetokenizer:
         text = self._decoder.push(token)
         self._segments.append((text, False))
         self._search.push(text)
+        if self._num_read < self._min_tokens:
+            self._search.skip_match()
         return self._search.match is not None
 
     def take(self, commit: Commit) -> Piece:

@@ -49,8 +49,8 @@ class _SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, **{**options, "skip_special_tokens": False})
         return text
 
 
