@@ -42,8 +42,10 @@ class TinyTokenizer:
 
 
 @cache
-def tiny_compiler(vocab_size: int) -> GrammarCompiler:
-    return GrammarCompiler(LLTokenizer(TokenizerWrapper(TinyTokenizer(vocab_size))))
+def tiny_compiler(vocab_size: int, num_logits: int | None = None) -> GrammarCompiler:
+    """Compiler for a target with logits of all tokens, or of the first `num_logits`."""
+    tokenizer = LLTokenizer(TokenizerWrapper(TinyTokenizer(vocab_size)))
+    return GrammarCompiler(tokenizer, num_logits or vocab_size)
 
 
 def tiny_matcher(params: SamplingParams, vocab_size: int) -> GrammarMatcher | None:

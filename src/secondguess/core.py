@@ -30,6 +30,7 @@ from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy
@@ -409,6 +410,13 @@ def ancestor_closure(parents: Tensor) -> Tensor:
         reach = (reach @ reach).clamp_(max=1.0)
         covered *= 2
     return reach > 0
+
+
+def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
+    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
+    if not chain or max(chain) < vocab_size:
+        return chain
+    return list(takewhile(lambda token: token < vocab_size, chain))
 
 
 def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -109,6 +109,9 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
     needs_target = required.head or drafter.uses_target_layers
     head_bytes = 0
     if target is not None:
+        is_whole = target.runtimes[0] == "transformers" and required.target_copy is None
+        if drafter.uses_target_layers and is_whole:
+            raise partial_forward_error()
         if required.head:
             folder = find_head_folder(name, target.name, target.path)
             required = drafter.requirements(name, folder)
@@ -116,8 +119,6 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
                 head_bytes = count_parameters(folder) * target.dtype.itemsize
         if required.target_copy is not None:
             head_bytes = target.copy_bytes(required.target_copy)
-        elif drafter.uses_target_layers and target.runtimes[0] == "transformers":
-            raise partial_forward_error()
         if target.num_layers < required.num_target_layers:
             raise BadInputError(
                 f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "

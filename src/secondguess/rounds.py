@@ -148,7 +148,7 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
     """Draft for all rows: from the row's own source where one was chosen (a negative part), else by the drafter."""
     if min(budgets.parts) >= 0:
         return _draft_by_drafter(components, rows, budgets, noise)
-    chains = chains_of_sources(rows, budgets.lengths, budgets.parts)
+    chains = chains_of_sources(rows, budgets.lengths, budgets.parts, components.target.vocab_size)
     pairs = list(zip(budgets.lengths, budgets.parts, strict=True))
     lengths, parts = (
         [length if part >= 0 else 0 for length, part in pairs],

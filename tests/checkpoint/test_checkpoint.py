@@ -31,10 +31,11 @@ from secondguess.checkpoint.description import describe
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
+from secondguess.runtime.families import why_not_described
 from secondguess.runtime.native.library import processor_supports, units
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.stored import StoredLinear
-from secondguess.runtime.support import context_length_of
+from secondguess.runtime.support import cached_layers, cached_values_per_token, context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -474,3 +475,35 @@ def test_kernels_are_built_on_supported_systems():
 def test_inspect_describes_every_runtime():
     described = import_module("secondguess.cli.inspect").RUNTIMES
     assert set(described) == set(RUNTIMES) - {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [(transformers.MptConfig(max_seq_len=64), 64), (transformers.WhisperConfig(max_target_positions=48), 48)],
+)
+def test_the_context_is_read_under_a_name_of_the_types_own(config, expected):
+    assert context_length_of(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_values"),
+    [({"multi_query": True}, 2 * 8), ({"multi_query": False}, 2 * 32), ({"new_decoder_architecture": True}, 2 * 32)],
+)
+def test_falcon_caches_one_key_head_if_all_query_heads_share_it(settings, num_values):
+    config = transformers.FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, **settings)
+    assert [cached_values_per_token(layer) for layer in cached_layers(config)] == [num_values] * 2
+
+
+def test_layers_with_a_sliding_window_may_have_other_key_heads():
+    config = transformers.LlamaConfig(**LLAMA_LIKE)
+    config.layer_types = ["sliding_attention", *["full_attention"] * (config.num_hidden_layers - 1)]
+    config.swa_num_key_value_heads, config.swa_head_dim = 4, 32
+    first, *others = [cached_values_per_token(layer) for layer in cached_layers(config)]
+    assert first == 2 * 4 * 32
+    assert all(each == 2 * config.num_key_value_heads * config.head_dim for each in others)
+
+
+def test_parameters_of_all_layer_types_beside_those_of_each_are_no_layer_type():
+    """As in a configuration that was written before layer types had parameters of their own."""
+    config = transformers.Olmo3Config(**LLAMA_LIKE, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert why_not_described(config) is None

@@ -45,6 +45,25 @@ def test_masks_are_those_of_trying_all_texts(regex):
         assert tuple(matcher.allowed(()).tolist()) == expected
 
 
+def test_tokens_that_the_target_lacks_are_replaced_by_others():
+    """The tokenizer has pairs of letters after the 26 letters; the target does not."""
+    matcher = tiny_compiler(31, 26).matcher(Grammar.regex("abca"))
+    for token in (0, 1, 2, 0):
+        assert all(each < 26 for each in matcher.forced())
+        mask = matcher.allowed(())
+        assert (len(mask), mask.nonzero()[0].tolist()) == (26, [token])
+        matcher.push(token)
+    assert not matcher.has_failed
+
+
+def test_a_text_that_the_target_cannot_write_ends():
+    matcher = tiny_compiler(31, 1).matcher(Grammar.regex("ab"))
+    matcher.push(0)
+    assert not matcher.allowed(()).any()
+    matcher.push(0)
+    assert matcher.has_failed
+
+
 @pytest.mark.parametrize("regex", REGEXES)
 def test_row_04_grammar_a_drafted_path_has_the_mask_of_the_same_text(regex):
     """In any order of the paths, and the committed state stays as it is."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from secondguess.core import Budgets, Candidate, Draft, Row
+from secondguess.core import Budgets, Candidate, Draft, Row, within_vocabulary
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.names import Name, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
@@ -36,13 +37,15 @@ class LookupDrafter(Drafter, Generic[IndexT]):
 
     Args:
         options: instance of `options_type`, the options of the name.
+        vocab_size: width of the target's logits; by default as wide as the tokens of any text.
     """
 
     deterministic = True
     kind: ClassVar[str]
     options_type: ClassVar[type[Any]]
 
-    def __init__(self, options: Any = None) -> None:
+    def __init__(self, options: Any = None, vocab_size: float = math.inf) -> None:
+        self._vocab_size = vocab_size
         self.options = options or self.options_type()
         self.name = f"{self.kind}{format_options(self.options)}"
         self._indices: dict[Row, IndexT] = {}
@@ -54,7 +57,7 @@ class LookupDrafter(Drafter, Generic[IndexT]):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
-        return cls(cls._read_options(name))
+        return cls(cls._read_options(name), resources.target_vocab_size)
 
     @classmethod
     def _read_options(cls, name: Name) -> Any:
@@ -82,9 +85,10 @@ class LookupDrafter(Drafter, Generic[IndexT]):
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = zip(rows, budgets.lengths, strict=True)
-        return Draft.chains(
-            [self.chain(self._index(row), limit) for row, limit in limits], device=noise.device
-        )
+        chains = [
+            within_vocabulary(self.chain(self._index(row), limit), self._vocab_size) for row, limit in limits
+        ]
+        return Draft.chains(chains, device=noise.device)
 
     def release(self, row: Row) -> None:
         self._indices.pop(row, None)

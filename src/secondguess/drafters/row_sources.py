@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row, within_vocabulary
 from secondguess.sampling.grammar import GrammarMatcher
 
 FORCED_PART = -1
@@ -235,9 +235,12 @@ def with_sources(
     ]
 
 
-def chains_of_sources(rows: Sequence[Row], lengths: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
+def chains_of_sources(
+    rows: Sequence[Row], lengths: Sequence[int], parts: Sequence[int], vocab_size: int
+) -> list[list[int]]:
     """Return per row the draft of its own source, if one was chosen (a negative part); else []."""
-    return [
+    chains = [
         next((source.chain(length) for source in row.sources if source.part == part), []) if length else []
         for row, length, part in zip(rows, lengths, parts, strict=True)
     ]
+    return [within_vocabulary(chain, vocab_size) for chain in chains]

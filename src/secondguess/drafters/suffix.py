@@ -8,6 +8,7 @@ transitions while they are probable enough (SuffixDecoding, arXiv 2411.04975). A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,8 +75,8 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
     options: SuffixOptions
     shares_history = True
 
-    def __init__(self, options: SuffixOptions = SuffixOptions()) -> None:
-        super().__init__(options)
+    def __init__(self, options: SuffixOptions = SuffixOptions(), vocab_size: float = math.inf) -> None:
+        super().__init__(options, vocab_size)
         self.histories = Histories()
         # Cached, as it is called in every round.
         self._choices = lru_cache(maxsize=4096)(self._choices_for)

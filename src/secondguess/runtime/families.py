@@ -7,7 +7,7 @@ correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -387,7 +387,9 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
     if getattr(config, family.activation) not in ACTIVATIONS:
         return f"activation {getattr(config, family.activation)} is none of {', '.join(ACTIVATIONS)}"
     if family.rotaries is rotary_by_layer_type and any(
-        rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in config.rope_parameters.values()
+        # Old configurations have the parameters of all layer types beside those of each.
+        isinstance(rope, Mapping) and rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
+        for rope in config.rope_parameters.values()
     ):
         return "the rotary positions of a layer type depend on the length"
     if any(family.has_experts(config)) and not with_experts:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +34,8 @@ CACHE_PARAMETERS = ("past_key_values", "cache_params")
 """Names that modules have for their cache."""
 MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
+POSITION_LIMITS = {"mpt": "max_seq_len", "whisper": "max_target_positions"}
+"""Names of the largest number of positions in configurations that have one of their own, by model type."""
 INPUT_POSITIONS = frozenset({"imagegpt"})
 """Model types with a position for each input only: the last pixel of a picture needs none."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -108,14 +111,28 @@ def cached_layers(config: Any) -> list[Any]:
     kinds = (getattr(text, "layer_types", None) or [None] * num_layers)[:num_layers]
     without = STATES_ONLY_LAYER_TYPES | CACHELESS_LAYER_TYPES
     return [
-        layer
+        _with_sliding_heads(layer) if "sliding" in (kind or "") else layer
         for layer, mode, kind in zip(layers, sharing, kinds, strict=True)
         if mode != "reuse" and kind not in without
     ]
 
 
+def _with_sliding_heads(layer: Any) -> Any:
+    """Return the configuration of a layer with a sliding window, whose heads may be others (Inkling)."""
+    heads = {name: getattr(layer, f"swa_{name}", None) for name in ("num_key_value_heads", "head_dim")}
+    if not any(heads.values()):
+        return layer
+    changed = copy(layer)
+    for name, value in heads.items():
+        if value is not None:
+            setattr(changed, name, value)
+    return changed
+
+
 def num_kv_heads(layer: Any) -> int:
     """Return the number of key heads of a layer."""
+    if getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False):
+        return 1
     return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
 
 
@@ -135,7 +152,8 @@ def context_length_of(config: Any) -> int | None:
     output would depend on the other rows of the batch. Doge drops keys beyond `keep_window_size` tokens; which
     of equal ones it drops would depend on the shape of the pass.
     """
-    limits = (getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None))
+    names = ("max_position_embeddings", "keep_window_size", POSITION_LIMITS.get(getattr(config, "model_type", ""), ""))
+    limits = [getattr(config, name, None) for name in names]
     limit: int | None = min((each for each in limits if each is not None), default=None)
     if limit is not None and getattr(config, "model_type", None) in INPUT_POSITIONS:
         return limit + 1

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import compress
+from itertools import compress, takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -157,11 +157,13 @@ class GrammarCompiler:
     """Compiler of grammars for one tokenizer, with a cache.
 
     Args:
-        tokenizer: an `llguidance.LLTokenizer` with the vocabulary of the target's logits.
+        tokenizer: an `llguidance.LLTokenizer`, with a place for every token.
+        vocab_size: width of the target's logits, which may lack some tokens of the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
@@ -171,7 +173,7 @@ class GrammarCompiler:
             BadInputError: an invalid grammar, or one beyond llguidance's limits; gives the reason.
         """
         unforced = partial(self._compiled, grammar, False)
-        return GrammarMatcher(self._compiled(grammar), unforced, self._tokenizer.vocab_size)
+        return GrammarMatcher(self._compiled(grammar), unforced, self._vocab_size)
 
     def _compile(self, grammar: Grammar, forces_tokens: bool = True) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -273,7 +275,8 @@ class GrammarMatcher:
         """Return the tokens that must follow the committed ones; empty if there is a choice."""
         self._move_to(())
         forced: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-        return forced[: self._matcher.validate_tokens(forced)]
+        known = list(takewhile(lambda token: token < self._vocab_size, forced))
+        return known[: self._matcher.validate_tokens(known)]
 
     def _mask_after(self, path: tuple[int, ...]) -> Mask | None:
         if path:
@@ -286,14 +289,12 @@ class GrammarMatcher:
             if path and matcher.is_stopped() and not matcher.is_error():
                 return None
             mask = self._mask_of(matcher)
-            if (
-                mask is not None
-                and numpy.count_nonzero(mask) == 1
-                and not matcher.validate_tokens([mask.argmax()])
-            ):
+            if mask is not None and self._lacks_token(matcher, mask):
                 matcher = self._unforced().deep_copy()
                 matcher.consume_tokens([*self._committed, *path])
                 mask = self._mask_of(matcher)
+                if mask is not None and not mask.any():
+                    break
             if mask is not None:
                 return mask
             # A limit was reached, perhaps on drafted paths, on which the text must not depend: try once
@@ -301,6 +302,12 @@ class GrammarMatcher:
             self._restart()
         self._beyond_limits.add(path)
         return numpy.zeros(self._vocab_size, numpy.bool_)  # no token is known to be right: the text ends
+
+    @staticmethod
+    def _lacks_token(matcher: Any, mask: Mask) -> bool:
+        """Return whether the forced token is one that the target lacks, or one that the grammar does not take."""
+        num_allowed = numpy.count_nonzero(mask)
+        return not num_allowed or (num_allowed == 1 and not matcher.validate_tokens([mask.argmax()]))
 
     def _mask_of(self, matcher: Any) -> Mask | None:
         """Return the tokens that a matcher allows; None if it has reached a limit."""
@@ -389,7 +396,8 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
     try:
         # llguidance needs a place for every token of the tokenizer, also where the model has fewer.
         num_tokens = max(vocab_size, len(tokenizer))
-        return GrammarCompiler(from_tokenizer(tokenizer, num_tokens, sorted(end_tokens) or None))
+        found = from_tokenizer(tokenizer, num_tokens, sorted(end_tokens) or None)
+        return GrammarCompiler(found, vocab_size)
     except ValueError as error:
         raise BadInputError(
             f"expected a tokenizer that llguidance supports for a request with a grammar, got one that it refuses: {error}"

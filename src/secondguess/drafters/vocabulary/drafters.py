@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor, within_vocabulary
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
@@ -168,7 +168,8 @@ class StringDrafter(TranslatingDrafter):
         drawn = self._draw_whole(rows, steps, budgets, noise) if any(steps) else None
         if drawn is None:
             drawn = self._draw(rows, steps, budgets, noise)
-        chains = [self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True)]
+        encoded = (self._encoded(tokens)[:limit] for tokens, limit in zip(drawn, limits, strict=True))
+        chains = [within_vocabulary(chain, self.vocab_size) for chain in encoded]
         return Draft.chains(chains, device=self.device)
 
     def _num_steps(self, row: Row, limit: int) -> int:
