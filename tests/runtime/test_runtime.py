@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
+from model_coverage.tiny import tiny_config
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from families import (
     FAMILIES,
@@ -23,7 +24,7 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache
 from secondguess.runtime.native.forward import KernelForward
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.transformers import TransformersRuntime, last_norm
 
 NODES = random_tokens(4, seed=5)
 
@@ -228,3 +229,18 @@ def test_an_unsupported_attention_input_is_refused():
         )
     with pytest.raises(UnsupportedModelError, match="dropout"):
         attention.grouped_query_attention(torch.nn.Identity(), value, value, value, None, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("llama", "norm"), ("opt", "decoder.final_layer_norm"), ("gemma3", "language_model.norm"), ("bart", None)],
+)
+def test_the_final_norm_is_found_in_the_text_decoder(model_type, name):
+    """BART has a norm of the embeddings only, which its decoder has after the layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    if name is None:
+        with pytest.raises(UnsupportedModelError, match="norm after the layers of a BartForCausalLM"):
+            last_norm(model)
+    else:
+        assert last_norm(model) is model.base_model.get_submodule(name)

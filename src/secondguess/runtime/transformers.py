@@ -205,19 +205,22 @@ class TransformersRuntime(CachedRuntime):
 
 
 def last_norm(model: Any) -> Any:
-    """Return the final norm: the last norm among the direct children of the model's body.
+    """Return the final norm: the last norm among the direct children of the model's body, or of its text decoder.
 
     Raises:
         UnsupportedModelError: if there is none.
     """
-    norms, has_layers = [], False
-    for name, module in model.base_model.named_children():
-        has_layers |= isinstance(module, torch.nn.ModuleList)
-        # A norm of the embeddings comes before the layers; LFM2 calls the one after them `embedding_norm`.
-        if "norm" in type(module).__name__.lower() and (has_layers or "embed" not in name):
-            norms.append(module)
-    if not norms:
-        raise UnsupportedModelError(
-            f"expected a norm after the layers of a {type(model).__name__}, got none; use a drafter that needs none"
-        )
-    return norms[-1]
+    for body in (model.base_model, model.get_decoder()):
+        norms, has_layers = [], False
+        for name, module in body.named_children():
+            has_layers |= isinstance(module, torch.nn.ModuleList)
+            is_norm = "norm" in type(module).__name__.lower()
+            # A norm of the embeddings comes before the layers, or is called `layernorm_embedding`; LFM2 calls
+            # the one after them `embedding_norm`.
+            if is_norm and not name.endswith("embedding") and (has_layers or "embed" not in name):
+                norms.append(module)
+        if norms:
+            return norms[-1]
+    raise UnsupportedModelError(
+        f"expected a norm after the layers of a {type(model).__name__}, got none; use a drafter that needs none"
+    )
