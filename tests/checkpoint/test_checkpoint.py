@@ -487,7 +487,11 @@ def test_the_context_is_read_under_a_name_of_the_types_own(config, expected):
 
 @pytest.mark.parametrize(
     ("settings", "num_values"),
-    [({"multi_query": True}, 2 * 8), ({"multi_query": False}, 2 * 32), ({"new_decoder_architecture": True}, 2 * 32)],
+    [
+        ({"multi_query": True}, 2 * 8),
+        ({"multi_query": False}, 2 * 32),
+        ({"new_decoder_architecture": True}, 2 * 32),
+    ],
 )
 def test_falcon_caches_one_key_head_if_all_query_heads_share_it(settings, num_values):
     config = transformers.FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, **settings)
@@ -505,5 +509,7 @@ def test_layers_with_a_sliding_window_may_have_other_key_heads():
 
 def test_parameters_of_all_layer_types_beside_those_of_each_are_no_layer_type():
     """As in a configuration that was written before layer types had parameters of their own."""
-    config = transformers.Olmo3Config(**LLAMA_LIKE, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    config = transformers.Olmo3Config(
+        **LLAMA_LIKE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
     assert why_not_described(config) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_coverage.tiny import tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from families import (
@@ -20,6 +19,7 @@ from families import (
     trees,
     write_checkpoint,
 )
+from model_coverage.tiny import tiny_config
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache
@@ -233,7 +233,12 @@ def test_an_unsupported_attention_input_is_refused():
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [("llama", "norm"), ("opt", "decoder.final_layer_norm"), ("gemma3", "language_model.norm"), ("bart", None)],
+    [
+        ("llama", "norm"),
+        ("opt", "decoder.final_layer_norm"),
+        ("gemma3", "language_model.norm"),
+        ("bart", None),
+    ],
 )
 def test_the_final_norm_is_found_in_the_text_decoder(model_type, name):
     """BART has a norm of the embeddings only, which its decoder has after the layers."""

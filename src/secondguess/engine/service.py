@@ -58,12 +58,15 @@ class Request:
         params: sampling settings.
         deadline: value of `time.monotonic()` after which the request fails; None for no limit.
         owner: sender of the request, whose outputs alone it may draft from.
+        follows: True if it belongs to a request of several prompts whose first was accepted, so that
+            the number of waiting rows does not matter.
     """
 
     prompt: Prompt
     params: SamplingParams
     deadline: float | None = None
     owner: str = ""
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,12 +201,12 @@ class Engine:
             DrainingError: the engine is shutting down.
             OutOfMemoryError: the prompt's KV cache does not fit into memory.
         """
-        self._check_accepting()
+        self._check_accepting(request)
         generation = Generation(self.llm, [request.prompt], [request.params], request.owner)
         generation.group.is_eager = True
         ticket = Ticket(generation, request, on_event, self._wake)
         with self._changed:
-            self._check_accepting()
+            self._check_accepting(request)
             if not self._tickets:
                 self._last_end = time.monotonic()  # idle time is no time per request
             self._tickets.append(ticket)
@@ -211,10 +214,10 @@ class Engine:
             self._changed.notify()
         return ticket
 
-    def _check_accepting(self) -> None:
+    def _check_accepting(self, request: Request) -> None:
         if self._is_draining:
             raise DrainingError("the server is shutting down; retry at another one")
-        if self.llm.shared_batch.num_waiting >= self._max_waiting:
+        if not request.follows and self.llm.shared_batch.num_waiting >= self._max_waiting:
             raise QueueFullError(self._max_waiting, max(self._seconds_per_request, 1.0))
 
     def status(self) -> EngineStatus:

@@ -9,13 +9,14 @@ is also correct if heads are spread over devices.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from secondguess.runtime.support import allocate_pages
 
 MIN_CAPACITY = 256
 
@@ -327,8 +328,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(allocate_pages(num_bytes), dtype=dtype).view(shape)
 
 
 def _doubled(size: int, needed: int) -> int:

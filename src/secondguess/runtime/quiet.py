@@ -6,19 +6,30 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
+
+_LOCK = Lock()
+_levels: list[int] = []
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log records below ERROR, for imports and for loading checkpoints."""
-    level = logging.root.manager.disable
-    logging.disable(max(level, logging.WARNING))
+    """Suppress warnings and log records below ERROR, for imports and for loading checkpoints.
+
+    Contexts of several threads may overlap; the last one to end restores the level.
+    """
+    with _LOCK:
+        _levels.append(_levels[-1] if _levels else logging.root.manager.disable)
+        logging.disable(max(_levels[-1], logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(level)
+        with _LOCK:
+            level = _levels.pop()
+            if not _levels:
+                logging.disable(level)
 
 
 @contextmanager

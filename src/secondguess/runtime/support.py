@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import mmap
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from secondguess.errors import UnsupportedModelError
+from secondguess.errors import OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.cgroup import cpu_quota
 
 MASKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -152,7 +153,11 @@ def context_length_of(config: Any) -> int | None:
     output would depend on the other rows of the batch. Doge drops keys beyond `keep_window_size` tokens; which
     of equal ones it drops would depend on the shape of the pass.
     """
-    names = ("max_position_embeddings", "keep_window_size", POSITION_LIMITS.get(getattr(config, "model_type", ""), ""))
+    names = (
+        "max_position_embeddings",
+        "keep_window_size",
+        POSITION_LIMITS.get(getattr(config, "model_type", ""), ""),
+    )
     limits = [getattr(config, name, None) for name in names]
     limit: int | None = min((each for each in limits if each is not None), default=None)
     if limit is not None and getattr(config, "model_type", None) in INPUT_POSITIONS:
@@ -162,6 +167,22 @@ def context_length_of(config: Any) -> int | None:
     changing = [each for each in (rope, *by_layer_type) if each.get("rope_type") in LENGTH_DEPENDENT_ROPE]
     lengths = [limit, *(each.get("original_max_position_embeddings") for each in changing)]
     return min((each for each in lengths if each is not None), default=None)
+
+
+def allocate_pages(num_bytes: int) -> mmap.mmap:
+    """Return zeros in pages that the system clears when they are first used.
+
+    They are private: large pages for shared memory follow another setting, which is usually off.
+
+    Raises:
+        OutOfMemoryError: the system has no room for them.
+    """
+    try:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise OutOfMemoryError(
+            f"expected {num_bytes / 2**20:,.0f} MiB of memory, got none: {error}; use a smaller model, dtype or batch"
+        ) from None
 
 
 def unsupported(name: str, reason: str) -> UnsupportedModelError:

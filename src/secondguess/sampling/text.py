@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """Return the text of some tokens."""
         ...
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,7 +84,10 @@ class IncrementalDecoder:
                 break
             width *= 2
         self._set_window(window, text)
-        self._prompt_text: str | None = text if self._num_given < len(text) else None
+        if num_incomplete(text):
+            complete = tokenizer.encode(REPLACEMENT, add_special_tokens=False)
+            if window[-len(complete) :] == complete:  # a real one, not a part of a character
+                self._num_given = len(text)
 
     def _set_window(self, window: list[int], text: str) -> None:
         self._window = window
@@ -104,7 +111,6 @@ class IncrementalDecoder:
             return ""
         # More tokens than one character can have: only the end may still become a character.
         end = len(text) - num_open
-        self._settle_prompt(text)
         piece = text[self._num_given : end]
         self._num_given = end
         if not num_open:
@@ -118,16 +124,9 @@ class IncrementalDecoder:
     def flush(self) -> str:
         """Return the rest of an incomplete character; call it when no more tokens follow."""
         text = self._decode(self._window)
-        self._settle_prompt(text)
         piece = text[self._num_given :]
         self._num_given = len(text)
         return piece
-
-    def _settle_prompt(self, text: str) -> None:
-        """Decide, once, whether the end of the prompt was an incomplete character: then the output has changed it."""
-        if self._prompt_text is not None and text.startswith(self._prompt_text):
-            self._num_given = len(self._prompt_text)
-        self._prompt_text = None
 
     def _trim_window(self, start: int) -> None:
         """Drop the window's tokens before `start`, unless the remaining ones decode to nothing."""

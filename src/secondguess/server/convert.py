@@ -136,6 +136,8 @@ class Converter:
             for name in SamplingParams.__dataclass_fields__
             if (value := getattr(request, name, None)) is not None
         }
+        if request.stream_options is not None and not request.stream:
+            raise refused("stream_options", "expected stream: true together with stream_options; add it")
         if request.top_k == -1:  # none, for vLLM
             settings["top_k"] = 0
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from secondguess.engine import DrainingError
 from secondguess.server import playground
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Metrics
@@ -77,6 +79,10 @@ class Gate:
             return
         try:
             await self._app(scope, self._bounded(receive), send_with_id)
+        except asyncio.CancelledError:  # the time to drain is over
+            if not has_begun:
+                draining = DrainingError("the server is shutting down; retry at another one")
+                await error_response(api_error(draining))(scope, receive, send_with_id)
         except Exception as unexpected:
             logger.exception("request %s failed", request_id)
             if has_begun:

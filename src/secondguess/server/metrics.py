@@ -32,7 +32,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self.registry.register(_EngineMetrics(engine, model))
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
         self.cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that were in the KV cache."
         )
@@ -141,6 +141,8 @@ class _EngineMetrics(Collector):
 
 ABORTED = "abort"
 """Reason of requests that were cancelled, in the words of vLLM."""
+FAILED = "error"
+"""Reason of requests that ended with an error, in the words of vLLM."""
 
 
 class Observer:
@@ -169,6 +171,10 @@ class Observer:
         """Count a prompt."""
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.tokens_per_prompt.observe(num_tokens)
+
+    def on_failed(self, num_samples: int) -> None:
+        """Count the samples of a prompt that ended with an error, such as a deadline."""
+        self._metrics.requests(FAILED).inc(num_samples)
 
     def on_cancelled(self, num_samples: int) -> None:
         """Count the samples of prompts that had not ended when their request was cancelled."""

@@ -53,6 +53,10 @@ class _SpecialTokens:
         text: str = self._tokenizer.decode(token_ids, **{**options, "skip_special_tokens": False})
         return text
 
+    def encode(self, text: str, **options: bool) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, **options)
+        return tokens
+
 
 class TemplateParser:
     """Reply split by the tokenizer's response template, token by token.

@@ -6,6 +6,8 @@ import errno
 import gc
 import logging
 import socket
+import time
+from copy import deepcopy
 from threading import Thread
 from types import FrameType
 
@@ -51,9 +53,12 @@ class DrainingServer(uvicorn.Server):
         Thread(target=self._drain, name="secondguess-drain", daemon=True).start()
 
     def _drain(self) -> None:
+        end = time.monotonic() + self._drain_seconds
         try:
             self._engine.drain(self._drain_seconds)
         finally:
+            # What is left is for connections whose requests have not come, or whose replies are not read.
+            self.config.timeout_graceful_shutdown = max(1, round(end - time.monotonic()))
             self.should_exit = True
 
 
@@ -93,9 +98,9 @@ def serve_until_signal(
     gc.collect()
     gc.freeze()
     host, port, *_ = opened.getsockname()
-    config = uvicorn.Config(
-        app, host, port, timeout_graceful_shutdown=max(1, round(drain_seconds)), server_header=False
-    )
+    log_config = deepcopy(uvicorn.config.LOGGING_CONFIG)
+    log_config["loggers"]["secondguess"] = {"handlers": ["default"], "level": "INFO"}
+    config = uvicorn.Config(app, host, port, log_config=log_config, server_header=False)
     try:
         DrainingServer(config, engine, drain_seconds).run([opened])
     finally:

@@ -122,10 +122,10 @@ class SleepingEngine:
                     self._release(self._engine)
 
     def _release(self, engine: Engine) -> None:
+        # First, so that probes do not take this engine's end for that of the server.
+        self._totals, self._engine = engine.totals, None
         engine.close()
-        self._totals = engine.totals
         del engine
-        self._engine = None
         gc.unfreeze()
         gc.collect()  # models are part of reference cycles
         gc.freeze()

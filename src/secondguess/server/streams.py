@@ -61,7 +61,7 @@ class Generation:
         self._num_prompts, self._samples_per_prompt = len(job.prompts), job.params.n
         for place, prompt in enumerate(job.prompts):
             encoded = prompt if job.images is None else EncodedPrompt(prompt, job.images)
-            request = Request(encoded, job.params, deadline, self._owner)
+            request = Request(encoded, job.params, deadline, self._owner, follows=place > 0)
             ticket = self._engine.submit(request, partial(self._receive, place))
             with self._lock:
                 self._tickets.append(ticket)
@@ -94,6 +94,7 @@ class Generation:
                 continue
             self._num_ended += 1
             if isinstance(event, Failed):
+                self._observer.on_failed(self._samples_per_prompt)
                 raise event.error
             self._outputs[place] = event.outputs
             self._observer.on_outputs(event)

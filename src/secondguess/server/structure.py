@@ -57,7 +57,14 @@ def forces_call(request: ChatRequest) -> bool:
 
 
 def _of_format(chosen: ResponseFormat | None, max_bytes: int) -> Grammar | None:
-    if chosen is None or chosen.type == "text":
+    if chosen is None:
+        return None
+    if chosen.json_schema is not None and chosen.type != "json_schema":
+        raise refused(
+            "response_format",
+            f"expected type json_schema together with json_schema, got {chosen.type}; change the type or leave it out",
+        )
+    if chosen.type == "text":
         return None
     if chosen.type == "json_object":
         return Grammar.json_object()

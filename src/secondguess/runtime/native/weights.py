@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from secondguess.runtime.native import library
 from secondguess.runtime.stored import GROUP
-from secondguess.runtime.support import num_threads
+from secondguess.runtime.support import allocate_pages, num_threads
 from secondguess.runtime.weight_format import INT8, WeightFormat
 
 BLOCK, TILE = 32, 16
@@ -39,8 +39,7 @@ class Arena:
         """Return zeros `[num_bytes]` in uint8, which stay allocated while referenced."""
         size = -(-num_bytes // 64) * 64
         if size > self._piece.numel():
-            # Private: large pages for shared memory follow another setting, which is usually off.
-            memory = mmap.mmap(-1, max(size, ARENA), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = allocate_pages(max(size, ARENA))
             with suppress(OSError):  # systems without large pages: small ones are only slower
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._piece = torch.frombuffer(memory, dtype=torch.uint8)
