@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -135,6 +136,8 @@ def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch:
         engine.submit(request(), print)
     assert caught.value.retry_after > 0
     assert engine.status().num_waiting == 2
+    # Further prompts of a request that has been accepted.
+    waiting.append(Client(engine, replace(request(), follows=True)))
     running.ticket.cancel()
     assert all(isinstance(client.last_event(), Finished) for client in waiting)
     engine.close()

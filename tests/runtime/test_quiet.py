@@ -8,6 +8,16 @@ import pytest
 from secondguess.runtime.quiet import quiet
 
 
+def test_contexts_that_overlap_restore_the_level():
+    first, second = quiet(), quiet()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert logging.root.manager.disable == logging.WARNING
+    second.__exit__(None, None, None)
+    assert logging.root.manager.disable == logging.NOTSET
+
+
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING, logging.CRITICAL])
 def test_warnings_are_suppressed_and_the_callers_level_comes_back(level, caplog):
     logging.disable(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from secondguess.core import Row
+from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.cache import IndexedCache, KeyValueCache
 from secondguess.runtime.slots import CachedRow, SlotTable, common_prefix
 from secondguess.sampling import SamplingParams
@@ -275,3 +277,14 @@ def test_exchanged_slots_of_kernels_move_no_entries():
     assert torch.equal(held.cache.keys[0], before)
     held.check(rows)
     assert held.cache.blocks == [3, 1, 2, 0]
+
+
+def test_a_cache_for_which_the_system_has_no_room_is_out_of_memory(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    cache = KeyValueCache(torch.device("cpu"))
+    cache.reserve(1, 64)
+    with pytest.raises(OutOfMemoryError, match="Cannot allocate memory; use a smaller model, dtype or batch"):
+        cache.allocate(1, 2, 8, torch.float32)

@@ -6,7 +6,7 @@ import openai
 import pytest
 from fake_engine import CONTEXT, FakeEngine
 
-from conftest import openai_client, serving
+from conftest import metrics_of, openai_client, serving
 from secondguess.engine import DeadlineError
 from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.server.errors import api_error
@@ -65,6 +65,16 @@ USER = {"role": "user", "content": "x"}
         ({"speculation": {"max_draf": 3}}, "speculation.max_draf", "did you mean 'max_draft'?"),
         ({"speculation": 5}, "speculation", "expected speculation to be 'auto' or 'off', got 5"),
         ({"stream_options": {"include_usag": True}}, "stream_options.include_usag", "'include_usage'?"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options",
+            "expected stream: true together with",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
+            "response_format",
+            "expected type json_schema together with json_schema, got json_object",
+        ),
         ({"messages": [{**USER, "foo": 1}]}, "messages.0.foo", "(known: role, content, name)"),
         (
             {"messages": [{**USER, "role": "robot"}]},
@@ -174,7 +184,10 @@ def test_a_draining_server_is_not_ready_but_healthy(http, engine):
 
 def test_a_passed_deadline_is_an_error(http, engine):
     engine.failure = DeadlineError("the deadline of the request has passed")
+    failed = ("vllm:request_success_total", "error")
+    before = metrics_of(http).get(failed, 0)
     assert error_of(http.post("/v1/completions", json=BODY), 504)["code"] == "deadline_exceeded"
+    assert metrics_of(http)[failed] == before + 1
 
 
 def test_a_failure_of_the_engine_shows_no_details(http, engine):

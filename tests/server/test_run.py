@@ -31,6 +31,7 @@ def served(*options):
     try:
         with open(reader) as errors:
             lines = []
+            process.errors = errors  # what follows the address
             for line in errors:
                 lines.append(line)
                 if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
@@ -67,6 +68,31 @@ def test_a_signal_finishes_requests_and_refuses_new_ones(tmp_path):
         client.close()
         process.join(30)
         assert process.exitcode == 0
+
+
+def test_half_a_request_is_answered_when_the_time_to_drain_is_over(tmp_path):
+    with served("--drain-seconds", "1") as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            assert httpx2.get(f"{url}/health").status_code == 200  # by now the request has begun
+            begun = time.monotonic()
+            os.kill(process.pid, signal.SIGTERM)
+            reply = connection.recv(4096).decode()
+        assert reply.startswith("HTTP/1.1 503")
+        process.join(30)
+        assert process.exitcode == 0
+        assert time.monotonic() - begun < 10
+
+
+def test_senders_are_logged(tmp_path):
+    with served() as (process, url):
+        body = {"prompt": "x", "max_tokens": 1, "user": "someone"}
+        reply = httpx2.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": "an-id"}, timeout=60)
+        assert reply.status_code == 200
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(30)
+        assert any("request an-id" in line and "someone" in line for line in process.errors)
 
 
 def test_an_address_in_use_is_refused_before_the_model_is_loaded(secondguess_command):

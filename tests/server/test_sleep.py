@@ -67,6 +67,18 @@ def test_a_request_that_runs_keeps_the_models(engine):
     wait_for(lambda: engine.status().is_asleep)
 
 
+def test_a_server_is_ready_while_its_models_are_released(engine, monkeypatch):
+    found, close = [], Engine.close
+
+    def slow_close(self):
+        close(self)
+        found.append(engine.status())
+
+    monkeypatch.setattr(Engine, "close", slow_close)
+    wait_for(lambda: bool(found))
+    assert (found[0].is_draining, found[0].is_asleep) == (False, True)
+
+
 def test_a_sleeping_server_drains(engine):
     wait_for(lambda: engine.status().is_asleep)
     engine.drain(1)
