@@ -206,11 +206,12 @@ def tiny_forecaster(kind: str = "time-series", seed: int = 0, **settings: object
         "informer": (InformerConfig, InformerForPrediction),
     }[kind]
     sizes = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads"), 1)
-    config = config_class(
-        prediction_length=HORIZON, context_length=10, lags_sequence=[1, 2, 4], num_time_features=1, d_model=8,
-        decoder_attention_heads=1, encoder_ffn_dim=8, decoder_ffn_dim=8, num_parallel_samples=300,
-        **{"distribution_output": "normal", "scaling": "std", **sizes, **settings},
-    )  # fmt: skip
+    usual = {
+        "prediction_length": HORIZON, "context_length": 10, "lags_sequence": [1, 2, 4], "num_time_features": 1,
+        "d_model": 8, "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
+        "num_parallel_samples": 300, "distribution_output": "normal", "scaling": "std",
+    }  # fmt: skip
+    config = config_class(**{**usual, **sizes, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).eval()

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -260,16 +261,57 @@ def _encode_images(target: PromptModel, messages: list[dict[str, Any]]) -> Encod
     return EncodedPrompt.of_inputs(inputs)
 
 
+def processor_template(target: PromptModel) -> str | None:
+    """Return the chat template of a model's processor of images, where the tokenizer has none; else None."""
+    if target.tokenizer.chat_template or not target.takes_images:
+        return None
+    template: str | None = target.checkpoint.processor.chat_template
+    return template
+
+
+def with_list_contents(
+    tokenizer: Any, template: str | None, messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages of text as a template reads them: with contents as lists of parts if it reads no others.
+
+    Some templates of vision-language models leave a content out that is a text.
+
+    Args:
+        template: Jinja source; None for the tokenizer's own.
+    """
+    text = "The content of a message."
+    render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
+    found = []
+    for content in (text, [{"type": "text", "text": text}]):
+        try:
+            found.append(text in render([{"role": "user", "content": content}]))
+        except Exception:  # a template is code from the checkpoint and can raise anything
+            found.append(False)
+    if found != [False, True]:
+        return [dict(message) for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else dict(message)
+        for message in messages
+    ]
+
+
 def _encode_messages(target: PromptModel, messages: list[dict[str, Any]]) -> list[int]:
     """Format a conversation; its template adds the special tokens, so the tokenizer adds none."""
-    if not target.tokenizer.chat_template:
+    template = processor_template(target)
+    if not (template or target.tokenizer.chat_template):
         raise BadInputError(
             f"expected a model with a chat template for messages, got {target.name}, whose tokenizer has none; "
             "use a model that was trained for chats, set tokenizer.chat_template, or give the prompt as text"
         )
     try:
         ids: list[int] = target.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
+            with_list_contents(target.tokenizer, template, messages),
+            chat_template=template,
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
         )
     except Exception as error:  # a template is code from the checkpoint and can raise anything
         raise BadInputError(

@@ -137,6 +137,31 @@ REFUSED = {
         tiny_forecaster, {}, lambda inputs: inputs.update(past_values=inputs["past_values"][:, :5]),
         BadInputError, "14 steps",
     ),
+    "time features of too many steps": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(past_time_features=torch.zeros(1, 20, 1)),
+        BadInputError, "past_time_features of 14 steps",
+    ),
+    "time features of other series": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(future_time_features=torch.zeros(2, 6, 1)),
+        BadInputError, "future_time_features of 1 series with 1 features each",
+    ),
+    "superfluous features": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(static_real_features=torch.zeros(1, 2)),
+        BadInputError, "static_real_features of 1 series with 0 features each",
+    ),
+    "missing values": (
+        tiny_forecaster, {}, lambda inputs: inputs.update(past_values=None), BadInputError, "past_values as a tensor",
+    ),
+    "a drafter with other lags": (
+        tiny_forecaster, {"drafter": tiny_forecaster(lags_sequence=(1, 9))}, None,
+        BadInputError, "the drafter takes other inputs",
+    ),
+    "a drafter of more steps": (
+        tiny_forecaster, {"drafter": tiny_forecaster(prediction_length=9)},
+        lambda inputs: inputs.update(future_time_features=torch.zeros(1, 9, 1)),
+        BadInputError, "at most 6 steps as drafter, got one of 9",
+    ),
+    "no drafter": (tiny_forecaster, {"drafter": 5}, None, UnsupportedModelError, "int"),
     "short future": (
         tiny_forecaster, {}, lambda inputs: inputs.update(future_time_features=torch.zeros(1, 2, 1)),
         BadInputError, "future_time_features",
@@ -154,6 +179,17 @@ def test_bad_input_gives_one_clear_error(name):
     with pytest.raises(error, match="expected") as caught:
         secondguess.forecast(model(), **inputs, **arguments)
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_past_values_of_another_type_give_the_forecast_of_the_models_own(dtype):
+    inputs = series() | {"past_values": series()["past_values"].round()}
+    expected = secondguess.forecast(tiny_forecaster(), **inputs, seed=3).sequences
+    other = inputs | {"past_values": inputs["past_values"].to(dtype)}
+    found = secondguess.forecast(tiny_forecaster(), **other, seed=3).sequences
+    assert found.dtype == (dtype if dtype.is_floating_point else expected.dtype)
+    torch.testing.assert_close(found.to(expected.dtype), expected)
+    found.clamp_(min=0)  # not a tensor of inference mode
 
 
 def test_a_model_in_training_mode_is_refused():

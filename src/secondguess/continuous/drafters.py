@@ -150,10 +150,10 @@ class ForecasterDrafter(ValueDrafter):
     """
 
     def __init__(self, model: ForecastModel) -> None:
-        self._model = model
+        self.model = model
 
     def begin(self, problem: Problem) -> None:
-        self._runtime = ForecastRuntime(self._model, problem.inputs, problem.num_rows)
+        self._runtime = ForecastRuntime(self.model, problem.inputs, problem.num_rows)
 
     def propose(self, histories: Histories, lengths: Tensor, noise: KeyedNoise) -> ValueDraft:
         values, starts = histories.values.clone(), histories.starts

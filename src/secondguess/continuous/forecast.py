@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ DRAFTERS: dict[str, Callable[[], ValueDrafter]] = {
     "level": lambda: KalmanDrafter(trend=False),
 }
 """Name of a drafter -> its factory."""
+
+REQUIRED = ("past_values", "past_time_features", "future_time_features")
 
 VALUE = 0
 """Token that stands for one value in a row: rows, controllers and statistics count values by it."""
@@ -90,7 +93,7 @@ def forecast(
         UnsupportedModelError: a model that cannot be scored for several steps per pass.
         BadInputError: an invalid argument, or past values that are not finite.
     """
-    given = {
+    given: dict[str, Any] = {
         "past_values": past_values,
         "past_time_features": past_time_features,
         "future_time_features": future_time_features,
@@ -98,7 +101,7 @@ def forecast(
         "static_categorical_features": static_categorical_features,
         "static_real_features": static_real_features,
     }
-    inputs = {name: values for name, values in given.items() if values is not None}
+    inputs = {name: values for name, values in given.items() if values is not None or name in REQUIRED}
     check_model(model)
     SamplingParams(seed=seed)  # refuses an invalid one
     planner = make_controller(controller) if isinstance(controller, str) else controller
@@ -109,9 +112,13 @@ def forecast(
         )
     num_samples = model.config.num_parallel_samples if num_samples is None else num_samples
     _check(model, inputs, num_samples)
+    as_they_are = {"static_categorical_features", "past_observed_mask"}
+    inputs |= {name: inputs[name].to(model.dtype) for name in inputs.keys() - as_they_are}
     num_rows = len(past_values) * num_samples
     runtime = ForecastRuntime(model, inputs, num_rows)
     chosen = None if drafter is None else make_drafter(drafter)
+    if isinstance(chosen, ForecasterDrafter):
+        _check_forecaster(chosen.model, model, inputs, num_samples)
     if chosen is not None:
         chosen.begin(make_problem(model, inputs, num_rows))
     params = SamplingParams(max_tokens=runtime.horizon, temperature=1.0)
@@ -128,7 +135,10 @@ def forecast(
     sequences = sampler.values.reshape(num_series, num_samples, runtime.horizon, runtime.dim)
     if runtime.dim == 1:
         sequences = sequences[..., 0]
-    return Forecast(sequences.to(past_values), sampler.num_passes, sampler.stats)
+    dtype = past_values.dtype if past_values.is_floating_point() else model.dtype
+    with torch.inference_mode(False):  # a copy that can be changed in place
+        sequences = sequences.to(past_values.device, dtype, copy=True)
+    return Forecast(sequences, sampler.num_passes, sampler.stats)
 
 
 class _Sampler:
@@ -252,10 +262,11 @@ def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int)
                 " mark them by 0 in past_observed_mask"
             )
     least = model.config.context_length + max(model.config.lags_sequence)
-    if past.ndim not in (2, 3) or past.shape[1] < least:
+    dim = past.shape[-1] if past.ndim == 3 else 1
+    if past.ndim not in (2, 3) or past.shape[1] < least or not len(past) or dim != model.config.input_size:
         raise BadInputError(
             f"expected past_values [series, time] of at least {least} steps (context_length and the largest"
-            f" lag), got the shape {list(past.shape)}"
+            f" lag) with {model.config.input_size} values each, got the shape {list(past.shape)}"
         )
     mask = inputs.get("past_observed_mask", past)
     if mask.ndim > past.ndim or any(
@@ -264,8 +275,60 @@ def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int)
         raise BadInputError(
             f"expected past_observed_mask of the shape {list(past.shape)} of past_values, got {list(mask.shape)}"
         )
+    _check_features(model.config, inputs)
+    times = inputs["past_time_features"].shape[1]
+    if times != least:
+        raise BadInputError(
+            f"expected past_time_features of {least} steps (context_length and the largest lag), got {times}"
+        )
     steps = inputs["future_time_features"].shape[1]
     if steps < horizon:
         raise BadInputError(
             f"expected future_time_features of at least {horizon} steps (prediction_length), got {steps}"
+        )
+
+
+def _check_forecaster(
+    forecaster: ForecastModel, target: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int
+) -> None:
+    """Refuse a smaller forecaster that takes other inputs than the target, or forecasts more steps."""
+    check_model(forecaster)
+    try:
+        _check(forecaster, inputs, num_samples)
+    except BadInputError as error:
+        raise BadInputError(f"the drafter takes other inputs than the model: {error}") from None
+    longest, steps = target.config.prediction_length, forecaster.config.prediction_length
+    if steps > longest:
+        raise BadInputError(
+            f"expected a forecaster of at most {longest} steps as drafter, got one of {steps}"
+        )
+
+
+def _check_features(config: Any, inputs: Mapping[str, Tensor]) -> None:
+    """Refuse features of other series or of another number than the model has."""
+    num_series, cardinality = len(inputs["past_values"]), config.cardinality
+    widths = {
+        "past_time_features": config.num_time_features,
+        "future_time_features": config.num_time_features,
+        "static_categorical_features": config.num_static_categorical_features,
+        "static_real_features": config.num_static_real_features,
+    }
+    for name, width in widths.items():
+        values = inputs.get(name)
+        if values is None and not (name.startswith("static") and width):
+            continue
+        shape = None if values is None else list(values.shape)
+        if shape is None or len(shape) < 2 or (shape[0], shape[-1]) != (num_series, width):
+            raise BadInputError(
+                f"expected {name} of {num_series} series with {width} features each, got "
+                + ("none" if shape is None else f"the shape {shape}")
+            )
+    categories = inputs.get("static_categorical_features")
+    if categories is not None and not all(
+        0 <= int(value) < size
+        for row in categories.tolist()
+        for value, size in zip(row, cardinality, strict=True)
+    ):
+        raise BadInputError(
+            f"expected static_categorical_features below {cardinality} (cardinality), got {categories.tolist()!r:.80}"
         )

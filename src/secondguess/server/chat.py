@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from secondguess.prompts import EncodedPrompt
+from secondguess.prompts import EncodedPrompt, processor_template, with_list_contents
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.model import ServedModel
@@ -88,9 +88,12 @@ class ChatTemplate:
                     name,
                     f"expected no {name}, which the chat template of {self._name} does not read; leave it out",
                 )
+        messages = conversation.messages
+        if not conversation.has_images:
+            messages = with_list_contents(formatter, source, messages)
         render = partial(
             formatter.apply_chat_template,
-            conversation.messages,
+            messages,
             tools=conversation.tools or None,
             chat_template=source,
             add_generation_prompt=True,
@@ -123,14 +126,15 @@ class ChatTemplate:
     def _source(self, formatter: Any, tools: bool) -> str:
         if self._template is not None:
             return self._template
-        if not formatter.chat_template:
+        template = formatter.chat_template or processor_template(self._target)
+        if not template:
             raise refused(
                 "messages",
                 f"expected a model with a chat template for messages, got {self._name}, whose tokenizer has none; use "
                 "/v1/completions, or start the server with a template",
             )
-        source: str = formatter.chat_template
-        if formatter is self._tokenizer:
+        source: str = template
+        if formatter is self._tokenizer and formatter.chat_template:
             source = formatter.get_chat_template(tools=[{}] if tools else None)
         return source
 
