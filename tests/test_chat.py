@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,7 +69,11 @@ def type_lines(monkeypatch):
             return line
 
         monkeypatch.setattr("builtins.input", read)
-        terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+        terminal = SimpleNamespace(
+            stdin=SimpleNamespace(isatty=lambda: True),
+            stdout=SimpleNamespace(isatty=lambda: False),
+            stderr=sys.stderr,
+        )
         monkeypatch.setattr("secondguess.cli.chat.sys", terminal)
 
     return type_all
@@ -185,6 +190,22 @@ def test_ctrl_c_at_the_prompt_forgets_the_line(secondguess_command, components, 
     done = secondguess_command("chat", "--json", *components)
     assert (done.code, len(done.records)) == (0, 1)
     assert "Ctrl-D or /quit leaves" in done.err
+
+
+def test_ctrl_c_forgets_a_message_of_several_lines(
+    secondguess_command, components, type_lines, replies_of_api
+):
+    type_lines("one \\", KeyboardInterrupt(), "two", "/quit", "three")
+    done = secondguess_command("chat", "--json", *components)
+    assert texts_of(done) == replies_of_api("two")
+
+
+def test_the_prompt_is_not_part_of_the_output(secondguess_command, components, type_lines):
+    """As with `secondguess chat --json > replies.jsonl`."""
+    type_lines("x")
+    done = secondguess_command("chat", "--json", *components)
+    assert done.out.startswith("{")
+    assert done.err.count("> ") == 2
 
 
 def test_a_conversation_that_fills_the_context(secondguess_command, components, type_lines):

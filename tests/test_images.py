@@ -21,6 +21,7 @@ from secondguess.checkpoint.read import outline_of, ties_embeddings
 from secondguess.controllers import make_controller
 from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.prompts import EncodedPrompt
 from secondguess.verifiers import make_verifier
 
 IMAGE_TOKEN = VOCAB_SIZE
@@ -116,6 +117,11 @@ def write_vision_model(config: Any, directory: Path) -> Path:
     return directory
 
 
+def inputs_of(checkpoint: Checkpoint, picture: Image.Image) -> dict[str, torch.Tensor]:
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    return dict(checkpoint.processor.apply_chat_template(asked(picture), **options))
+
+
 @dataclass
 class Vision:
     """A checkpoint and the texts that Transformers alone generates for two images."""
@@ -135,13 +141,7 @@ def vision(request, tmp_path_factory):
     module = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     pictures, expected = [image(1), image(2)], []
     for picture in pictures:
-        options = {
-            "tokenize": True,
-            "return_dict": True,
-            "return_tensors": "pt",
-            "add_generation_prompt": True,
-        }
-        inputs = dict(checkpoint.processor.apply_chat_template(asked(picture), **options))
+        inputs = inputs_of(checkpoint, picture)
         limits = {
             "max_new_tokens": NUM_TOKENS,
             "min_new_tokens": NUM_TOKENS,
@@ -208,6 +208,33 @@ def test_a_list_of_texts_is_one_text(vision):
     target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     ids = encode(target, [{"role": "user", "content": parts}])
     assert ids == encode(target, [{"role": "user", "content": "def f(x):"}])
+
+
+LIST_TEMPLATE = """{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] \
+| selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("place", ["tokenizer", "processor"])
+def test_a_template_that_reads_lists_alone_gets_them(vision, monkeypatch, place):
+    """That of Llava leaves out a content that is a text; old checkpoints have a template of the processor only."""
+    target = vision.llm.target
+    monkeypatch.setattr(target.tokenizer, "chat_template", LIST_TEMPLATE if place == "tokenizer" else None)
+    monkeypatch.setattr(target.checkpoint.processor, "chat_template", LIST_TEMPLATE, raising=False)
+    for content in ("def f(x):", [{"type": "text", "text": "def f(x):"}]):
+        ids = encode(target, [{"role": "user", "content": content}])
+        assert ids == target.tokenizer("user:def f(x):").input_ids
+
+
+def test_a_prompt_that_ends_with_an_image_is_refused(vision):
+    inputs = inputs_of(vision.llm.target.checkpoint, vision.pictures[0])
+    is_image = inputs["input_ids"][0] == IMAGE_TOKEN
+    end = int(is_image.nonzero()[-1]) + 1
+    cut = {
+        name: each[:, :end] if each.shape == inputs["input_ids"].shape else each
+        for name, each in inputs.items()
+    }
+    with pytest.raises(BadInputError, match="text after the last image"):
+        vision.llm.generate(EncodedPrompt.of_inputs(cut), max_tokens=2)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -369,6 +369,10 @@ def encode_with_images(target: PromptModel, prompt: Prompt) -> tuple[list[int], 
         ids = checked
     if not ids:
         raise BadInputError("expected a prompt with at least one token, got an empty one")
+    if images is not None and ids[-1] == getattr(target.checkpoint.config, "image_token_id", None):
+        raise BadInputError(
+            "expected text after the last image of the prompt, got none; add it, or use another template"
+        )
     last = target.num_input_tokens - 1
     for token in ids:
         if not 0 <= token <= last:

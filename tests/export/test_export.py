@@ -252,6 +252,12 @@ def test_a_file_in_gguf_is_served_as_it_is():
     settings = LoadSettings(model="models/a b.gguf", drafter="model:small.GGUF")
     (serve,) = export(recommend(settings, draft_length=2), "llama.cpp").text.splitlines()
     assert shlex.split(serve)[:5] == ["llama-server", "-m", "models/a b.gguf", "-md", "small.GGUF"]
+    for more in ({"dtype": "float32"}, {"quantize": "int8"}, {"drafter_quantize": "int4"}):
+        changed = settings.model_copy(update=more)
+        with pytest.raises(
+            BadInputError, match=r"no dtype and no quantisation for .*as they are stored; leave"
+        ):
+            export(recommend(changed), "llama.cpp")
 
 
 AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'

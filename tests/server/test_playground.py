@@ -460,6 +460,34 @@ def test_a_chat_sends_the_whole_conversation(fake, open_page):
 
 
 @browser_test
+def test_a_new_conversation_during_a_reply_begins_empty(fake, open_page):
+    fake.seconds_per_chunk = 0.2
+    page = open_page(f"{fake.url}#chat")
+    is_ready(page)
+    page.fill("#chat-prompt", "Old.")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".reply .drafted")
+    page.click("#new-chat")
+    wait_for_end(page, "chat")
+    fake.seconds_per_chunk = 0
+    page.fill("#chat-prompt", "New.")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page, "chat")
+    assert [each["content"] for each in fake.bodies[-1]["messages"]] == ["New."]
+
+
+@browser_test
+def test_an_empty_maximum_draft_length_is_that_of_the_page(fake, open_page):
+    page = open_page(fake.url)
+    is_ready(page)
+    page.select_option("#speculation", "bounded")
+    page.fill("#max-draft", "")
+    page.keyboard.press("Control+Enter")
+    wait_for_end(page)
+    assert fake.bodies[-1]["speculation"] == {"max_draft": 4}
+
+
+@browser_test
 def test_markup_in_prompts_and_replies_is_shown_as_text(fake, open_page):
     markup = "<img src=x onerror=\"document.title='injected'\"><b>&amp;</b>"
     fake.answer = [[markup, True]]

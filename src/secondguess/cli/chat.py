@@ -172,24 +172,30 @@ def _read_lines(interactive: bool) -> Iterator[str]:
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (`input` then edits lines and recalls earlier ones)
-    lines = _typed_lines() if interactive else _piped_lines()
+    lines: Iterator[str | None] = _typed_lines() if interactive else _piped_lines()
     for line in lines:
-        parts = [line]
-        while parts[-1].endswith("\\"):
-            parts[-1] = parts[-1][:-1]
-            parts.append(next(lines, ""))
-        yield "\n".join(parts)
+        parts: list[str] = []
+        while line is not None and line.endswith("\\"):
+            parts.append(line[:-1])
+            line = next(lines, "")
+        if line is not None:
+            yield "\n".join([*parts, line])
 
 
-def _typed_lines() -> Iterator[str]:
+def _typed_lines() -> Iterator[str | None]:
+    """Yield typed lines; None after Ctrl-C, which drops the lines of the message so far."""
+    is_shown = sys.stdout.isatty()  # else standard output has the replies alone
     while True:
         try:
-            yield input("> ")
+            if not is_shown:
+                print("> ", end="", file=sys.stderr, flush=True)
+            yield input("> " if is_shown else "")
         except EOFError:
             print_note("")
             return
         except KeyboardInterrupt:
             print_note("\nCtrl-D or /quit leaves")
+            yield None
 
 
 def _piped_lines() -> Iterator[str]:
@@ -203,10 +209,12 @@ def _set_template(llm: LLM, template: str | None) -> None:
     Raises:
         BadInputError: there is no template.
     """
+    from secondguess.prompts import processor_template
+
     tokenizer = llm.target.tokenizer
     if template is not None:
         tokenizer.chat_template = template
-    if not tokenizer.chat_template:
+    if not (tokenizer.chat_template or processor_template(llm.target)):
         raise BadInputError(
             f"expected a model with a chat template, got {llm.target.name}, whose tokenizer has none; "
             "give one with --chat-template FILE, or use `secondguess generate`"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from secondguess.checkpoint.weights import is_gguf
 from secondguess.drafters.ngram import NgramOptions
+from secondguess.errors import BadInputError
 from secondguess.export.base import (
     DrafterExport,
     ExportTarget,
@@ -161,6 +162,11 @@ def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]
     commands, files = [], {"-m": "target.gguf"} | settings
     for file, (model, quantize) in models.items():
         if is_gguf(model):  # as the server reads it
+            if recommendation.dtype is not None or quantize is not None:
+                raise BadInputError(
+                    f"expected no dtype and no quantisation for {model}, whose weights llama.cpp reads as they are stored; "
+                    "leave --dtype, --quantize and --drafter-quantize out"
+                )
             files = {name: model if value == file else value for name, value in files.items()}
             continue
         folder = model

@@ -133,7 +133,7 @@ function readSettings() {
     max_tokens: Number($('max-tokens').value),
     speculation: $('speculation').value,
   };
-  if (fields.speculation === 'bounded') fields.speculation = { max_draft: Number($('max-draft').value) };
+  if (fields.speculation === 'bounded') fields.speculation = { max_draft: Number($('max-draft').value || 4) };
   if ($('seed').value) fields.seed = Number($('seed').value);
   const stop = $('stop').value.split('\n').filter(Boolean).map((line) => line.replaceAll('\\n', '\n').replaceAll('\\t', '\t'));
   if (stop.length) fields.stop = stop;
@@ -318,12 +318,14 @@ async function chat(prompt, settings, signal) {
   const answered = addMessage('Model', 'reply');
   $('messages').scrollTop = $('messages').scrollHeight;
   $('chat-prompt').value = '';
-  const messages = [...page.messages, { role: 'user', content: prompt }];
+  const before = page.messages;
+  const messages = [...before, { role: 'user', content: prompt }];
   const tally = new Tally();
   try {
     await follow('v1/chat/completions', { ...settings, messages }, answered.view, signal, tally);
   } finally {
-    if (tally.text || tally.stats) {
+    if (page.messages !== before) { // a new conversation has begun
+    } else if (tally.text || tally.stats) {
       page.messages = [...messages, { role: 'assistant', content: tally.text }];
     } else { // no reply: the message returns to the box
       asked.message.remove();
