@@ -135,3 +135,15 @@ def test_draft_models_with_other_tokens_are_refused(folder: Path, tmp_path: Path
     for other in others:
         with pytest.raises(CheckpointError, match=r"without tokenizer\.json"):
             load(folder / "target", f"model:{other}", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("drafter", ["grid,width=2", "ngram,min=1", "suffix", "ngram,min=1+model:PATH"])
+@pytest.mark.parametrize("verifier", ["auto", "block", "traversal"])
+def test_tokens_that_the_model_cannot_draw_are_not_drafted(folder: Path, drafter: str, verifier: str) -> None:
+    """The start token has an embedding but no logit; look-ups find it in this prompt."""
+    drafter = drafter.replace("PATH", str(folder / "drafter"))
+    llm = load(folder / "target", drafter, dtype="float64", verifier=verifier, controller="fixed:4")
+    prompt = [3, START, 3, START, 3, START, 3]
+    for settings in ({"temperature": 1.0}, {"temperature": 0.0}):
+        output = llm.generate(prompt, max_tokens=SIDE * SIDE - len(prompt), **settings)
+        assert max(output.token_ids) < START
