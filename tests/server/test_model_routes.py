@@ -2,6 +2,7 @@
 
 import threading
 
+import openai
 import pytest
 from fake_engine import QUEUE_SECONDS, REPLY, FakeEngine
 from starlette.testclient import TestClient
@@ -25,6 +26,8 @@ def test_a_server_can_have_several_names_with_slashes():
         assert client.models.retrieve("org/model").id == "org/model"
         for name in names:
             assert client.completions.create(model=name, prompt="x").model == name
+        with pytest.raises(openai.BadRequestError, match="expected no suffix for org/model"):
+            client.completions.create(model="alias", prompt="x", suffix="y")
 
 
 def test_texts_and_conversations_become_tokens_and_back(http, engine):

@@ -16,6 +16,7 @@ class ServedModel:
     """Tokenizer and sizes of a model, without its weights, which a sleeping engine releases.
 
     Args:
+        name: name by which clients know it.
         checkpoint, tokenizer: as in `LoadedModel`.
         context_length: tokens that a request may reach: the model's context, or as many as fit
             into memory.
@@ -24,6 +25,7 @@ class ServedModel:
         is_limited_by_memory: True if memory is the tighter limit.
     """
 
+    name: str
     checkpoint: Checkpoint
     tokenizer: Any
     context_length: int
@@ -32,10 +34,13 @@ class ServedModel:
     is_limited_by_memory: bool = False
 
     @classmethod
-    def of(cls, llm: LLM) -> ServedModel:
+    def of(cls, llm: LLM, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
         A longer request than that would not fit either when all others have ended.
+
+        Args:
+            name: as for clients; None for that of the checkpoint.
         """
         target, runtime = llm.target, llm.target.runtime
         longest = runtime.context_length
@@ -45,11 +50,7 @@ class ServedModel:
             while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
                 longest //= 2
         sizes = longest, runtime.num_input_tokens, runtime.takes_images
-        return cls(target.checkpoint, target.tokenizer, *sizes, is_limited)
-
-    @property
-    def name(self) -> str:
-        return self.checkpoint.name
+        return cls(name or target.name, target.checkpoint, target.tokenizer, *sizes, is_limited)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `LoadedModel.encode` does."""

@@ -41,7 +41,7 @@ class Service:
     def __init__(self, engine: ServerEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.target = ServedModel.of(engine.llm)
+        self.target = ServedModel.of(engine.llm, next(iter(settings.model_names), None))
         self.model_names = settings.model_names or (self.target.name,)
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
