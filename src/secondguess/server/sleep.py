@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Condition, Thread
 
 import torch
@@ -67,7 +68,8 @@ class SleepingEngine:
         engine = self._engine
         if engine is None:
             return EngineStatus(0, 0, 0, self._is_draining, is_asleep=True)
-        return engine.status()
+        # An engine that ends because its models are released drains, too.
+        return replace(engine.status(), is_draining=self._is_draining)
 
     @property
     def totals(self) -> Stats:
@@ -122,10 +124,10 @@ class SleepingEngine:
                     self._release(self._engine)
 
     def _release(self, engine: Engine) -> None:
-        # First, so that probes do not take this engine's end for that of the server.
-        self._totals, self._engine = engine.totals, None
         engine.close()
+        self._totals = engine.totals
         del engine
+        self._engine = None
         gc.unfreeze()
         gc.collect()  # models are part of reference cycles
         gc.freeze()
