@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import write_llama
-from secondguess.api import LLM, load
+from secondguess.api import LLM, Generation, load
 from secondguess.errors import NonFiniteLogitsError
 
 OVERFLOWING = 250
@@ -49,6 +49,25 @@ def test_a_text_that_overflows_is_refused_and_leaves_nothing_behind(llm: LLM) ->
         llm.generate([20] * 30 + [OVERFLOWING] * 40, max_tokens=12)
     assert llm.generate(PROMPT, max_tokens=12).token_ids == expected
     assert llm.generate([PROMPT, PROMPT[:5]], max_tokens=12)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("runtime", ["fused", "transformers"])
+def test_a_draft_model_forgets_a_text_that_overflows(checkpoint: Path, runtime: str) -> None:
+    llm = load(checkpoint, f"model:{checkpoint}", dtype="float16", runtime=runtime, controller="fixed:4")
+    with pytest.raises(NonFiniteLogitsError):
+        llm.generate([20] * 3 + [OVERFLOWING] * 40, max_tokens=12)
+    after = llm.generate(PROMPT[::-1], max_tokens=12).stats
+    assert after.num_drafted == after.num_accepted > 0
+
+
+def test_a_text_that_is_given_up_before_its_logits_were_seen_leaves_nothing_behind(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, max_tokens=12).token_ids
+    batch, settings = llm.shared_batch._batch, [llm.sampling(max_tokens=4)]
+    rows = Generation(llm, [[20] * 3 + [OVERFLOWING] * 40], settings).group.rows
+    batch.add(rows)
+    batch.prefill(rows)
+    batch.remove(rows)
+    assert llm.generate(PROMPT, max_tokens=12).token_ids == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}])

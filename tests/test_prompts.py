@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from secondguess import load
 from secondguess.errors import BadInputError
-from secondguess.prompts import encode
+from secondguess.prompts import encode, with_list_contents
 
 TEMPLATE = (
     "{{ eos_token }}{% for message in messages %}"
@@ -186,3 +187,26 @@ def test_malformed_messages_in_a_prompt_file_are_refused(answer_file, line, word
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
+
+
+TEMPLATES = {
+    "texts": "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
+    "lists": "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p['text'] }}{% endfor %}\n{% endfor %}",
+    "lists after a text": "{{ 'system:' + messages[0].content }}\n{% for m in messages[1:] %}{{ m.role }}:"
+    "{% for p in m.content %}{{ p['text'] }}{% endfor %}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_lists"), [("texts", False), ("lists", True), ("lists after a text", False)]
+)
+def test_contents_become_lists_only_if_the_whole_conversation_can_be_read_so(
+    chat_checkpoint, template, takes_lists
+):
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": " hello "}]
+    tokenizer = AutoTokenizer.from_pretrained(chat_checkpoint)
+    render = partial(tokenizer.apply_chat_template, chat_template=TEMPLATES[template], tokenize=False)
+    found = with_list_contents(render, messages)
+    assert (found is messages) is not takes_lists
+    if takes_lists:
+        assert render(found) == "system:be shortuser: hello "

@@ -93,12 +93,6 @@ class Batch:
         removed = set(rows)
         self._decoding = [row for row in self._decoding if row not in removed]
 
-    def discard(self, rows: Sequence[Row]) -> None:
-        """Release rows whose logits were not finite, so that no later row reads their cache entries."""
-        self.components.target.rewind(rows, [0] * len(rows))
-        self.components.target.erase(rows)
-        self.remove(rows)
-
     def close(self) -> None:
         """Release all rows."""
         self.remove([*self._decoding, *self._prefilling])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -270,31 +270,33 @@ def processor_template(target: PromptModel) -> str | None:
 
 
 def with_list_contents(
-    tokenizer: Any, template: str | None, messages: Sequence[Mapping[str, Any]]
+    render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return messages of text as a template reads them: with contents as lists of parts if it reads no others.
 
-    Some templates of vision-language models leave a content out that is a text.
+    Some templates of vision-language models leave a content out that is a text. This is tried with the last message.
 
     Args:
-        template: Jinja source; None for the tokenizer's own.
+        render: formats messages by the template.
     """
-    text = "The content of a message."
-    render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
-    found = []
-    for content in (text, [{"type": "text", "text": text}]):
-        try:
-            found.append(text in render([{"role": "user", "content": content}]))
-        except Exception:  # a template is code from the checkpoint and can raise anything
-            found.append(False)
-    if found != [False, True]:
-        return [dict(message) for message in messages]
-    return [
+    listed = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message["content"], str)
-        else dict(message)
+        else message
         for message in messages
     ]
+    last = messages[-1]["content"]
+    text = last.strip() if isinstance(last, str) else ""
+    if not text or _shows(render, messages, text) or not _shows(render, listed, text):
+        return messages
+    return listed
+
+
+def _shows(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], text: str) -> bool:
+    try:
+        return text in render(messages)
+    except Exception:  # a template is code from the checkpoint and can raise anything
+        return False
 
 
 def _encode_messages(target: PromptModel, messages: list[dict[str, Any]]) -> list[int]:
@@ -305,14 +307,10 @@ def _encode_messages(target: PromptModel, messages: list[dict[str, Any]]) -> lis
             f"expected a model with a chat template for messages, got {target.name}, whose tokenizer has none; "
             "use a model that was trained for chats, set tokenizer.chat_template, or give the prompt as text"
         )
+    render = partial(target.tokenizer.apply_chat_template, chat_template=template, add_generation_prompt=True)
+    messages = with_list_contents(partial(render, tokenize=False), messages)
     try:
-        ids: list[int] = target.tokenizer.apply_chat_template(
-            with_list_contents(target.tokenizer, template, messages),
-            chat_template=template,
-            add_generation_prompt=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
+        ids: list[int] = render(messages, return_dict=False, tokenizer_kwargs={"verbose": False})
     except Exception as error:  # a template is code from the checkpoint and can raise anything
         raise BadInputError(
             f"expected messages that the chat template of {target.name} can format, got an error from it: {error}; "

@@ -43,7 +43,7 @@ def score_and_verify(
             raise
     target = components.target
     target.rewind(rows, [len(row.tokens) - 1 for row in rows])
-    target.erase(rows)
+    target.erase(rows, draft.num_nodes)
     vocab_size = None if draft.probs is None else draft.probs.shape[-1]
     return _score_and_verify(components, rows, Draft.empty(len(rows), draft.tokens.device, vocab_size), noise)
 

@@ -553,6 +553,18 @@ def test_ctrl_c_that_arrives_in_a_finalizer_or_an_import_is_not_lost(monkeypatch
     assert capsys.readouterr().err == "secondguess: interrupted\n"
 
 
+def test_an_error_after_ctrl_c_was_handled_is_an_error(monkeypatch, capsys):
+    def fail(arguments):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("a bug") from None
+
+    monkeypatch.setattr("secondguess.cli._run", fail)
+    assert main([]) == 70
+    assert "a bug" in capsys.readouterr().err
+
+
 def test_a_closed_pipe_is_not_an_error(endless_checkpoint, monkeypatch, capfd):
     reader, writer = os.pipe()
 

@@ -181,6 +181,13 @@ def test_bad_input_gives_one_clear_error(name):
     assert part in str(caught.value)
 
 
+def test_dynamic_features_stand_beside_those_of_time():
+    model, inputs = tiny_forecaster(num_dynamic_real_features=2), series()
+    for name in ("past_time_features", "future_time_features"):
+        inputs[name] = inputs[name].repeat(1, 1, 3)
+    assert secondguess.forecast(model, **inputs, num_samples=3, seed=1).sequences.shape == (1, 3, 6)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_past_values_of_another_type_give_the_forecast_of_the_models_own(dtype):
     inputs = series() | {"past_values": series()["past_values"].round()}

@@ -162,6 +162,19 @@ class TestIncrementalDecoder:
             texts.append("".join([decoder.push(*run) for run in runs]) + decoder.flush())
         assert texts[0] == texts[1]
 
+    @pytest.mark.parametrize("end", [" \ufffd", "\ufffd\ufffd"])
+    def test_a_merged_replacement_character_of_the_prompt_is_not_repeated(self, end):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(["q \ufffd q\ufffd\ufffd"] * 50, trainer)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        prompt, output = fast.encode(f"q{end}"), fast.encode("hello")
+        assert len(prompt) < len(f"q{end}".encode())
+        assert IncrementalDecoder(fast, prompt).push(*output) == "hello"
+
     @pytest.mark.parametrize("end", ["\ufffd", "\ufffd\ufffd\ufffd"])
     def test_a_replacement_character_of_the_prompt_is_not_repeated(self, end):
         decoder = IncrementalDecoder(BYTES, single_bytes(f"a{end}"))

@@ -184,7 +184,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _repeat_lost_interrupt(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
     """Raise Ctrl-C again that came in a finalizer, where Python drops exceptions; handle others by `otherwise`."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        Timer(0.01, interrupt_main).start()  # a moment later: raised here, it would be dropped again
+        timer = Timer(0.01, interrupt_main)  # a moment later: raised here, it would be dropped again
+        timer.daemon = True
+        timer.start()
     else:
         otherwise(unraisable)
 
@@ -193,7 +195,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
     """Return whether Ctrl-C caused an error, as in an import that C code was making."""
     if error is None or isinstance(error, KeyboardInterrupt):
         return error is not None
-    return _was_interrupted(error.__cause__ or error.__context__)
+    return _was_interrupted(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
 
 
 def _replace_closed_streams() -> None:

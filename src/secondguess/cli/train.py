@@ -168,7 +168,6 @@ def _train(kind: str, given: dict[str, Any]) -> int:
         max_tokens=given.pop("max_tokens"),
         length=given.pop("length"),
         batch_size=given.pop("answer_batch"),
-        seed=given["seed"],
     )
     minutes, steps = given.pop("minutes"), given.pop("steps")
     budget = Budget(30.0 if minutes is None and steps is None else minutes, steps)

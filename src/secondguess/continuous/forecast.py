@@ -306,10 +306,11 @@ def _check_forecaster(
 
 def _check_features(config: Any, inputs: Mapping[str, Tensor]) -> None:
     """Refuse features of other series or of another number than the model has."""
-    num_series, cardinality = len(inputs["past_values"]), config.cardinality
+    num_series = len(inputs["past_values"])
+    num_features = config.num_time_features + config.num_dynamic_real_features
     widths = {
-        "past_time_features": config.num_time_features,
-        "future_time_features": config.num_time_features,
+        "past_time_features": num_features,
+        "future_time_features": num_features,
         "static_categorical_features": config.num_static_categorical_features,
         "static_real_features": config.num_static_real_features,
     }
@@ -317,13 +318,17 @@ def _check_features(config: Any, inputs: Mapping[str, Tensor]) -> None:
         values = inputs.get(name)
         if values is None and not (name.startswith("static") and width):
             continue
-        shape = None if values is None else list(values.shape)
-        if shape is None or len(shape) < 2 or (shape[0], shape[-1]) != (num_series, width):
+        shape, num_dims = (
+            None if values is None else list(values.shape),
+            2 if name.startswith("static") else 3,
+        )
+        if shape is None or len(shape) != num_dims or (shape[0], shape[-1]) != (num_series, width):
             raise BadInputError(
                 f"expected {name} of {num_series} series with {width} features each, got "
                 + ("none" if shape is None else f"the shape {shape}")
             )
     categories = inputs.get("static_categorical_features")
+    cardinality = config.cardinality[: config.num_static_categorical_features]
     if categories is not None and not all(
         0 <= int(value) < size
         for row in categories.tolist()

@@ -21,7 +21,7 @@ from secondguess.core import Commit, Row
 from secondguess.decode import Batch, Components
 from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
-from secondguess.errors import NonFiniteLogitsError, SecondGuessError
+from secondguess.errors import SecondGuessError
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +338,7 @@ class SharedBatch:
         if group in self._submitted:
             self._submitted.remove(group)
         present = [*self._batch.decoding, *self._batch.prefilling]
-        release = self._batch.discard if isinstance(group.error, NonFiniteLogitsError) else self._batch.remove
-        release([row for row in present if self._group_of.get(row) is group])
+        self._batch.remove([row for row in present if self._group_of.get(row) is group])
         for row in group.rows:
             self._forget(row)
 

@@ -357,11 +357,11 @@ class Runtime(ABC):
         A row with fewer cached tokens keeps them.
         """
 
-    def erase(self, rows: Sequence[Row]) -> None:
-        """Overwrite what the cache holds beyond the cached tokens of rows, after logits that were not finite.
+    def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
+        """Overwrite what a draft of `num_nodes` nodes has left beyond the cached tokens of rows.
 
-        Attention may read these entries with weight 0, and 0 times NaN is NaN. Nothing to do for a
-        runtime that does not read them.
+        For entries that are not finite: attention may read them with weight 0, and 0 times NaN is NaN.
+        Nothing to do for a runtime that does not read them.
         """
 
     @abstractmethod

@@ -188,11 +188,19 @@ class KeyValueCache:
         for block in (*self.keys, *self.values, *self.indexes):
             block[slot_index, :, target] = block[slot_index, :, source]
 
-    def erase(self, slot: int, length: int) -> None:
-        """Set the entries of a slot after the first `length` positions to zero."""
-        if slot < self.num_slots:
-            for block in (*self.keys, *self.values, *self.indexes):
-                block[slot, :, length:] = 0
+    def is_finite(self, slot: int, length: int) -> bool:
+        """Return whether the first `length` positions of a slot hold finite entries, as the last layer shows."""
+        blocks = [
+            block[slot, :, :length] for block in (*self.keys[-1:], *self.values[-1:]) if slot < len(block)
+        ]
+        sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)) for each in blocks]
+        return all(math.isfinite(total) for total in sums)
+
+    def erase(self, slot: int, start: int, end: int | None = None) -> None:
+        """Set the entries of a slot from position `start` on, up to `end`, to zero."""
+        for block in (*self.keys, *self.values, *self.indexes):
+            if slot < len(block):
+                block[slot, :, start:end] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
@@ -274,9 +282,11 @@ class IndexedCache(KeyValueCache):
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         super().compact([self.blocks[slot] for slot in slots], starts, paths)
 
-    def erase(self, slot: int, length: int) -> None:
-        if slot < self.num_slots:
-            super().erase(self.blocks[slot], length)
+    def is_finite(self, slot: int, length: int) -> bool:
+        return True  # for the kernels, which read no entries of other rows
+
+    def erase(self, slot: int, start: int, end: int | None = None) -> None:
+        """Do nothing: see `is_finite`."""
 
     def move(self, source: int, target: int, length: int) -> None:
         if length:

@@ -216,11 +216,11 @@ class CachedRuntime(Runtime):
             state.num_nodes = 0
 
     @exclusive
-    def erase(self, rows: Sequence[Row]) -> None:
+    def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
         with torch.inference_mode():
             for row in rows:
                 state = self.slots[row]
-                self.cache.erase(state.slot, state.length)
+                self.cache.erase(state.slot, state.length, self._pad_keys(state.length + num_nodes + 1))
 
     @exclusive
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:

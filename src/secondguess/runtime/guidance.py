@@ -89,8 +89,8 @@ class GuidedRuntime(Runtime):
         ]
         self._runtime.rewind([*rows, *self._twins_of(rows)], [*lengths, *of_twins])
 
-    def erase(self, rows: Sequence[Row]) -> None:
-        self._runtime.erase([*rows, *self._twins_of(rows)])
+    def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
+        self._runtime.erase([*rows, *self._twins_of(rows)], num_nodes)
 
     def release(self, row: Row) -> None:
         for each in (*self._twins_of([row]), row):

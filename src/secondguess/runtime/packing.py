@@ -192,8 +192,9 @@ def pack_linears(model: Any) -> bool:
     """
     if _reads_weights(model):
         return False
+    expected = _replace_linears(model, BFLOAT16, torch.bfloat16)
     try:
-        same = _replace_linears(model, BFLOAT16, torch.bfloat16) <= PROBE_TOLERANCE[BFLOAT16]
+        same = _relative_error(model, expected) <= PROBE_TOLERANCE[BFLOAT16]
     except (RuntimeError, AttributeError):
         same = False
     if not same:
@@ -204,8 +205,8 @@ def pack_linears(model: Any) -> bool:
     return same
 
 
-def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype) -> float:
-    """Replace linear layers of a dtype by those of the kernels; return the relative error of the logits.
+def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype) -> Tensor:
+    """Replace linear layers of a dtype by those of the kernels; return the logits before, for `_relative_error`.
 
     Layers are replaced one at a time, so that at most one weight is held twice.
     """
@@ -217,6 +218,11 @@ def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype
         linear = model.get_submodule(name)
         encoding = weight_format.of_head if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))
+    return expected
+
+
+def _relative_error(model: Any, expected: Tensor) -> float:
+    """Return the relative error of a model's logits of the probe."""
     with torch.inference_mode():
         return float((_probe(model).float() - expected).norm() / expected.norm())
 
@@ -294,8 +300,9 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
         raise few_linears_error(type(model).__name__, counts)
     if _reads_weights(model):
         raise _unquantised_error(model, "which computes with their weights in its own code")
+    expected = _replace_linears(model, weight_format, model.dtype)
     try:
-        error = _replace_linears(model, weight_format, model.dtype)
+        error = _relative_error(model, expected)
     except (RuntimeError, AttributeError) as caught:
         raise _unquantised_error(model, f"which does not run with others ({caught})") from caught
     if not error < WRONG_ERROR:

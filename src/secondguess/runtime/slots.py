@@ -179,10 +179,18 @@ class SlotTable:
         return True
 
     def release(self, row: Row) -> None:
-        """Free the slot of a row, whose entries stay in the cache; do nothing for an unknown row."""
+        """Free the slot of a row; do nothing for an unknown row.
+
+        Its entries stay in the cache for rows that begin alike, unless some are not finite: attention
+        reads entries of earlier rows with weight 0, and 0 times NaN is NaN.
+        """
         state = self._rows.pop(row, None)
         if state is None:
             return
+        with torch.inference_mode():
+            if not self._cache.is_finite(state.slot, state.length + state.num_nodes):
+                self._cache.erase(state.slot, 0)
+                state.length = 0
         last = self._by_slot.pop()
         # The slot of the last row is not allocated if its prefill has failed.
         can_keep = len(self._by_slot) < MAX_REMEMBERED and last.slot < self._cache.num_slots

@@ -249,7 +249,9 @@ class GrammarMatcher:
         self._committed: list[int] = []
         self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed
         self._masks: dict[tuple[int, ...], Mask | None] = {}
-        self._beyond_limits: set[tuple[int, ...]] = set()  # paths whose mask could not be computed
+        self._dead_ends: set[tuple[int, ...]] = (
+            set()
+        )  # paths without a mask, by a limit or for lack of tokens
         self.has_failed = False
 
     def push(self, token: int) -> bool:
@@ -257,8 +259,8 @@ class GrammarMatcher:
         self._move_to(())
         self._masks.clear()
         self._committed.append(token)
-        self.has_failed = () in self._beyond_limits or not self._matcher.consume_token(token)
-        self._beyond_limits = {path[1:] for path in self._beyond_limits if path[:1] == (token,)}
+        self.has_failed = () in self._dead_ends or not self._matcher.consume_token(token)
+        self._dead_ends = {path[1:] for path in self._dead_ends if path[:1] == (token,)}
         return bool(not self.has_failed and self._matcher.is_stopped())
 
     def allowed(self, path: tuple[int, ...]) -> Mask | None:
@@ -300,7 +302,7 @@ class GrammarMatcher:
             # A limit was reached, perhaps on drafted paths, on which the text must not depend: try once
             # more with a matcher that has read this text alone.
             self._restart()
-        self._beyond_limits.add(path)
+        self._dead_ends.add(path)
         return numpy.zeros(self._vocab_size, numpy.bool_)  # no token is known to be right: the text ends
 
     @staticmethod

@@ -85,9 +85,9 @@ class IncrementalDecoder:
             width *= 2
         self._set_window(window, text)
         if num_incomplete(text):
-            complete = tokenizer.encode(REPLACEMENT, add_special_tokens=False)
-            if window[-len(complete) :] == complete:  # a real one, not a part of a character
-                self._num_given = len(text)
+            end = slice(1 - MAX_BYTES_PER_CHARACTER, None)
+            if tokenizer.encode(text, add_special_tokens=False)[end] == window[end]:
+                self._num_given = len(text)  # a real one, not a part of a character
 
     def _set_window(self, window: list[int], text: str) -> None:
         self._window = window

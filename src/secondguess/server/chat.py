@@ -88,17 +88,17 @@ class ChatTemplate:
                     name,
                     f"expected no {name}, which the chat template of {self._name} does not read; leave it out",
                 )
-        messages = conversation.messages
-        if not conversation.has_images:
-            messages = with_list_contents(formatter, source, messages)
-        render = partial(
+        format_messages = partial(
             formatter.apply_chat_template,
-            messages,
             tools=conversation.tools or None,
             chat_template=source,
             add_generation_prompt=True,
             **conversation.variables,
         )
+        messages = conversation.messages
+        if not conversation.has_images:
+            messages = with_list_contents(partial(format_messages, tokenize=False), messages)
+        render = partial(format_messages, messages)
         try:
             text = render(tokenize=False)
         except Exception as error:  # a template is code from the checkpoint and can raise anything

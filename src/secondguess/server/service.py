@@ -155,8 +155,8 @@ def check_finished(outputs: Sequence[Output]) -> None:
     for output in outputs:
         if output.finish_reason == "grammar":
             message = (
-                "expected a grammar within llguidance's limits, got one that reached them after "
-                f"{len(output.token_ids) - 1} tokens; simplify it"
+                "expected a grammar within llguidance's limits, and of texts that the model's tokens can write, got one that "
+                f"left no token after {len(output.token_ids) - 1} tokens; simplify it"
             )
             raise ApiError(400, message, code="grammar_limit")
         if finish_reason(output) is None:
