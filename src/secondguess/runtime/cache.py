@@ -190,11 +190,18 @@ class KeyValueCache:
 
     def is_finite(self, slot: int, length: int) -> bool:
         """Return whether the first `length` positions of a slot hold finite entries, as the last layer shows."""
-        blocks = [
-            block[slot, :, :length] for block in (*self.keys[-1:], *self.values[-1:]) if slot < len(block)
-        ]
-        sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)) for each in blocks]
-        return all(math.isfinite(total) for total in sums)
+        for blocks in (self.keys, self.values):
+            last = next(
+                (block for block in reversed(blocks) if block.shape[1]), None
+            )  # some layers cache nothing
+            if last is None or slot >= len(last):
+                continue
+            dtype = torch.promote_types(
+                last.dtype, torch.float32
+            )  # the sum of numbers in float16 may overflow
+            if not math.isfinite(last[slot, :, :length].sum(dtype=dtype)):
+                return False
+        return True
 
     def erase(self, slot: int, start: int, end: int | None = None) -> None:
         """Set the entries of a slot from position `start` on, up to `end`, to zero."""
