@@ -208,7 +208,7 @@ def test_greedy_drafts_of_a_broken_model_are_those_of_the_loop(folder, at_once):
 def test_logits_that_are_not_finite_are_refused(folder):
     drafter, _ = model(folder)
     drafter.runtime.decoder.embedding.fill_(float("nan"))
-    with pytest.raises(SecondGuessError, match="expected finite logits"):
+    with pytest.raises(SecondGuessError, match="expected finite logits from the drafter"):
         draft_once(drafter)
 
 

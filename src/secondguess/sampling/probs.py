@@ -155,7 +155,7 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
     """Replace undefined distributions by the one-hot one of token 0; return also where they were."""
     if not _has_nan(dists):
         return dists, None
-    require_finite(logits)
+    require_finite(logits, "the drafter")
     banned = dists[..., 0].isnan()
     first = torch.nn.functional.one_hot(torch.zeros_like(banned, dtype=torch.long), dists.shape[-1])
     return torch.where(banned[..., None], first.to(dists.dtype), dists), banned

@@ -236,7 +236,7 @@ class StringDrafter(TranslatingDrafter):
         """
         dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])
         if dists.isnan().any():
-            require_finite(logits)
+            require_finite(logits, "the drafter")
         return [
             int(noise.draft(dist, depth, token_ids=self._vocabulary.ids))
             for noise, dist, depth in zip(noises, dists, depths, strict=True)

@@ -185,7 +185,7 @@ def can_draw(requests: Sequence[ChainRequest], vocab_size: int) -> bool:
 def _require_confidences(drawn: Draws, confidences: Sequence[Sequence[float]], num_rows: int) -> None:
     """Raise an error if a confidence is NaN."""
     if any(math.isnan(each) for of_node in confidences for each in of_node[:num_rows]):
-        require_finite(drawn.logits)
+        require_finite(drawn.logits, "the drafter")
         raise SecondGuessError(
             "expected a finite logit from the draft model, got none; its weights are broken, or overflow in this "
             "precision: try another dtype or another draft model"

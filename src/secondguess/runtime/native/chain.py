@@ -98,7 +98,7 @@ class ChainCall:
         if failure == -INTERRUPTED:  # by a signal, before the decision began: Python drops its exception
             raise KeyboardInterrupt
         if failure == -NOT_FINITE:
-            require_finite(self._logits)
+            require_finite(self._logits, "the drafter")
             raise SecondGuessError(
                 "expected a finite logit from the draft model, got none; its weights are broken"
             )

@@ -42,15 +42,15 @@ class KernelSettings(NamedTuple):
         return self.top_k > 0 or self.top_p < 1
 
 
-def require_finite(logits: Tensor) -> None:
-    """Check a model's logits.
+def require_finite(logits: Tensor, whose: str = "the model") -> None:
+    """Check logits of the target, or of a drafter.
 
     Raises:
         NonFiniteLogitsError: they are NaN or infinite.
     """
     if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
         raise NonFiniteLogitsError(
-            "expected finite logits from the model, got NaN or infinity; its weights are broken, or "
+            f"expected finite logits from {whose}, got NaN or infinity; its weights are broken, or "
             "overflow in this precision: try another dtype"
         )
 
