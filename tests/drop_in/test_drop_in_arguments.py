@@ -233,6 +233,19 @@ def test_an_input_that_would_change_the_text_or_the_result_is_refused_by_name(mo
         ours(model, *prompt, **{name: INPUTS_REFUSED[name](model)}, **LENGTH)
 
 
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, 0, 1)])
+def test_positions_on_several_axes_are_accepted_if_they_are_those_of_a_text(model, axes):
+    """As a vision-language model makes them."""
+    positions = torch.arange(10).expand(3, 1, 10) + torch.tensor(axes)[:, None, None]
+    if any(axes):
+        with pytest.raises(secondguess.BadInputError, match="expected position_ids that count"):
+            ours(model, PROMPT, position_ids=positions, **LENGTH)
+    else:
+        assert torch.equal(
+            ours(model, PROMPT, position_ids=positions, **LENGTH), theirs(model, PROMPT, **LENGTH)
+        )
+
+
 @pytest.mark.parametrize("name", INPUTS_WITHOUT_EFFECT)
 def test_an_input_that_changes_nothing_is_accepted(model, name):
     settings = {name: INPUTS_WITHOUT_EFFECT[name]}

@@ -198,14 +198,18 @@ def _check_mask(mask: Tensor, input_ids: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
-    """Require positions that count each row's tokens from 0, the default of Transformers."""
+    """Require positions that count each row's tokens from 0, the default of Transformers.
+
+    Vision-language models have several positions per token, `[axis, row, position]`, equal ones for text.
+    """
     usual = mask.long().cumsum(-1) - 1
     if positions is None:
         return
-    if positions.ndim != 2 or positions.shape[1] != mask.shape[1] or len(positions) not in (1, len(mask)):
+    axes = positions if positions.ndim == 3 else positions[None]
+    if axes.ndim != 3 or axes.shape[2] != mask.shape[1] or axes.shape[1] not in (1, len(mask)):
         raise not_supported("position_ids")
     kept = mask.bool()
-    if not equal(positions.expand_as(usual)[kept], usual[kept]):
+    if not all(equal(axis.expand_as(usual)[kept], usual[kept]) for axis in axes):
         raise BadInputError(
             "expected position_ids that count each row's tokens from 0, got others; leave them out "
             "or generate without custom_generate"
