@@ -260,6 +260,24 @@ def test_a_file_in_gguf_is_served_as_it_is():
             export(recommend(changed), "llama.cpp")
 
 
+@pytest.mark.parametrize(
+    ("drafter", "engine", "kind"),
+    [
+        ("self:int4+suffix", "vllm", "suffix"),
+        ("suffix+eagle:head", "vllm", "eagle3"),
+        ("suffix+eagle:head", "llama.cpp", "ngram-simple"),
+        ("suffix+model:small", "sglang", "STANDALONE"),
+    ],
+)
+def test_of_joined_drafters_the_preferred_one_that_the_engine_has_is_exported(drafter, engine, kind):
+    result = export(recommend(LoadSettings(model="org/model", drafter=drafter)), engine)
+    assert kind in result.text
+    (note,) = [note for note in result.notes if "combines drafters" in note]
+    assert f"as {drafter} does" in note
+    with pytest.raises(BadInputError, match=r"expected a drafter that .* has"):
+        export(recommend(LoadSettings(model="org/model", drafter="self:int4+early-exit:2")), engine)
+
+
 AWKWARD = 'a model\'s "name" with $spaces; # and ünïcode'
 
 

@@ -24,7 +24,9 @@ class Recommendation:
     Args:
         model: directory or name of the target; never `builtin`, which other engines cannot
             resolve.
-        drafter: the drafter; kind `none` for plain decoding.
+        drafter: the drafter; kind `none` for plain decoding. Of joined drafters the preferred part.
+        others: the other parts of joined drafters, for engines without the preferred one.
+        joined: name of joined drafters.
         draft_length: number of tokens drafted in every round; 0 with `none`.
         dtype: compute dtype; None for the engine's default.
         quantize, drafter_quantize: `int8`, `int4` or None.
@@ -37,6 +39,8 @@ class Recommendation:
     model: str
     drafter: DrafterInfo
     draft_length: int
+    others: tuple[DrafterInfo, ...] = ()
+    joined: str = ""
     dtype: str | None = None
     quantize: str | None = None
     drafter_quantize: str | None = None
@@ -120,7 +124,9 @@ class ExportTarget:
         Raises:
             BadInputError: the engine does not support the drafter, the draft length or the dtype.
         """
-        drafter = recommendation.drafter
+        parts = (recommendation.drafter, *recommendation.others)
+        drafter = next((part for part in parts if part.kind in self.drafters), recommendation.drafter)
+        recommendation = replace(recommendation, drafter=drafter)
         if drafter.kind not in self.drafters:
             raise BadInputError(
                 f"expected a drafter that {self.title} has ({', '.join(self.drafters)}), got {drafter.name}; "
@@ -138,12 +144,18 @@ class ExportTarget:
             )
         chosen = self.drafters[drafter.kind]
         text = self.write(recommendation, chosen.values(recommendation))
-        notes = [
+        notes = []
+        if recommendation.joined:
+            notes.append(
+                f"no other engine combines drafters as {recommendation.joined} does: this is {drafter.name} alone"
+            )
+        notes += [
             f"{self.title} has nothing like {key}={value} of the drafter {drafter.kind}: left out"
             for key, value in drafter.given.items()
             if key not in chosen.options
         ]
-        quantized = {"target": recommendation.quantize, "draft model": recommendation.drafter_quantize}
+        of_drafter = None if drafter.draft_model is None else recommendation.drafter_quantize
+        quantized = {"target": recommendation.quantize, "draft model": of_drafter}
         notes += [
             f"{quantize} of the {whose} is left out: {self.quantized}"
             for whose, quantize in quantized.items()
@@ -201,20 +213,23 @@ def recommend(
     require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
     length, notes = _draft_length(settings, tuned or TuningRecord(), draft_length, drafter)
     notes += _unexported_settings_note(settings)
+    joined, others = "", tuple[DrafterInfo, ...]()
     if drafter.parts:
-        # A draft model is preferred: it can draft anywhere, lookup drafters only repeated text.
-        whole = drafter
-        drafter = next((part for part in whole.parts if part.draft_model), whole.parts[0])
-        notes.append(f"no other engine combines drafters as {whole.name} does: this is {drafter.name} alone")
+        # Trained drafters are preferred: they can draft anywhere, look-ups only repeated text.
+        joined = drafter.name
+        drafter, *rest = sorted(drafter.parts, key=lambda part: not (part.draft_model or part.trained))
+        others = tuple(rest)
     if length == 0 and drafter.kind != "none":
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
-        drafter = DrafterInfo("none", "none")
+        drafter, others, joined = DrafterInfo("none", "none"), (), ""
     if drafter.draft_model is not None:
         drafter = replace(drafter, draft_model=_resolve_builtin(drafter.draft_model))
     return Recommendation(
         model=_resolve_builtin(settings.model),
         drafter=drafter,
         draft_length=length,
+        others=others,
+        joined=joined,
         dtype=None if settings.dtype == "auto" else settings.dtype,
         quantize=settings.quantize,
         drafter_quantize=settings.drafter_quantize if drafter.draft_model is not None else None,
