@@ -21,11 +21,14 @@ torch.set_num_threads(2)
 bound_spinning()
 values = torch.ones(2**18)
 values.add_(1)
-start = time.process_time()
-for _ in range(50):
-    values.add_(1)
-    time.sleep(0.01)
-print(time.process_time() - start)
+taken = []
+for _ in range(3):  # other load can only add to the time
+    start = time.process_time()
+    for _ in range(50):
+        values.add_(1)
+        time.sleep(0.01)
+    taken.append(time.process_time() - start)
+print(min(taken))
 """
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
