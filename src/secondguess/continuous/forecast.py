@@ -318,10 +318,8 @@ def _check_features(config: Any, inputs: Mapping[str, Tensor]) -> None:
         values = inputs.get(name)
         if values is None and not (name.startswith("static") and width):
             continue
-        shape, num_dims = (
-            None if values is None else list(values.shape),
-            2 if name.startswith("static") else 3,
-        )
+        shape = None if values is None else list(values.shape)
+        num_dims = 2 if name.startswith("static") else 3
         if shape is None or len(shape) != num_dims or (shape[0], shape[-1]) != (num_series, width):
             raise BadInputError(
                 f"expected {name} of {num_series} series with {width} features each, got "

@@ -191,14 +191,11 @@ class KeyValueCache:
     def is_finite(self, slot: int, length: int) -> bool:
         """Return whether the first `length` positions of a slot hold finite entries, as the last layer shows."""
         for blocks in (self.keys, self.values):
-            last = next(
-                (block for block in reversed(blocks) if block.shape[1]), None
-            )  # some layers cache nothing
-            if last is None or slot >= len(last):
+            last = next((block for block in reversed(blocks) if block.shape[1]), None)
+            if last is None or slot >= len(last):  # some layers cache nothing
                 continue
-            dtype = torch.promote_types(
-                last.dtype, torch.float32
-            )  # the sum of numbers in float16 may overflow
+            # The sum of numbers in float16 may overflow.
+            dtype = torch.promote_types(last.dtype, torch.float32)
             if not math.isfinite(last[slot, :, :length].sum(dtype=dtype)):
                 return False
         return True

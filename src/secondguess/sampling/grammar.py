@@ -249,9 +249,8 @@ class GrammarMatcher:
         self._committed: list[int] = []
         self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed
         self._masks: dict[tuple[int, ...], Mask | None] = {}
-        self._dead_ends: set[tuple[int, ...]] = (
-            set()
-        )  # paths without a mask, by a limit or for lack of tokens
+        # Paths without a mask, because of a limit or for lack of tokens.
+        self._dead_ends: set[tuple[int, ...]] = set()
         self.has_failed = False
 
     def push(self, token: int) -> bool:
