@@ -30,7 +30,7 @@ from secondguess.engine.generation import (
 )
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError, suggestion
-from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_pair
+from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of_history, resolve_pair
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
@@ -271,6 +271,8 @@ def load(
         drafter_quantize=drafter_quantize,
         runtime=runtime,
     )
+    check_verifier(chosen_verifier, pair.drafter)
+    choose_controller(controller, pair.drafter)
     checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
     name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
@@ -310,7 +312,7 @@ def require_texts(**options: object) -> None:
             raise BadInputError(f"expected {name} to be a text, got {value!r:.60}")
 
 
-def choose_controller(name: str | None, drafter: Drafter) -> Controller:
+def choose_controller(name: str | None, drafter: Drafter | DrafterInfo) -> Controller:
     """Return the controller of this name, or the drafter's default if the name is None.
 
     Raises:
@@ -332,7 +334,7 @@ def choose_controller(name: str | None, drafter: Drafter) -> Controller:
     return controller
 
 
-def check_verifier(verifier: Verifier, drafter: Drafter) -> None:
+def check_verifier(verifier: Verifier, drafter: Drafter | DrafterInfo) -> None:
     """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
 
     Raises:

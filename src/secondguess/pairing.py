@@ -12,6 +12,7 @@ from pathlib import Path
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.weights import count_parameters
 from secondguess.drafters import drafter_class, parse_drafter_name
+from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import check_parts
 from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
 from secondguess.drafters.vocabulary.tokens import Vocabulary
@@ -39,6 +40,8 @@ class DrafterInfo:
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
+        deterministic, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
+            model with another tokenizer may turn out to be deterministic when it is loaded.
     """
 
     name: str
@@ -50,6 +53,10 @@ class DrafterInfo:
     options: Mapping[str, float] = field(default_factory=dict)
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[DrafterInfo, ...] = ()
+    deterministic: bool = False
+    can_draft_trees: bool = False
+    needs_samples: bool = False
+    default_controller: str = Drafter.default_controller
 
 
 LOOKUP_DRAFTER = "suffix"
@@ -100,6 +107,9 @@ def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
         needs_target=any(part.needs_target for part in parts),
         head_bytes=sum(part.head_bytes for part in parts),
         parts=parts,
+        deterministic=all(part.deterministic for part in parts),
+        can_draft_trees=any(part.can_draft_trees for part in parts),
+        needs_samples=any(part.needs_samples for part in parts),
     )
 
 
@@ -133,6 +143,10 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
         head_bytes=head_bytes,
         options=required.options,
         given=name.options,
+        deterministic=drafter.deterministic,
+        can_draft_trees=drafter.can_draft_trees or "tree" in name.options,
+        needs_samples=drafter.needs_samples,
+        default_controller=drafter.default_controller,
     )
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 
 KEYS = {
@@ -132,3 +133,23 @@ def test_verify_certifies_the_model_of_the_file(secondguess_command, write, tiny
     (record,) = secondguess_command("verify", "--config", path, *options).records
     assert record["model"] == str(tiny_checkpoint)
     assert record["drafter"].startswith("ngram")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"drafter": "ngram", "controller": "entropy"}, "reads no draft distributions"),
+        ({"drafter": "none", "controller": "cost"}, "which never drafts"),
+        ({"drafter": "jacobi", "verifier": "block"}, "samples at every node"),
+        ({"drafter": "model:builtin-draft,tree=2x1", "verifier": "block"}, "supports trees"),
+    ],
+)
+def test_a_drafter_is_refused_with_a_controller_or_verifier_before_weights_are_read(
+    secondguess_command, write, monkeypatch, settings, words
+):
+    monkeypatch.setattr(Checkpoint, "load", lambda checkpoint: pytest.fail("weights are read"))
+    path = write("builtin", **settings)
+    for command in (["inspect"], ["generate", "x"]):
+        done = secondguess_command(*command, "--config", path)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert words in done.err

@@ -149,6 +149,11 @@ REFUSED = {
         tiny_forecaster, {}, lambda inputs: inputs.update(static_real_features=torch.zeros(1, 2)),
         BadInputError, "static_real_features of 1 series with 0 features each",
     ),
+    "categories that are no integers": (
+        lambda: tiny_forecaster(num_static_categorical_features=1, cardinality=[4], embedding_dimension=[2]), {},
+        lambda inputs: inputs.update(static_categorical_features=torch.zeros(1, 1)),
+        BadInputError, "as integers below [4]",
+    ),
     "missing values": (
         tiny_forecaster, {}, lambda inputs: inputs.update(past_values=None), BadInputError, "past_values as a tensor",
     ),
@@ -186,6 +191,13 @@ def test_dynamic_features_stand_beside_those_of_time():
     for name in ("past_time_features", "future_time_features"):
         inputs[name] = inputs[name].repeat(1, 1, 3)
     assert secondguess.forecast(model, **inputs, num_samples=3, seed=1).sequences.shape == (1, 3, 6)
+
+
+def test_no_categories_are_those_of_a_model_without():
+    model, inputs = tiny_forecaster(), series()
+    expected = secondguess.forecast(model, **inputs, seed=3).sequences
+    inputs["static_categorical_features"] = torch.zeros(1, 0, dtype=torch.int64)
+    assert torch.equal(secondguess.forecast(model, **inputs, seed=3).sequences, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

@@ -67,18 +67,18 @@ def inspect(
             "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
         )
 
+    from secondguess.api import check_verifier, choose_controller
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
-    from secondguess.controllers import make_controller
     from secondguess.pairing import require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
     loading = dict(settings)
     if loading.pop("share_history", False) and "drafter" in loading:
         require_drafter_of_history(loading["drafter"])
-    make_verifier(loading.pop("verifier", "auto"))
-    if "controller" in loading:
-        make_controller(loading.pop("controller"))
+    verifier, controller = make_verifier(loading.pop("verifier", "auto")), loading.pop("controller", None)
     pair = resolve_pair(**loading)
+    check_verifier(verifier, pair.drafter)
+    choose_controller(controller, pair.drafter)
     target, draft_model, notes = describe(pair.target), None, []
     if pair.draft_model is not None:
         draft_model = describe(pair.draft_model)
@@ -128,8 +128,7 @@ def compatible_drafters(target: Checkpoint) -> list[str]:
     for kind in DRAFTERS:
         drafter = drafter_class(kind)
         has_builtin_head = target.name == "builtin" and head_path(kind) is not None
-        is_lookup = getattr(drafter, "deterministic", False)
-        name = kind if has_builtin_head or is_lookup else f"{kind}:{drafter.argument}"
+        name = kind if has_builtin_head or drafter.deterministic else f"{kind}:{drafter.argument}"
         try:
             resolve_drafter(name, target)
         except UnsupportedModelError:

@@ -112,6 +112,8 @@ def forecast(
         )
     num_samples = model.config.num_parallel_samples if num_samples is None else num_samples
     _check(model, inputs, num_samples)
+    if not model.config.num_static_categorical_features:
+        inputs.pop("static_categorical_features", None)  # of no features; the model has no embedding for it
     as_they_are = {"static_categorical_features", "past_observed_mask"}
     inputs |= {name: inputs[name].to(model.dtype) for name in inputs.keys() - as_they_are}
     num_rows = len(past_values) * num_samples
@@ -328,10 +330,11 @@ def _check_features(config: Any, inputs: Mapping[str, Tensor]) -> None:
     categories = inputs.get("static_categorical_features")
     cardinality = config.cardinality[: config.num_static_categorical_features]
     if categories is not None and not all(
-        0 <= int(value) < size
+        type(value) is int and 0 <= value < size
         for row in categories.tolist()
         for value, size in zip(row, cardinality, strict=True)
     ):
         raise BadInputError(
-            f"expected static_categorical_features below {cardinality} (cardinality), got {categories.tolist()!r:.80}"
+            f"expected static_categorical_features as integers below {cardinality} (cardinality), got "
+            f"{categories.tolist()!r:.80}"
         )
