@@ -150,9 +150,9 @@ REFUSED = {
         BadInputError, "static_real_features of 1 series with 0 features each",
     ),
     "categories that are no integers": (
-        lambda: tiny_forecaster(num_static_categorical_features=1, cardinality=[4], embedding_dimension=[2]), {},
+        lambda: tiny_forecaster(num_static_categorical_features=1, cardinality=(4,), embedding_dimension=(2,)), {},
         lambda inputs: inputs.update(static_categorical_features=torch.zeros(1, 1)),
-        BadInputError, "as integers below [4]",
+        BadInputError, "as integers below",
     ),
     "missing values": (
         tiny_forecaster, {}, lambda inputs: inputs.update(past_values=None), BadInputError, "past_values as a tensor",
