@@ -101,6 +101,11 @@ def test_a_mask_may_be_that_of_all_series(drafter):
     assert torch.equal(found.sequences, expected.sequences)
 
 
+def forecaster_with_categories(count):
+    settings = {"num_static_categorical_features": 1, "cardinality": [count], "embedding_dimension": [2]}
+    return tiny_forecaster.__wrapped__(**settings)
+
+
 def gap(inputs):
     inputs["past_values"][:, 3] = float("nan")
 
@@ -150,7 +155,7 @@ REFUSED = {
         BadInputError, "static_real_features of 1 series with 0 features each",
     ),
     "categories that are no integers": (
-        lambda: tiny_forecaster(num_static_categorical_features=1, cardinality=(4,), embedding_dimension=(2,)), {},
+        lambda: forecaster_with_categories(4), {},
         lambda inputs: inputs.update(static_categorical_features=torch.zeros(1, 1)),
         BadInputError, "as integers below",
     ),
