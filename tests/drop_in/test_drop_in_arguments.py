@@ -6,10 +6,13 @@ import warnings
 import pytest
 import torch
 from transformers import (
+    AutoModelForImageTextToText,
     CompileConfig,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
     WatermarkingConfig,
@@ -18,6 +21,7 @@ from transformers import (
 import secondguess
 from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs
 from secondguess.drop_in import arguments
+from test_images import gemma3, qwen3_vl
 
 ENDING = {"eos_token_id": END, **LENGTH}
 
@@ -244,6 +248,24 @@ def test_positions_on_several_axes_are_accepted_if_they_are_those_of_a_text(mode
         assert torch.equal(
             ours(model, PROMPT, position_ids=positions, **LENGTH), theirs(model, PROMPT, **LENGTH)
         )
+
+
+@pytest.mark.parametrize(("config", "name"), [(gemma3, "token_type_ids"), (qwen3_vl, "mm_token_type_ids")])
+def test_marks_of_text_are_accepted_and_those_of_images_refused(config, name):
+    """Processors of vision-language models return them for every prompt."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config(), dtype=torch.float32).eval()
+    text = torch.zeros_like(PROMPT)
+    expected = theirs(model, PROMPT, **{name: text}, **LENGTH)
+    assert torch.equal(ours(model, PROMPT, **{name: text}, **LENGTH), expected)
+    with pytest.raises(secondguess.BadInputError, match=f"expected {name} "):
+        ours(model, PROMPT, **{name: text + 1}, **LENGTH)
+
+
+def test_token_types_that_are_embedded_are_refused_whatever_their_value():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=64)).eval()
+    with pytest.raises(secondguess.BadInputError, match="expected token_type_ids "):
+        ours(model, PROMPT, token_type_ids=torch.zeros_like(PROMPT), **LENGTH)
 
 
 @pytest.mark.parametrize("name", INPUTS_WITHOUT_EFFECT)

@@ -108,7 +108,7 @@ def custom_generate(
     tokenizer = arguments.get("tokenizer") if tokenizer is None else tokenizer
     streamer = arguments.get("streamer") if streamer is None else streamer
     check_generation_config(generation_config)
-    mask = prompt_mask(input_ids, model_kwargs)
+    mask = prompt_mask(model.config, input_ids, model_kwargs)
     ending = read_stopping_criteria(stopping_criteria)
     if stop_strings is not None:
         ending = _with_stop_strings(ending, stop_strings, tokenizer)

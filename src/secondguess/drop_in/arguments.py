@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, equal
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 
 from secondguess.errors import BadInputError
 from secondguess.runtime.support import CACHE_PARAMETERS
@@ -135,10 +135,11 @@ def check_generation_config(config: Any) -> None:
                 raise not_supported(name, value)
 
 
-def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
+def prompt_mask(config: PreTrainedConfig, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
     """Return the `[row, position]` bool mask of prompt tokens that are not padding.
 
     Args:
+        config: that of the model.
         input_ids: `[row, position]`.
         model_kwargs: keyword arguments for the model's forward pass: always an empty cache and
             the default positions, the mask where there is padding, and the user's own inputs.
@@ -153,7 +154,8 @@ def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
     if inputs.pop("use_cache", True) is False:
         raise not_supported("use_cache", False)
     for name, value in inputs.items():
-        if name not in _FORWARD_ONLY and not _is_off(name, value, {}):
+        is_off = _is_off(name, value, {}) or _marks_text_only(config, name, value)
+        if name not in _FORWARD_ONLY and not is_off:
             raise not_supported(name)
     for name, cache in zip(CACHE_PARAMETERS, caches, strict=True):
         if cache is not None and not _is_empty(cache):
@@ -167,6 +169,17 @@ def prompt_mask(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
     _check_mask(mask, input_ids)
     _check_positions(positions, mask)
     return mask.bool()
+
+
+def _marks_text_only(config: PreTrainedConfig, name: str, value: object) -> bool:
+    """Return whether an input tells a vision-language model that all tokens of a prompt are text.
+
+    Processors return it for every prompt. Models of text alone may have embeddings for `token_type_ids`.
+    """
+    has_images = config.get_text_config() is not config
+    if not isinstance(value, Tensor) or not has_images or name not in ("token_type_ids", "mm_token_type_ids"):
+        return False
+    return not value.any()
 
 
 def _is_empty(cache: Any) -> bool:
