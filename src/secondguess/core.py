@@ -31,7 +31,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -91,8 +91,9 @@ class DraftSource(Protocol):
         ...
 
 
-ImageInputs = Mapping[str, Tensor]
-"""Inputs of a vision-language model beside the tokens of a prompt, as its processor makes them."""
+ImageInputs = Mapping[str, Any]
+"""Inputs of a vision-language model in addition to the tokens of a prompt: tensors that its processor makes, or the
+outputs of its image encoder."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from secondguess.api import check_verifier, choose_controller, encode, make_row, require_texts
+from secondguess.api import check_verifier, choose_controller, make_row, require_texts
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import available_memory
@@ -36,11 +36,13 @@ from secondguess.drop_in.arguments import (
     check_arguments,
     check_generation_config,
     prompt_mask,
+    take_images,
 )
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
+from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
 from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
@@ -108,6 +110,7 @@ def custom_generate(
     tokenizer = arguments.get("tokenizer") if tokenizer is None else tokenizer
     streamer = arguments.get("streamer") if streamer is None else streamer
     check_generation_config(generation_config)
+    images = take_images(model.config, input_ids, model_kwargs, arguments.get("position_ids"))
     mask = prompt_mask(model.config, input_ids, model_kwargs)
     ending = read_stopping_criteria(stopping_criteria)
     if stop_strings is not None:
@@ -124,12 +127,16 @@ def custom_generate(
         if drafter is None:
             drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model)
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
-        prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
+        prompts = [
+            encode_with_images(target, EncodedPrompt(ids[kept].tolist(), images))[0]
+            for ids, kept in zip(input_ids, mask, strict=True)
+        ]
         rows = [
             make_row(target, chosen_verifier, prompt, own)
             for prompt, own in zip(prompts, _seeded(params, len(prompts), num_samples), strict=True)
         ]
         for index, row in enumerate(rows):
+            row.images = images
             row.sample_index = index % num_samples
             row.end_tokens = ending.end_tokens
             if ending.stop_strings:

@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor, equal
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 
+from secondguess.core import ImageInputs
 from secondguess.errors import BadInputError
 from secondguess.runtime.support import CACHE_PARAMETERS
+from secondguess.runtime.transformers import MODELS_WITH_IMAGES
 
 SUPPORTED = frozenset(
     {
@@ -77,6 +79,8 @@ _PASSED_THROUGH = frozenset(
 
 _FORWARD_ONLY = ("logits_to_keep", "cache_position")
 """Model inputs that affect Transformers' own forward passes but not the text."""
+_IMAGE_INPUTS = ("mm_encoder_outputs", "mm_token_type_ids", "token_type_ids", "position_ids")
+"""Model inputs for a prompt with images, which Transformers encodes before it calls `custom_generate`."""
 
 
 def arguments_of_generate(model: Any) -> dict[str, Any]:
@@ -133,6 +137,43 @@ def check_generation_config(config: Any) -> None:
             value = getattr(config, name, None)
             if not _is_off(name, value, defaults):
                 raise not_supported(name, value)
+
+
+def take_images(
+    config: PreTrainedConfig, input_ids: Tensor, model_kwargs: dict[str, Any], positions: Any
+) -> ImageInputs | None:
+    """Remove the inputs for the images of a prompt from `model_kwargs` and return them; None without images.
+
+    Args:
+        config: that of the model.
+        input_ids: `[row, position]`, one row if there are images.
+        model_kwargs: as of `prompt_mask`.
+        positions: position ids that the user gave.
+
+    Raises:
+        BadInputError: videos, another kind of model, several rows, padding, or positions that the user gave.
+    """
+    encoded = model_kwargs.get("mm_encoder_outputs")
+    if not encoded:
+        return None
+    if config.model_type not in MODELS_WITH_IMAGES or encoded.keys() != {"image"}:
+        raise BadInputError(
+            f"expected text, or images for one of {', '.join(sorted(MODELS_WITH_IMAGES))}, got {' and '.join(encoded)} "
+            f"inputs for {config.model_type}; generate without custom_generate"
+        )
+    if len(input_ids) != 1:
+        raise BadInputError(
+            f"expected one prompt and one sample per call with images, got {len(input_ids)} rows; call generate once "
+            "per prompt, or load the model with secondguess.load, which takes batches"
+        )
+    mask = model_kwargs.get("attention_mask")
+    if positions is not None or not (mask is None or bool((mask == 1).all())):
+        raise BadInputError(
+            "expected no position_ids and no padding beside images, got some; leave position_ids out, and give the "
+            "prompt as the processor makes it"
+        )
+    given = {name: model_kwargs.pop(name, None) for name in _IMAGE_INPUTS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def prompt_mask(config: PreTrainedConfig, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:

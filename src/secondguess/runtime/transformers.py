@@ -172,11 +172,12 @@ class TransformersRuntime(CachedRuntime):
         width = num_prompt - 1
         self._place([state], [0], width, width)
         self._position_offsets = None
-        images = {
-            # types of tokens are as long as the prompt, whose last token is left for the first round
-            name: (value[:, :width] if value.shape == (1, num_prompt) else value).to(self.device)
-            for name, value in state.row.images.items()
-        }
+        images = dict(state.row.images)
+        for name, value in images.items():
+            if isinstance(value, Tensor):
+                # types and positions are as many as the prompt's tokens, of which the first round runs the last
+                is_per_token = value.shape[-2:] == (1, num_prompt)
+                images[name] = (value[..., :width] if is_per_token else value).to(self.device)
         tokens = torch.tensor([state.row.tokens[:width]], device=self.device)
         output = self._call(tokens, None, self.min_logits, with_hidden, images)
         deltas = getattr(self.model.base_model, "rope_deltas", None)
