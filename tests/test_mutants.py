@@ -296,7 +296,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
 
 
 def head_drafter(kind, target, shape):
-    model = TargetModel.of(target)
+    model = TargetModel.from_runtime(target)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if kind == "medusa":

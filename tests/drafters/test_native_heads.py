@@ -80,7 +80,7 @@ def native_target() -> NativeRuntime:
 
 
 def random_head(name: str, target: NativeRuntime) -> FeatureHead:
-    return randomised(HEADS[name](TargetModel.of(target)), target)
+    return randomised(HEADS[name](TargetModel.from_runtime(target)), target)
 
 
 def randomised(head: HeadT, target: NativeRuntime) -> HeadT:
@@ -169,7 +169,7 @@ MEDUSA_CONFIGS = {
 def medusa(name: str, target: NativeRuntime) -> MedusaHead:
     config = MEDUSA_CONFIGS[name]
     vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 34, 2)) if config.num_outputs == 2 else None
-    return randomised(MedusaHead(config, TargetModel.of(target), vocabulary), target)
+    return randomised(MedusaHead(config, TargetModel.from_runtime(target), vocabulary), target)
 
 
 @pytest.mark.parametrize("name", MEDUSA_CONFIGS)
@@ -215,7 +215,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def dspark(name: str, target: NativeRuntime) -> DsparkHead:
-    model = TargetModel.of(target)
+    model = TargetModel.from_runtime(target)
     # The queries do not end at a block of the kernels.
     layer = LayerConfig(model.width, 2, 1, 24, 40, has_qk_norm=True)
     config = DsparkConfig(layer, num_layers=2, hidden_layers=(0, 2), block_size=5, **BLOCKS[name])

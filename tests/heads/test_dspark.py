@@ -625,7 +625,7 @@ def test_stopping_by_confidence_keeps_the_output_distribution() -> None:
             outputs += [(*output, 0), (*output, 1)]
     target = TransformersRuntime(model)
     sizes = {"hidden_layers": (0, 1), "block_size": 2, "markov_rank": 2, "num_layers": 1}
-    head = DsparkHead.fresh(TargetModel.of(target), 1, **sizes)
+    head = DsparkHead.fresh(TargetModel.from_runtime(target), 1, **sizes)
     torch.nn.init.normal_(
         head.confidence_head.proj.weight, std=3.0, generator=torch.Generator().manual_seed(4)
     )

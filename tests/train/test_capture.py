@@ -16,7 +16,7 @@ TEXTS = [
     TrainingText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))
     for number in range(40)
 ]
-BATCH = Batch.of([(index, TEXTS[index]) for index in (3, 0)])
+BATCH = Batch.from_texts([(index, TEXTS[index]) for index in (3, 0)])
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_text_is_captured_once_for_all_runs_and_layers(target, tmp_path: Path,
         for layer in (*layers, -1):
             assert torch.equal(found.hidden[layer], live.hidden[layer].half().float())
         num_read.clear()
-    stored.training_batch(Batch.of([(index, TEXTS[index]) for index in (3, 5)]))
+    stored.training_batch(Batch.from_texts([(index, TEXTS[index]) for index in (3, 5)]))
     assert num_read == [1]
 
 

@@ -16,7 +16,7 @@ from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
 from secondguess.train.training_data import Batch, TrainingText
 
-BATCH = Batch.of(
+BATCH = Batch.from_texts(
     [
         (0, TrainingText([5, 6, 7, 8], [False, False, True, True])),
         (1, TrainingText([9, 3], [False, True])),
@@ -32,7 +32,7 @@ def runtime(tiny_checkpoint: Path):
 
 @pytest.fixture(scope="module")
 def target(runtime):
-    return TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
+    return TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
 
 
 def test_inner_products_survive_another_width() -> None:

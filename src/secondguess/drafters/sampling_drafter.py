@@ -314,7 +314,7 @@ def load_trained(
     """Return the trained head for a name, on the target's device and in its dtype, and the target."""
     folder = resources.find_head_folder(name)
     target = resources.require_target(name)
-    model = TargetModel.of(target)
+    model = TargetModel.from_runtime(target)
     return load_head(folder, model).to(target.device, model.dtype), target
 
 

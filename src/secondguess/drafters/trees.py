@@ -180,7 +180,7 @@ class TreeOptions:
             self._widths()
 
     @classmethod
-    def of(cls, name: Name) -> Self:
+    def from_name(cls, name: Name) -> Self:
         """Read the options of a drafter's name.
 
         Raises:
@@ -223,7 +223,7 @@ def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
     Raises:
         BadInputError: an unknown option, or a wrong value.
     """
-    options = TreeOptions.of(name)
+    options = TreeOptions.from_name(name)
     argument = f":{name.argument}" if name.argument else ""
     return f"{name.kind}{argument}{options}", options.shape
 

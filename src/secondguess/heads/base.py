@@ -30,8 +30,8 @@ class TargetModel(EmbeddingAndHead):
     device: torch.device
 
     @classmethod
-    def of(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
-        """Return those of a runtime.
+    def from_runtime(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
+        """Return the parts of a runtime's model.
 
         Args:
             shared: replaces the runtime's own embeddings and LM head, as for training.

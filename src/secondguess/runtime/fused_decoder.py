@@ -253,7 +253,7 @@ class FusedDecoder:
         windows, kinds = family.windows(config), family.rotaries(config)
         table_dtype = torch.float32 if family.rotates_in_float32 else dtype
         self.rotaries = {
-            kind: Rotary.of(body.rotary_emb, table_dtype, kind, family.rotates_pairs)
+            kind: Rotary.from_module(body.rotary_emb, table_dtype, kind, family.rotates_pairs)
             for kind in dict.fromkeys(kinds)
         }
         self.layers: list[Layer] = []

@@ -31,7 +31,9 @@ class Rotary:
         self._table = torch.empty(0)
 
     @classmethod
-    def of(cls, module: Any, dtype: torch.dtype, kind: str | None = None, pairs: bool = False) -> Rotary:
+    def from_module(
+        cls, module: Any, dtype: torch.dtype, kind: str | None = None, pairs: bool = False
+    ) -> Rotary:
         """Return the table of a rotary embedding.
 
         Args:

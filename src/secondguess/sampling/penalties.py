@@ -37,10 +37,12 @@ class LogitProcessors:
     has_grammar: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> LogitProcessors:
+    def from_params(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+    ) -> LogitProcessors:
         has_min_tokens = any(each.min_tokens for each in params)
         has_grammar = any(each.grammar is not None for each in params)
-        bias, penalties = _bias(params, vocab_size, device), Penalties.of(params, device)
+        bias, penalties = _bias(params, vocab_size, device), Penalties.from_params(params, device)
         return cls(bias, penalties, has_min_tokens, has_grammar)
 
     def change_logits(self, rows: Sequence[Row]) -> bool:
@@ -85,7 +87,7 @@ class Penalties:
     presence: Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
+    def from_params(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
         rows = [
             index
             for index, each in enumerate(params)

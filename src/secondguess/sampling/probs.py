@@ -195,7 +195,7 @@ def _setting_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
 ) -> tuple[LogitProcessors, Rule]:
     """Convert settings to tensors; cached while the same requests decode together."""
-    return LogitProcessors.of(params, vocab_size, device), make_rule(params, device)
+    return LogitProcessors.from_params(params, vocab_size, device), make_rule(params, device)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

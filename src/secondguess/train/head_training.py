@@ -246,7 +246,7 @@ def _write_texts(
 def _untrained(job: HeadJob, llm: LLM, token_counts: torch.Tensor) -> tuple[TargetModel, TrainableHead]:
     """Return the target in the form in which heads learn from it, and a head for it."""
     runtime = llm.target.runtime
-    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
+    target = TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
     config = read_config(llm.target.path).to_dict()
     facts = TargetInfo(config=config, model=target, token_counts=token_counts, seed=job.seed)
     return target, job.recipe.fresh(facts).float().to(runtime.device)

@@ -29,7 +29,7 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        sheet = TokenProbs.of(shape, draft, target_probs)
+        sheet = TokenProbs.from_draft(shape, draft, target_probs)
         chances: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
         for ranks in shape.levels:

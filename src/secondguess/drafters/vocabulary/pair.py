@@ -78,7 +78,7 @@ class VocabularyPair:
     text_share: float
 
     @classmethod
-    def of(cls, target: Vocabulary, draft: Vocabulary, method: Method | None = None) -> Self:
+    def from_vocabularies(cls, target: Vocabulary, draft: Vocabulary, method: Method | None = None) -> Self:
         """Compare two vocabularies.
 
         Args:

@@ -53,7 +53,7 @@ class Layout:
     num_columns: int
 
     @classmethod
-    def of(
+    def from_lists(
         cls, firsts: Sequence[int], selected: Sequence[int], places: Sequence[int], num_columns: int
     ) -> Layout:
         return cls(_array(firsts), _array(selected), _array(places), num_columns)
@@ -68,7 +68,9 @@ def even_layout(num_rows: int, width: int, num_logits: int, first: int | None = 
     """Return the layout of rows of one width, with logits of the last columns or from `first` on; cached."""
     first = width - num_logits if first is None else first
     selected = [row * width + first + column for row in range(num_rows) for column in range(num_logits)]
-    return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
+    return Layout.from_lists(
+        range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits
+    )
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +83,9 @@ def uneven_layout(counts: tuple[int, ...], lengths: tuple[int, ...], num_nodes: 
     firsts = [0, *accumulate(counts)]
     queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
     selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
-    return Layout.of(firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1)
+    return Layout.from_lists(
+        firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1
+    )
 
 
 @lru_cache(maxsize=256)
@@ -224,7 +228,7 @@ class KernelForward:
         """
         self._arguments.caches_only = True
         try:
-            layout = Layout.of([0, *accumulate(counts)], (), (), 0)
+            layout = Layout.from_lists([0, *accumulate(counts)], (), (), 0)
             self(cache, None, layout, step, layers, (), states=states)
         finally:
             self._arguments.caches_only = False
