@@ -432,7 +432,7 @@ def uncapped_prefix_weights(patch: Patch) -> None:
 def block_stops_at_the_first_failure(patch: Patch) -> None:
     original = EnumeratingNoise.accept
     patch.setattr(
-        EnumeratingNoise, "accept", lambda self, chances: original(self, chances).cumprod(1).astype(bool)
+        EnumeratingNoise, "accept", lambda self, probs: original(self, probs).cumprod(1).astype(bool)
     )
 
 

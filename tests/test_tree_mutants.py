@@ -46,13 +46,13 @@ def dist_holds(
     verifier: str = "traversal",
     widths: tuple[int, ...] = (2,),
     without_replacement: bool = True,
-    least_chance: float = 0.0,
+    min_prob: float = 0.0,
     pairs: tuple[str, ...] = ("ternary", "zeros"),
 ) -> bool:
     """Return whether the enumerated output distribution is that of plain decoding."""
     errors = []
     for pair in (PAIRS[name] for name in pairs):
-        drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
+        drafter = make_tree_drafter(pair, widths, without_replacement, min_prob)
         errors.append(
             dist_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
         )

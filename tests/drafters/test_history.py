@@ -71,8 +71,8 @@ def test_an_automaton_of_several_texts_has_their_substrings_and_counts(seed: int
         assert place.num_matched == len(suffix)
         seen = [each for each in occurrences(texts, suffix) if each >= 0]
         if suffix and seen:
-            token, chance = next(automaton.continuation(place.context, 1))
-            assert chance == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
+            token, prob = next(automaton.continuation(place.context, 1))
+            assert prob == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -88,8 +88,8 @@ def test_a_place_stays_right_while_texts_are_added(seed: int) -> None:
         texts.append(text)
         seen = [each for each in occurrences(texts, read[len(read) - place.num_matched :]) if each >= 0]
         if seen:
-            token, chance = next(automaton.continuation(place.context, min(place.num_matched, 1)))
-            assert chance == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
+            token, prob = next(automaton.continuation(place.context, min(place.num_matched, 1)))
+            assert prob == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
         token = source.randrange(2)
         place.read([token])
         read.append(token)

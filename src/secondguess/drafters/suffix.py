@@ -115,8 +115,8 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
         limit = min(limit, self._longest(num_matched))
         chain: list[int] = []
         survival = 1.0
-        for token, chance in automaton.continuation(context, self.options.min):
-            survival *= chance
+        for token, prob in automaton.continuation(context, self.options.min):
+            survival *= prob
             if len(chain) == limit or survival < self.options.threshold:
                 break
             chain.append(token)

@@ -138,9 +138,9 @@ class DynamicTree(TreeShape):
         share = max(self.nodes // self.depth, 1)
         largest = dists.topk(min(self.width, dists.shape[-1])).values.tolist()
         expected = [
-            (math.exp(node.log_prob) * chance, index)
+            (math.exp(node.log_prob) * prob, index)
             for index, node in enumerate(frontier)
-            for chance in largest[index]
+            for prob in largest[index]
         ]
         chosen = [index for _, index in sorted(expected, key=lambda pair: (-pair[0], pair[1]))[:share]]
         return [chosen.count(index) for index in range(len(frontier))]
@@ -350,14 +350,14 @@ class TreeBuilder:
             ranking = logits[where].softmax(-1)
             most = max(parent.num_children for parent in parents)
             tokens = (ranking + own).topk(most).indices
-        chances = ranking.gather(1, tokens).clamp_min(1e-30).log().tolist()
-        for number, (parent, children, logs) in enumerate(
-            zip(parents, tokens.tolist(), chances, strict=True)
+        log_probs = ranking.gather(1, tokens).clamp_min(1e-30).log().tolist()
+        for number, (parent, children, child_log_probs) in enumerate(
+            zip(parents, tokens.tolist(), log_probs, strict=True)
         ):
             row, above = parent.row, parent.node
             for rank in range(parent.num_children):
                 self.frontiers[row].append(parent.first_child + rank)
-                log_prob = above.log_prob + logs[rank]
+                log_prob = above.log_prob + child_log_probs[rank]
                 dist = self._num_dists + number
                 self.nodes[row].append(Node(children[rank], parent.index, depth, log_prob, dist))
         self._dists.append(own)

@@ -93,7 +93,7 @@ class Noise(ABC):
         return None
 
     @abstractmethod
-    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+    def accept(self, probs: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         """Return `[row, node]` decisions, each True with its probability; both on the host."""
 
     @abstractmethod
@@ -179,11 +179,9 @@ class KeyedNoise(Noise):
         rows = zip(self.keys, self.positions, self.coupled.tolist(), strict=True)
         return [RowNoise(key & ALL_BITS, position, is_coupled) for key, position, is_coupled in rows]
 
-    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
-        num_rows, num_nodes = chances.shape
-        accepted: NDArray[numpy.bool_] = (
-            self.uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < chances
-        )
+    def accept(self, probs: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        num_rows, num_nodes = probs.shape
+        accepted: NDArray[numpy.bool_] = self.uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < probs
         return accepted
 
     def draw(self, dists: Tensor, depths: Tensor) -> Tensor:

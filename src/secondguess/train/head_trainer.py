@@ -354,7 +354,7 @@ def acceptance_length(accepted: Sequence[float]) -> float:
     1.75
     """
     expected, reached = 1.0, 1.0
-    for chance in accepted:
-        reached *= chance
+    for prob in accepted:
+        reached *= prob
         expected += reached
     return expected

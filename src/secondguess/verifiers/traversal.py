@@ -35,8 +35,8 @@ class TraversalVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        chances, dists = traverse(shape, draft, target_probs)
-        accepted = noise.accept(chances)
+        acceptance_probs, dists = traverse(shape, draft, target_probs)
+        accepted = noise.accept(acceptance_probs)
         return make_tree_verdict(shape, first_accepted(shape.post_order, accepted), dists, noise)
 
 

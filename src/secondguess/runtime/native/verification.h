@@ -54,12 +54,12 @@ inline int64_t verify_block(const Verification& it, int64_t row, VerificationRoo
     secondguess_chain_weights(probs, draft_probs, tokens, num_nodes, width, room.weights.data(), room.masses.data());
     int64_t accepted = 0;
     for (int64_t length = 1; length <= num_nodes; length++) {
-        double chance = weights[length];
+        double prob = weights[length];
         if (length < num_nodes) {
             const double mass = masses[length], total = mass + 1 - weights[length];
-            chance = total > 0 ? mass / total : 1;
+            prob = total > 0 ? mass / total : 1;
         }
-        if (uniform_of(noise, length - 1, ACCEPT) < chance) accepted = length;
+        if (uniform_of(noise, length - 1, ACCEPT) < prob) accepted = length;
     }
     const float* next = probs + accepted * width;
     if (accepted < num_nodes) {
