@@ -57,7 +57,7 @@ from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.feature import ChainsOfPlaces
+from secondguess.heads.feature import TrainingTimeAttention
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureRuntime
@@ -332,7 +332,7 @@ def learnt_dists(target, head, text, pending):
     nodes = [
         (anchor, depth)
         for anchor in anchors[0][chosen[0]].tolist()
-        for depth in range(head.shape.num_drafted)
+        for depth in range(head.config.num_drafted)
         if anchor + depth + 1 < len(text) and counts[0, anchor + depth + 1]
     ]
     return [said[0][nodes.index((pending, depth))].softmax(-1) for depth in range(len(text) - 1 - pending)]
@@ -1065,12 +1065,12 @@ def steps_of_training_stand_in_one_place(patch: Patch) -> None:
 
 def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
     """Only the text and the last step: a chain of three does not know its second node."""
-    original = ChainsOfPlaces.attend
+    original = TrainingTimeAttention.attend
 
     def attend(self, layer, *heads):
         return original(replace(self, chains={layer: []}), layer, *heads)
 
-    patch.setattr(ChainsOfPlaces, "attend", attend)
+    patch.setattr(TrainingTimeAttention, "attend", attend)
 
 
 def entries_of_the_copy_are_kept(patch: Patch) -> None:

@@ -515,7 +515,7 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_field(aux_hidden_state_layer_ids=None), "config.json"),
         (with_field(markov_rank=0), "a Markov head and a confidence head"),
         (with_field(draft_vocab_size=5), "expected d2t and t2d in .* got no d2t"),
-        (of_a_smaller_vocabulary, "an lm_head.weight beside a vocabulary of its own"),
+        (of_a_smaller_vocabulary, "an lm_head.weight for the reduced draft vocabulary"),
         (with_field(enable_confidence_head="yes"), "enable_confidence_head of 'yes'"),
         (without_field("transformer_layer_config"), "the field 'transformer_layer_config'"),
         (without_field("mask_token_id"), "the field 'mask_token_id'"),

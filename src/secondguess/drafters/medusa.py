@@ -61,7 +61,7 @@ class MedusaDrafter(HeadDrafter):
 
     def room(self, row: Row) -> int:
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
-        return min(self.head.shape.num_heads, row.room) if row in self._states else 0
+        return min(self.head.config.num_heads, row.room) if row in self._states else 0
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._level_logits(rows, active, len(self.chains[active[0]]))

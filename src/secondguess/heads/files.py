@@ -195,6 +195,13 @@ def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def missing_lm_head(folder: Path) -> CheckpointError:
+    """Return the error for a reduced draft vocabulary without an LM head for it."""
+    return CheckpointError(
+        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
+    )
+
+
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
     """Raise if a drafter was trained for a target of another size.
 

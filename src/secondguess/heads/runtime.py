@@ -62,7 +62,7 @@ class FeatureRuntime(CachedRuntime):
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
         embedded = self.head.embed(tokens)
-        cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
+        cos_sin = cos_sin_at(self.head.layer_config, step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
         return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
