@@ -598,7 +598,7 @@ class Budgets(NamedTuple):
     @lru_cache(maxsize=256)
     def empty(num_rows: int) -> Budgets:
         """Return the budgets of a round without drafts; cached like `Draft.empty`."""
-        return Budgets([0] * num_rows, lambda *_: [False] * num_rows, uses_probs=False, parts=[0] * num_rows)
+        return Budgets([0] * num_rows, lambda *_: [True] * num_rows, uses_probs=False, parts=[0] * num_rows)
 
     @property
     def longest(self) -> int:

@@ -33,9 +33,8 @@ class JacobiOptions:
     """Options of `jacobi,width=N`.
 
     Args:
-        width: a position that was not sampled before is drafted as the token so many positions
-            before it: 1 is the last token, the tokens per line of a picture the one above; 1 to
-            8192.
+        width: a position that was not sampled before is drafted as the token `width` positions before it:
+            1 is the last token, the tokens per line of a picture the one above; 1 to 8192.
     """
 
     width: int = 1

@@ -174,11 +174,11 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def reserve(self, num_rows: int, longest: int) -> None:
-        """Make room in the cache for so many rows of so many tokens."""
+        """Make room in the cache for `num_rows` rows of up to `longest` tokens."""
         self.cache.reserve(num_rows, longest)
 
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
-        """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
+        """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)
 
     @property
@@ -450,13 +450,13 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
         room = longest + draft.num_nodes
         tokens = token_tensor([[*row, *([0] * (room - len(row)))] for row in committed], device)
         if draft.num_nodes:
-            drop_first = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
-            tokens.scatter_(1, drop_first, draft.tokens)
+            node_columns = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
+            tokens.scatter_(1, node_columns, draft.tokens)
     if draft.is_chain:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
-    hung = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
-    return Queries(tokens, ancestor_closure(hung))
+    query_parents = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
+    return Queries(tokens, ancestor_closure(query_parents))
 
 
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:

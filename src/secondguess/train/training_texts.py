@@ -175,7 +175,7 @@ def texts_as_they_stand(
 
 
 def require_room(target: LoadedModel, length: int) -> None:
-    """Check that texts of so many tokens fit into the target's context.
+    """Check that texts of `length` tokens fit into the target's context.
 
     Raises:
         BadInputError: they do not.

@@ -63,14 +63,14 @@ def draw_parameters(
 
     Args:
         nums_read: number of tokens of each row, then of padding.
-        nodes: places of the nodes in their chains.
+        nodes: indices of the nodes in their chains.
         modes: how they are drawn.
     """
     padding = len(nums_read) - len(requests)
     noises = [request.noise for request in requests]
     keys = [noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key for noise in noises]
-    places = [noise.position + nodes.start for noise in noises]
-    integers = [*nums_read, *keys, *([0] * padding), *places, *([0] * padding)]
+    positions = [noise.position + nodes.start for noise in noises]
+    integers = [*nums_read, *keys, *([0] * padding), *positions, *([0] * padding)]
     if modes.all_greedy:
         return integers, [1.0] * 2 * len(nums_read)
     of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
@@ -103,7 +103,7 @@ def draw_nodes(
     """
     inputs = static.inputs
     num_rows = len(inputs.slots)
-    num_read, keys, places = static.integers.view(3, num_rows)
+    num_read, keys, positions = static.integers.view(3, num_rows)
     temperatures, log_min_ps, *uniforms = static.floats.view(-1, num_rows)
     found: list[Tensor] = []
     dists: list[Tensor] = []
@@ -127,7 +127,7 @@ def draw_nodes(
             probs = torch.where(temperatures[:, None] == 0, first, probs)
         dists.append(probs)
         if modes.races:
-            hashes = hash_of(keys, places + node, Purpose.RACE)
+            hashes = hash_of(keys, positions + node, Purpose.RACE)
             times = -uniform_per_token_on_device(hashes, vocab_size).log() / probs
             drawn.append(times.argmin(-1))
         else:
@@ -161,8 +161,8 @@ def _probs(logits: Tensor, temperatures: Tensor, log_min_ps: Tensor) -> Tensor:
 def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the tokens `[row]` drawn by inverting the cumulative sum; any token if it is NaN."""
     totals = probs.cumsum(-1, dtype=torch.float64)
-    places = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
-    return places[:, 0].clamp(max=probs.shape[-1] - 1)
+    tokens = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
+    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def decide_by(rule: StoppingRule) -> KeepChains:

@@ -304,11 +304,11 @@ struct RowNoise {
 };
 enum Purpose { DRAFT = 1, ACCEPT = 2, DRAW = 3, RACE = 4, ROUND = 5, NUM_PURPOSES = 5 };
 
-inline uint64_t hash_of(uint64_t key, int64_t place, Purpose purpose) {
+inline uint64_t hash_of(uint64_t key, int64_t index, Purpose purpose) {
     const uint64_t step = 0x9E3779B97F4A7C15u;
-    return mixed((key ^ mixed((uint64_t)(place * NUM_PURPOSES + purpose) + step)) + step);
+    return mixed((key ^ mixed((uint64_t)(index * NUM_PURPOSES + purpose) + step)) + step);
 }
 
-inline double uniform_of(const RowNoise& noise, int64_t place, Purpose purpose) {
-    return ((hash_of(hash_of(noise.key, noise.position, ROUND), place, purpose) >> 12) + 0.5) * 0x1p-52;
+inline double uniform_of(const RowNoise& noise, int64_t index, Purpose purpose) {
+    return ((hash_of(hash_of(noise.key, noise.position, ROUND), index, purpose) >> 12) + 0.5) * 0x1p-52;
 }
