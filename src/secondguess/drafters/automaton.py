@@ -140,7 +140,7 @@ class SuffixAutomaton:
         return shorter
 
 
-class Place:
+class SuffixMatch:
     """Longest suffix of a text that occurs in an automaton of other texts.
 
     Attributes:

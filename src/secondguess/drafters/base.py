@@ -115,7 +115,7 @@ class Drafter(ABC):
 
     @property
     def parts_without_target(self) -> frozenset[int]:
-        """Numbers of its parts that run no layers of the target."""
+        """Part numbers of the components that run no layers of the target."""
         return frozenset() if self.uses_target_layers else frozenset({0})
 
     @classmethod

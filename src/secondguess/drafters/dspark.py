@@ -49,9 +49,9 @@ class DsparkDrafter(HeadDrafter):
         return list(self.runtime.admit(rows))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            self._hidden_buffer.begin(row, of_row)
-            num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
+        for row, row_hidden in zip(rows, hidden, strict=True):
+            self._hidden_buffer.begin(row, row_hidden)
+            num_reused = len(row.tokens) - 1 - (len(row_hidden[self.hidden_layers[0]]) if row_hidden else 0)
             if row not in self.runtime:
                 self.runtime.admit([row], [num_reused])
             self.runtime.crop(row, num_reused)

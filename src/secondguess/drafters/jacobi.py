@@ -84,6 +84,6 @@ class JacobiDrafter(LookupDrafter[SampledAhead]):
         return chain
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        of_rows = verdict.samples or [()] * len(rows)
-        for row, path, samples in zip(rows, verdict.paths, of_rows, strict=True):
+        row_samples = verdict.samples or [()] * len(rows)
+        for row, path, samples in zip(rows, verdict.paths, row_samples, strict=True):
             self._indices[row].update(samples, len(path) + 1)

@@ -40,9 +40,9 @@ class MedusaDrafter(HeadDrafter):
         return [max(0, len(row.tokens) - 2) for row in rows]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            if of_row:
-                self._states[row] = of_row[LAST_HIDDEN][-1].clone()
+        for row, row_hidden in zip(rows, hidden, strict=True):
+            if row_hidden:
+                self._states[row] = row_hidden[LAST_HIDDEN][-1].clone()
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Keep the hidden state of the token before the new pending one.

@@ -229,11 +229,11 @@ class SamplingDrafter(Drafter):
             which: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
         ) -> list[bool]:
             asked = [active[index] for index in which]
-            of_batch = [0.0] * len(rows)
+            row_confidences = [0.0] * len(rows)
             for index, confidence in zip(asked, confidences, strict=True):
-                of_batch[index] = confidence
+                row_confidences[index] = confidence
             logits = expand_to_batch(logits, len(rows), asked)
-            kept = budgets.keep_drafting(logits, depth, None, of_batch)
+            kept = budgets.keep_drafting(logits, depth, None, row_confidences)
             return [kept[index] for index in asked]
 
         rule = budgets.stopping_rule if len(rows) == 1 else None
@@ -304,8 +304,8 @@ class HeadDrafter(SamplingDrafter):
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
         """Build the drafter for a name whose argument, if any, is the folder of a trained head."""
-        shown, shape = read_tree_options(name)
-        return cls(*load_trained(cls.load_head, name, resources), shown, shape)
+        full_name, shape = read_tree_options(name)
+        return cls(*load_trained(cls.load_head, name, resources), full_name, shape)
 
 
 def load_trained(

@@ -103,7 +103,7 @@ class DraftVocabulary(nn.Module):
 
 
 class Head(TrainableHead):
-    """Base class of drafter heads, which are trained for one target and loaded beside it."""
+    """Base class of drafter heads, which are trained for one target and loaded with it."""
 
     @classmethod
     @abstractmethod

@@ -101,7 +101,7 @@ class FeatureParts:
 
 
 class FeatureHead(Head):
-    """Drafter head that reads a feature beside each token, trained by unrolling its own outputs.
+    """Drafter head that reads a feature with each token, trained by unrolling its own outputs.
 
     Subclasses create the modules: embeddings and LM head of their own as `embed_tokens` and
     `lm_head`, if any, and the last norm as `norm`.

@@ -259,7 +259,9 @@ def read_named_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(files.values())):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name, of_tensor in files.items() if of_tensor == path}
+            tensors |= {
+                name: file.get_tensor(name) for name, tensor_path in files.items() if tensor_path == path
+            }
     return tensors
 
 

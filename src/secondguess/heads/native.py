@@ -171,12 +171,12 @@ def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, he
     """Return the logits of blocks after two texts of different lengths."""
     lengths = (tokens.shape[1], tokens.shape[1] // 2)
     rows = [
-        Row(of_row[:length].tolist(), SamplingParams())
-        for of_row, length in zip(tokens, lengths, strict=True)
+        Row(row_tokens[:length].tolist(), SamplingParams())
+        for row_tokens, length in zip(tokens, lengths, strict=True)
     ]
     dtype = head.target.dtype
     received = [
-        {layer: of_layer[index, : length - 1].to(dtype) for layer, of_layer in states.items()}
+        {layer: layer_states[index, : length - 1].to(dtype) for layer, layer_states in states.items()}
         for index, length in enumerate(lengths)
     ]
     runtime.append(rows, received)
@@ -215,8 +215,8 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         return self._draw(rows, requests, decision)
 
     def _chain_features(self, counts: Sequence[int]) -> Tensor:
-        of_rows = zip(self._forward_features, counts, strict=True)
-        return torch.cat([of_row[:count] for of_row, count in of_rows])
+        rows = zip(self._forward_features, counts, strict=True)
+        return torch.cat([features[:count] for features, count in rows])
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         last = (self.num_layers,) if with_hidden else ()
@@ -252,10 +252,10 @@ class NativeBlockRuntime(BlockRuntime):
 
     def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
         joined = torch.cat(
-            [torch.cat([of_row[layer] for layer in self.hidden_layers], -1) for of_row in received]
+            [torch.cat([hidden[layer] for layer in self.hidden_layers], -1) for hidden in received]
         )
         features = self._fusion(joined).bfloat16()
-        counts = [len(of_row[self.hidden_layers[0]]) for of_row in received]
+        counts = [len(hidden[self.hidden_layers[0]]) for hidden in received]
         starts, num_keys = self.place_new(rows, max(counts))
         self._forward.write_caches(self.cache, features, counts, kernel_step(starts, num_keys), self._layers)
         self.advance(rows, counts)

@@ -380,7 +380,7 @@ class CachedRuntime(Runtime):
                     }
                     pieces.setdefault(state.row, []).append(piece)
             waiting.sort(key=attrgetter("num_to_prefill"))
-        return {row: join_hidden(of_row) for row, of_row in pieces.items()}
+        return {row: join_hidden(row_pieces) for row, row_pieces in pieces.items()}
 
     def _lacks_images(self, state: CachedRow) -> bool:
         return self.takes_images and state.lacks_images

@@ -198,7 +198,7 @@ class Family:
     Args:
         windows: function from the configuration to each layer's sliding window in tokens, None for
             full attention. A configuration may name windows that the family's module does not use.
-        own_fields: configuration fields that the description covers, beside `COMMON_FIELDS`.
+        own_fields: configuration fields that the description covers, in addition to `COMMON_FIELDS`.
         norm: class of the norms.
         norms: names of a layer's norms.
         has_qk_norm: whether queries and keys are normalised, per head (Qwen3) or all heads together
@@ -387,7 +387,7 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
     if getattr(config, family.activation) not in ACTIVATIONS:
         return f"activation {getattr(config, family.activation)} is none of {', '.join(ACTIVATIONS)}"
     if family.rotaries is rotary_by_layer_type and any(
-        # Old configurations have the parameters of all layer types beside those of each.
+        # Old configurations have the parameters of all layer types in addition to those of each.
         isinstance(rope, Mapping) and rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
         for rope in config.rope_parameters.values()
     ):

@@ -139,8 +139,8 @@ class Experts:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
-        of_tokens = states.flatten(0, -2)
-        probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
+        token_states = states.flatten(0, -2)
+        probs = self.router(token_states).softmax(-1, dtype=torch.float32)
         selected = self.select(probs)
         if self.prescribed is not None:
             chosen, selected = selected, self.prescribed
@@ -150,7 +150,7 @@ class Experts:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.rounds_routing_weights:
             weights = weights.to(states.dtype)
-        return mix_experts(self.experts, of_tokens, selected, weights).view_as(states)
+        return mix_experts(self.experts, token_states, selected, weights).view_as(states)
 
     @property
     def num_read(self) -> int:

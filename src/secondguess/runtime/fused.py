@@ -103,8 +103,8 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
         with _selecting(decoder, experts):
             found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
             agrees = _agrees(decoder)
-    of_early = {layer: each[len(tokens) :] for layer, each in experts.items()}
-    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], of_early)
+    early_experts = {layer: each[len(tokens) :] for layer, each in experts.items()}
+    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], early_experts)
     return checked if agrees and _passes(found, expected) else None
 
 

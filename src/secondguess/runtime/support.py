@@ -58,7 +58,7 @@ def check_supported(model: Any) -> None:
         raise unsupported(name, "it keeps recurrent states in a cache of its own")
     if not takes_masks(type(model), model.config):
         return  # `RowByRowRuntime` compares logits instead: cross-attention that is not used may look at both sides
-    # A vision or audio tower beside the decoder may look at both sides.
+    # The attention of a vision or audio tower next to the decoder may be bidirectional.
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise unsupported(name, "its attention looks at both sides, it is not a causal language model")
 

@@ -77,8 +77,8 @@ def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> 
     values = scores.numpy()
     if not all(
         math.isfinite(values[row, query, token])
-        for row, of_row in enumerate(tokens)
-        for query, token in enumerate(of_row)
+        for row, row_tokens in enumerate(tokens)
+        for query, token in enumerate(row_tokens)
     ):
         raise _no_token_error(logits)
     return tokens

@@ -33,7 +33,7 @@ class Draws(NamedTuple):
     def on_host(self) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and confidences, per node and row."""
         tokens, confidences = self.chosen.tolist()
-        return [[int(token) for token in of_node] for of_node in tokens], confidences
+        return [[int(token) for token in node_values] for node_values in tokens], confidences
 
 
 class Modes(NamedTuple):
@@ -73,14 +73,18 @@ def draw_parameters(
     integers = [*nums_read, *keys, *([0] * padding), *positions, *([0] * padding)]
     if modes.all_greedy:
         return integers, [1.0] * 2 * len(nums_read)
-    of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
+    row_uniforms = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
     settings = [
         *(request.settings.temperature for request in requests),
         *([1.0] * padding),
         *(request.settings.log_min_p for request in requests),
         *([-math.inf] * padding),
     ]
-    uniforms = [value for of_node in zip(*of_rows, strict=True) for value in (*of_node, *([0.5] * padding))]
+    uniforms = [
+        value
+        for node_values in zip(*row_uniforms, strict=True)
+        for value in (*node_values, *([0.5] * padding))
+    ]
     return integers, settings + uniforms
 
 
@@ -112,8 +116,8 @@ def draw_nodes(
     for node in range(count):
         if node:
             inputs = _following(inputs, drawn[-1], num_read if node == 1 else torch.ones_like(num_read))
-        of_tokens = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
-        logits = of_tokens[:, 0] if inputs.tokens.shape[1] == 1 else _last(of_tokens, num_read)
+        query_logits = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
+        logits = query_logits[:, 0] if inputs.tokens.shape[1] == 1 else _last(query_logits, num_read)
         logits = logits.float().contiguous()
         found.append(logits)
         largest, confidence = most_likely(logits, inputs.num_finished)
@@ -136,9 +140,9 @@ def draw_nodes(
     return Draws(chosen, torch.stack(found), torch.stack(dists) if dists else None)
 
 
-def _last(of_tokens: Tensor, num_read: Tensor) -> Tensor:
+def _last(query_logits: Tensor, num_read: Tensor) -> Tensor:
     """Return `[row, ...]`, that of each row's last token, of values `[row, token, ...]`."""
-    return of_tokens[torch.arange(len(of_tokens), device=of_tokens.device), num_read - 1]
+    return query_logits[torch.arange(len(query_logits), device=query_logits.device), num_read - 1]
 
 
 def _following(inputs: PassInputs, tokens: Tensor, num_read: Tensor) -> PassInputs:
@@ -167,10 +171,10 @@ def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 def decide_by(rule: StoppingRule) -> KeepChains:
     """Return the decision about the only row by a rule."""
-    return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
+    return lambda _, logits, depth, confidences: [_continues(rule, depth, confidences[0])]
 
 
-def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:
+def _continues(rule: StoppingRule, depth: int, confidence: float) -> bool:
     rule.groups.append(bisect_right(rule.edges, confidence))
     groups = rule.groups[-depth - 1 :]
     return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

@@ -62,8 +62,8 @@ def _run(
     states = decoder.embed(inputs.tokens.flatten())
     levels = [states]
     for index, layer in enumerate(decoder.layers):
-        of_layer = LayerCache(cache.keys[index], cache.values[index])
-        states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], of_layer, inputs)
+        layer_cache = LayerCache(cache.keys[index], cache.values[index])
+        states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], layer_cache, inputs)
         levels.append(states)
     read = states if with_logits else states[:0]
     logits = decoder.logit_scaling(linear(read, decoder.head, inputs.num_finished, decoder.norm))

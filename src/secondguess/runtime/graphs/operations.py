@@ -177,9 +177,11 @@ def attention(
     num_rows, width = inputs.tokens.shape
     outputs = []
     for row, start in enumerate(inputs.starts.tolist()):
-        of_row = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(1, 2)
+        row_queries = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(
+            1, 2
+        )
         if start < 0:
-            outputs.append(torch.zeros_like(of_row.transpose(1, 2)))
+            outputs.append(torch.zeros_like(row_queries.transpose(1, 2)))
             continue
         slot, total = int(inputs.slots[row]), start + width
         nodes = torch.arange(width, device=queries.device)
@@ -188,10 +190,12 @@ def attention(
             seen = (inputs.ancestors[row][:, None] >> nodes) & 1 == 1
         mask = torch.cat((seen.new_ones(width, start), seen), 1)
         if window is not None:
-            of_keys = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
-            mask &= inputs.positions[row][:, None] - of_keys < window
+            key_positions = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
+            mask &= inputs.positions[row][:, None] - key_positions < window
         keys, values = (each[slot : slot + 1, :, :total] for each in cache)
-        outputs.append(explicit_attention(of_row, keys, values, mask[None, None], heads.scaling, heads.cap))
+        outputs.append(
+            explicit_attention(row_queries, keys, values, mask[None, None], heads.scaling, heads.cap)
+        )
     return torch.cat(outputs).reshape(num_rows * width, -1)
 
 

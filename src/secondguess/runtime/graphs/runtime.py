@@ -273,8 +273,8 @@ class GraphRuntime(FusedRuntime):
             static = StaticInputs(size, num_queries, self.device)
             static.set(fields)
             output = run_decoder(self.decoder, self.cache, static.inputs, layers)
-        of_rows = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
-        return ForwardOutput(output.logits.view(size, num_queries, -1), of_rows)
+        hidden = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
+        return ForwardOutput(output.logits.view(size, num_queries, -1), hidden)
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
@@ -288,7 +288,7 @@ class GraphRuntime(FusedRuntime):
         inputs = PassInputs(slots, firsts, tokens, positions, None, self._num_finished())
         layers = self.hidden_layers if with_hidden else ()
         hidden = run_decoder(self.decoder, self.cache, inputs, layers, with_logits=False).hidden
-        return {layer: of_tokens.view(num_rows, width, -1) for layer, of_tokens in hidden.items()}
+        return {layer: token_states.view(num_rows, width, -1) for layer, token_states in hidden.items()}
 
     def _num_finished(self) -> Tensor:
         return torch.zeros(MAX_TILES, dtype=torch.int32, device=self.device)
@@ -393,11 +393,11 @@ def _kept(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True)
 
 
-def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
+def _columns(values: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
     """Return those of pending and the nodes, `[row, node + 1, ...]`, of padded values `[row, query, ...]`."""
     first = num_uncached[0] - 1
     if all(count == num_uncached[0] for count in num_uncached):
-        return of_rows[: len(num_uncached), first : first + num_nodes + 1]
-    firsts = torch.tensor(num_uncached, device=of_rows.device)[:, None] - 1
-    rows = torch.arange(len(num_uncached), device=of_rows.device)[:, None]
-    return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=of_rows.device)]
+        return values[: len(num_uncached), first : first + num_nodes + 1]
+    firsts = torch.tensor(num_uncached, device=values.device)[:, None] - 1
+    rows = torch.arange(len(num_uncached), device=values.device)[:, None]
+    return values[rows, firsts + torch.arange(num_nodes + 1, device=values.device)]

@@ -439,8 +439,8 @@ def attention_kernel(
                 bits = visible_nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]
                 visible = ((node < 0)[None, :] | ((bits & 1) == 1)) & is_cell[None, :]
             if HAS_WINDOW:
-                of_node = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
-                key_position = tl.where(node < 0, cells, of_node)
+                node_positions = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
+                key_position = tl.where(node < 0, cells, node_positions)
                 visible = visible & (position[:, None] - key_position[None, :] < window)
             scores = tl.where(visible, scores, -float("inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
@@ -485,10 +485,10 @@ def merge_kernel(
     at = (token * NUM_HEADS + head).to(tl.int64) * num_chunks
     num_read = tl.where(start < 0, 0, tl.cdiv(start + width, chunk_size))
     for first in range(0, num_read, BLOCK_CHUNKS):
-        of_chunks, is_read = at + first + chunks, first + chunks < num_read
-        maxima = tl.load(statistics + of_chunks * 2, mask=is_read, other=-float("inf"))
-        totals = tl.load(statistics + of_chunks * 2 + 1, mask=is_read, other=0.0)
-        block = of_chunks[:, None] * SIZE + places
+        chunk_index, is_read = at + first + chunks, first + chunks < num_read
+        maxima = tl.load(statistics + chunk_index * 2, mask=is_read, other=-float("inf"))
+        totals = tl.load(statistics + chunk_index * 2 + 1, mask=is_read, other=0.0)
+        block = chunk_index[:, None] * SIZE + places
         found = tl.load(sums + block, mask=is_read[:, None] & is_place, other=0.0)
         larger = tl.maximum(largest, tl.max(maxima, 0))
         shift = tl.where(larger == -float("inf"), 0.0, larger)
@@ -534,11 +534,11 @@ def most_likely_kernel(
     if tl.atomic_add(num_finished + row, 1, sem="acq_rel") == PARTS - 1:
         tl.store(num_finished + row, 0)
         parts = tl.arange(0, triton.next_power_of_2(PARTS))
-        of_parts, is_part = partial + (row * PARTS + parts) * 3, parts < PARTS
+        part_address, is_part = partial + (row * PARTS + parts) * 3, parts < PARTS
         # Past the cache of the multiprocessor, which does not see what others have written.
-        maxima = tl.load(of_parts, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-        candidates = tl.load(of_parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-        totals = tl.load(of_parts + 2, mask=is_part, other=0.0, cache_modifier=".cg")
+        maxima = tl.load(part_address, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+        candidates = tl.load(part_address + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+        totals = tl.load(part_address + 2, mask=is_part, other=0.0, cache_modifier=".cg")
         largest = tl.max(maxima, 0)
         token = tl.min(tl.where(maxima == largest, candidates.to(tl.int32), num_logits), 0)
         tl.store(tokens + row, tl.minimum(token, num_logits - 1).to(tl.int64))

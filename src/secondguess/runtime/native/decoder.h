@@ -38,7 +38,7 @@ struct Decoder {
     const bf16* embedding;
     Norm norm;
     Weight head;
-    // Drafter heads that read a feature beside each token (EAGLE, MTP). Both parts are normalised
+    // Drafter heads that read a feature with each token (EAGLE, MTP). Both parts are normalised
     // and joined. The joined rows are projected to the input of the first layer; without a
     // projection they are the input of its queries, keys and values (EAGLE-3).
     int64_t joins_features;
@@ -75,7 +75,7 @@ struct Forward {
     int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [token]
     const bf16* states;          // [token][width], input of the first layer; null: embeddings
-    const bf16* features;        // [token][width], read beside the tokens
+    const bf16* features;        // [token][width], read with the tokens
     const int64_t* firsts;       // [row + 1], first token of each row, then the number of tokens
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]

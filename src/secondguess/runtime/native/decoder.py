@@ -113,7 +113,7 @@ class NativeDecoder(PackedDecoder):
         self.embedding_scale = decoder.embedding_scale
         self.logit_scaling = decoder.logit_scaling
         self.norm = decoder.norm
-        # A tied head is also kept in plain layout, which takes no memory beside the embeddings.
+        # A tied head is also kept in plain layout, which takes no memory in addition to the embeddings.
         tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
         self.tied_head = copy.copy(decoder.head) if tied else None
         first = decoder.layers[0]

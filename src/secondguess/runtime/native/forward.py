@@ -99,7 +99,7 @@ def num_keys_of_chains(
 ) -> int:
     """Return the largest number of positions that chains need, but for their last nodes, which are not run."""
     rows = zip(starts, tokens, requests, strict=True)
-    return max(start + len(of_row) + request.num_nodes - 1 for start, of_row, request in rows)
+    return max(start + len(row_tokens) + request.num_nodes - 1 for start, row_tokens, request in rows)
 
 
 def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
@@ -109,20 +109,20 @@ def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
     )
 
 
-def in_columns(of_tokens: Tensor, layout: Layout) -> Tensor:
+def in_columns(token_values: Tensor, layout: Layout) -> Tensor:
     """Return hidden states `[row, column, width]` of the selected tokens, zeros where there is none.
 
     Args:
-        of_tokens: `[token, width]`.
+        token_values: `[token, width]`.
     """
     num_rows, num_selected = len(layout.firsts) - 1, len(layout.selected)
-    if num_selected < len(of_tokens):
-        of_tokens = of_tokens[torch.tensor(layout.selected[:])]
+    if num_selected < len(token_values):
+        token_values = token_values[torch.tensor(layout.selected[:])]
     if num_selected < num_rows * layout.num_columns:
-        selected = of_tokens
-        of_tokens = selected.new_zeros(num_rows * layout.num_columns, selected.shape[-1])
-        of_tokens[torch.tensor(layout.places[:])] = selected
-    return of_tokens.view(num_rows, layout.num_columns, -1)
+        selected = token_values
+        token_values = selected.new_zeros(num_rows * layout.num_columns, selected.shape[-1])
+        token_values[torch.tensor(layout.places[:])] = selected
+    return token_values.view(num_rows, layout.num_columns, -1)
 
 
 class PreparedCall(NamedTuple):
@@ -257,7 +257,7 @@ class KernelForward:
                 any of their outputs.
             num_known: number of preceding tokens of each row that these layers have run already.
             states: input of the first of `layers`; None for the embeddings of `tokens`.
-            features: `[..., width]` in bfloat16, read beside the tokens by a drafter head.
+            features: `[..., width]` in bfloat16, read with the tokens by a drafter head.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
@@ -268,8 +268,8 @@ class KernelForward:
         self._check(failure, tokens, layout.firsts[-1])
         if call.shown is None:
             return ForwardOutput(call.logits)
-        of_levels = dict(zip(call.levels, call.shown.unbind(), strict=True))
-        return ForwardOutput(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+        level_states = dict(zip(call.levels, call.shown.unbind(), strict=True))
+        return ForwardOutput(call.logits, {layer: level_states[self._level(layer)] for layer in wanted})
 
     def draft_chains(
         self,
@@ -295,8 +295,8 @@ class KernelForward:
             BadInputError: a token id outside the vocabulary.
             SecondGuessError: logits that are not finite.
         """
-        flat = [token for of_row in tokens for token in of_row]
-        layout = last_token_layout(tuple([len(of_row) for of_row in tokens]))
+        flat = [token for row_tokens in tokens for token in row_tokens]
+        layout = last_token_layout(tuple([len(row_tokens) for row_tokens in tokens]))
         step = kernel_step(starts, cache.placement.num_keys)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)

@@ -217,7 +217,7 @@ def units() -> tuple[Unit, ...]:
     Empty if the kernels were not built, or the processor supports none of them.
 
     Raises:
-        SecondGuessError: if the kernels were built from other sources than those beside them.
+        SecondGuessError: if the kernels were built from other sources than those next to them.
     """
     opened = {kind: _open(kind) for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
     found = [Unit(kind, kernels) for kind, kernels in opened.items() if kernels]
@@ -253,7 +253,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
         return None  # built on another machine, for libraries that are missing here
     if not _is_current(kernels, hash_sources(folder)):
         raise SecondGuessError(
-            f"expected kernels built from the sources beside them, got others in {built}; rebuild them with "
+            f"expected kernels built from the sources next to them, got others in {built}; rebuild them with "
             "`python setup.py build_ext --inplace --force`, or delete the file to compute with torch"
         )
     for name, (result, arguments) in SIGNATURES.items():

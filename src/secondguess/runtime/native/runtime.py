@@ -130,8 +130,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     def read_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
         """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
-        of_tokens = {layer: each.flatten(0, 1) for layer, each in selected.items()}
-        with self._forward.with_experts(of_tokens):
+        token_experts = {layer: each.flatten(0, 1) for layer, each in selected.items()}
+        with self._forward.with_experts(token_experts):
             return self.read(tokens).logits
 
     def embedding_and_head(self) -> EmbeddingAndHead:
@@ -266,9 +266,9 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             self.cache, tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16)
         )
         output = in_rows(output, tokens)
-        of_tokens = {
+        token_experts = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
             if layer not in wanted
         }
-        return ForwardOutput(output.logits, output.hidden | of_tokens)
+        return ForwardOutput(output.logits, output.hidden | token_experts)
