@@ -158,7 +158,7 @@ def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
         tokens = torch.tensor([[0, 1, *output]])
         with torch.inference_mode():
             # The reference of the kernels is their own pass over the whole text, that of the others the module.
-            uncached = runtime.read(tokens) if kind == "native" else target(tokens, use_cache=False)
+            uncached = runtime.probe(tokens) if kind == "native" else target(tokens, use_cache=False)
             return uncached.logits[0, -1].double().softmax(-1)
 
     if kind == "native":
@@ -214,7 +214,7 @@ def native_trees_are_chains() -> bool:
     """Return whether each path of a tree has the logits of the same tokens as text."""
     (model, _) = (each.bfloat16() for each in tiny_pair(vocab_size=5))
     runtime = NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False)))
-    expected = runtime.read(torch.tensor([[0, 1, 4]])).logits[0, -1]
+    expected = runtime.probe(torch.tensor([[0, 1, 4]])).logits[0, -1]
     row = Row([0, 1], SAMPLED)
     runtime.begin([row])
     siblings = Draft(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([2]))

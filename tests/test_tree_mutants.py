@@ -89,7 +89,7 @@ def paths_are_chains(kind: str) -> bool:
     runtime = runtime_of(kind, vocab_size=5)
     tokens, parents = [3, 4, 2, 1, 0], [-1, -1, 0, 1, 1]
     texts = [[0, 1, 3], [0, 1, 4], [0, 1, 3, 2], [0, 1, 4, 1], [0, 1, 4, 0]]
-    expected = [runtime.read(torch.tensor([text])).logits[0, -1] for text in texts]
+    expected = [runtime.probe(torch.tensor([text])).logits[0, -1] for text in texts]
     row = Row([0, 1], SAMPLED)
     runtime.begin([row])
     found = runtime.score([row], Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([5])))

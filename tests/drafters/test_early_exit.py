@@ -262,7 +262,7 @@ def test_a_batch_without_counted_positions_has_no_gradient() -> None:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
-        tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+        tokens, torch.zeros_like(tokens, dtype=torch.bool), target.probe(tokens).hidden
     )
     head = EarlyExitHead.fresh(TargetModel.from_runtime(target), exit_layer=2, mlp_size=8).double()
     head.learn(training_batch, target.embedding_and_head(), objective("kl")).losses[0].backward()
@@ -284,7 +284,7 @@ def test_training_an_adapter_lowers_the_loss() -> None:
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
-        tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+        tokens, torch.ones_like(tokens, dtype=torch.bool), target.probe(tokens).hidden
     )
     head = EarlyExitHead.fresh(TargetModel.from_runtime(target), exit_layer=2, mlp_size=64).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)

@@ -103,8 +103,8 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
     tokens, width = torch.randint(VOCAB_SIZE, (3, 9)), head.layer_config.width
     features = torch.randn(3, 9, width).bfloat16()
     with torch.inference_mode():
-        expected = plain.read_with(tokens, features.to(head.target.dtype))
-        found = runtime.read_with(tokens, features)
+        expected = plain.probe_with_features(tokens, features.to(head.target.dtype))
+        found = runtime.probe_with_features(tokens, features)
     covered = expected.logits.isfinite()
     assert torch.equal(covered, found.logits.isfinite())
     for exact, rounded in (

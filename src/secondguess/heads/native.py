@@ -69,8 +69,8 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
     tokens, dtype = _probe_tokens(head.target), head.target.dtype
     features = _probe_states(*tokens.shape, head.layer_config.width)
     with torch.inference_mode():
-        expected = plain.read_with(tokens, features.to(dtype)).logits
-        found = native.read_with(tokens, features).logits
+        expected = plain.probe_with_features(tokens, features.to(dtype)).logits
+        found = native.probe_with_features(tokens, features).logits
     if not _reproduces("drafter head", found, expected, target, owns_head=head.lm_head is not None):
         return plain
     release_matrices(head)

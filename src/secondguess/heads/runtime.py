@@ -67,7 +67,7 @@ class FeatureRuntime(CachedRuntime):
         logits = self.head.logits(output[:, -num_logits:])
         return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
 
-    def read_with(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
+    def probe_with_features(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:
@@ -75,7 +75,7 @@ class FeatureRuntime(CachedRuntime):
             features: `[row, query, feature]`, the feature of the token before each.
         """
         self._forward_features = features
-        return self.read(tokens)
+        return self.probe(tokens)
 
     def set_features(self, row: Row, start: int, features: Tensor) -> None:
         """Set the features `[position, width]` of a row's tokens from index `start` on."""

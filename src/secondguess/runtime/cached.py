@@ -145,7 +145,7 @@ class CachedRuntime(Runtime):
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
     @exclusive
-    def read(self, tokens: Tensor) -> ForwardOutput:
+    def probe(self, tokens: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:

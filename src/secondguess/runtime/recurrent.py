@@ -66,9 +66,9 @@ class RecurrentRuntime(RowByRowRuntime):
         super().__init__(model)
 
     @exclusive
-    def read(self, tokens: Tensor) -> ForwardOutput:
+    def probe(self, tokens: Tensor) -> ForwardOutput:
         self.cache.begin({}, tokens.shape[1])
-        return super().read(tokens)
+        return super().probe(tokens)
 
     @property
     def description(self) -> str:

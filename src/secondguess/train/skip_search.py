@@ -77,14 +77,14 @@ class SkipSearch:
             )
         self._target = target
         self._texts = texts
-        self._expected = target.read(texts).logits
+        self._expected = target.probe(texts).logits
         self._known: dict[tuple[int, ...], Candidate] = {}
 
     def candidate(self, skipped: Iterable[int]) -> Candidate:
         """Evaluate skipping these layers; results are cached."""
         key = tuple(sorted(skipped))
         if key not in self._known:
-            logits = self._target.skip_layers(key).read(self._texts).logits
+            logits = self._target.skip_layers(key).probe(self._texts).logits
             acceptance = float(overlap(self._expected, logits).mean())
             cost = self._cost_ratio(key)
             self._known[key] = Candidate(key, acceptance, cost, *best_draft_length(acceptance, cost))

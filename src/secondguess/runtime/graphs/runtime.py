@@ -77,7 +77,7 @@ def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
     """
     runtime = GraphRuntime(checked.decoder)
     try:
-        found = runtime.read_twice(checked.tokens)
+        found = runtime.probe_both_paths(checked.tokens)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler's errors are of many kinds
@@ -159,12 +159,12 @@ class GraphRuntime(FusedRuntime):
         width = min(PROBE_WIDTH, self.context_length)
         tokens = torch.arange(2 * width, device=self.device).remainder(self.vocab_size).view(2, width)
         try:
-            found = self.read_twice(tokens)
+            found = self.probe_both_paths(tokens)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler's errors are of many kinds
             return f"the kernels fail on this device ({type(error).__name__}: {error})"
-        expected = FusedRuntime(self.decoder).read(tokens).logits.expand_as(found)
+        expected = FusedRuntime(self.decoder).probe(tokens).logits.expand_as(found)
         tolerance = PROBE_TOLERANCE[torch.bfloat16]  # states are rounded in products with weights in 4 bits
         return "" if probe_passes("graphs", found, expected, tolerance) else "the kernels give other logits"
 
@@ -189,7 +189,7 @@ class GraphRuntime(FusedRuntime):
         return self._lend_cache(model).draw_after_pending(rows, requests, decision)
 
     @exclusive
-    def read_twice(self, tokens: Tensor) -> Tensor:
+    def probe_both_paths(self, tokens: Tensor) -> Tensor:
         """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
 
         Args:

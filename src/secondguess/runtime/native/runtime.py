@@ -49,7 +49,7 @@ def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -
         weight_format: as in `NativeDecoder`.
     """
     native = NativeDecoder(checked.decoder, weight_format)
-    found = NativeRuntime(native).read_with_experts(checked.tokens, checked.experts)
+    found = NativeRuntime(native).probe_with_experts(checked.tokens, checked.experts)
     name = f"native ({weight_format.name})"
     return native if probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format]) else None
 
@@ -128,11 +128,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
 
-    def read_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
+    def probe_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
         """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
         token_experts = {layer: each.flatten(0, 1) for layer, each in selected.items()}
         with self._forward.with_experts(token_experts):
-            return self.read(tokens).logits
+            return self.probe(tokens).logits
 
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
