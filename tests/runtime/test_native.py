@@ -805,7 +805,7 @@ def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
-def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
+def test_a_probe_forces_the_experts(name, unit, tmp_path):
     """Rounding would make some tokens select others."""
     model = read_module(str(write_varied(name, tmp_path)), torch.bfloat16).eval()
     checked = fuse_for_kernels(model)
@@ -816,7 +816,7 @@ def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
         ]
         for layer, selected in checked.experts.items()
     }
-    with torch.inference_mode(), fused._selecting(checked.decoder, others):
+    with torch.inference_mode(), fused._forcing_experts(checked.decoder, others):
         positions = torch.arange(16).expand(2, -1)
         expected = fused._prefill(fused.FusedRuntime(checked.decoder), checked.tokens, positions, 16)
     runtime = NativeRuntime(NativeDecoder(checked.decoder, unit=unit))
@@ -829,7 +829,7 @@ def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
 def test_another_selection_of_experts_fails_the_probe(name, tmp_path, monkeypatch, caplog):
-    """The prescribed experts give the right logits."""
+    """The forced experts give the right logits."""
     path = str(write_varied(name, tmp_path))
     monkeypatch.setattr(Experts, "select", lambda self, probs: (-probs).topk(self.num_selected).indices)
     assert fuse_for_kernels(read_module(path, torch.bfloat16).eval()) is None

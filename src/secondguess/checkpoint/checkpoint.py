@@ -241,7 +241,7 @@ class Checkpoint:
     def _module_runs(self) -> bool:
         """True if the Transformers module runs with this quantization."""
         if self._quantises_linears:
-            return self._linear_counts.are_most
+            return self._linear_counts.is_majority
         return self.quantize in (None, INT8.name)
 
     @cached_property
@@ -373,7 +373,7 @@ class Checkpoint:
             return self.weight_formats == [BFLOAT16]
         stored = self.encoding is not None or getattr(self.config, "quantization_config", None) is not None
         is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored
-        return is_module and can_quantise(self.device) and self._linear_counts.are_most
+        return is_module and can_quantise(self.device) and self._linear_counts.is_majority
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
         """Return whether a copy of this model drafts by default and memory holds it beside the model.

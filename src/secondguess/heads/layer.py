@@ -201,16 +201,16 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(heads) if self.config.has_qk_norm else heads, cos_sin)
         return keys.transpose(1, 2), self._heads(self.v_proj(states)).transpose(1, 2)
 
-    def output(self, gathered: Tensor) -> Tensor:
+    def output(self, attended: Tensor) -> Tensor:
         """Project the attention output `[row, head, position, size]` to hidden states."""
-        mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
-        return mixed
+        states: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return states
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int) -> Tensor:
         keys, values = self.keys_values(states, cos_sin)
         queries, gates = self.queries(states, cos_sin)
-        gathered = attend(layer, queries, keys, values)
-        return self.output(gathered if gates is None else gathered * gates)
+        attended = attend(layer, queries, keys, values)
+        return self.output(attended if gates is None else attended * gates)
 
     def _heads(self, joined: Tensor) -> Tensor:
         return joined.view(*joined.shape[:2], -1, self.config.head_size)

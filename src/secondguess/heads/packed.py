@@ -151,7 +151,7 @@ class PackedBlockHead(PackedHead):
             head.config.layer,
             norm=self._norm(head.norm),
             feature_norm=self._norm(head.hidden_norm),
-            attends_both_ways=True,
+            is_bidirectional=True,
             **fields,
         )
 

@@ -109,14 +109,15 @@ class CachedRuntime(Runtime):
         # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
-        self._stairs = tree.ChainMasks(device)
+        self._chain_masks = tree.ChainMasks(device)
         self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
 
     def request_hidden_states(self, layers: Sequence[int]) -> None:
         for layer in layers:
             if not -self.num_layers - 1 <= layer <= self.num_layers:
                 raise BadInputError(
-                    f"hidden layer must be in 0..{self.num_layers} (or negative), got {layer}"
+                    f"expected hidden layers from {-self.num_layers - 1} to {self.num_layers}, got {layer}; "
+                    "request an existing layer"
                 )
         self.hidden_layers = tuple(dict.fromkeys(layers))
 
@@ -420,7 +421,7 @@ class CachedRuntime(Runtime):
             start = starts[0]
             positions = torch.arange(start, start + width, device=self.device)[None]
             nothing_hidden = width == 1 and start + 1 == num_keys
-            mask = None if nothing_hidden else self._stairs.mask(start, width, num_keys)
+            mask = None if nothing_hidden else self._chain_masks.mask(start, width, num_keys)
             return ForwardStep(mask, self._clamp_positions(positions, num_keys), num_keys, start=start)
         firsts = torch.tensor(starts, device=self.device)
         if queries.closure is None:

@@ -50,7 +50,7 @@ class FeedForward:
         return activate(gate) * up if self.clamp is None else self.clamp(gate, up)
 
     @property
-    def num_read(self) -> int:
+    def num_active_parameters(self) -> int:
         """Number of weights that one token reads."""
         return self.inner.weight.numel() + self.output.weight.numel()
 
@@ -101,11 +101,11 @@ class Experts:
         packed: whether to pack the weights.
 
     Attributes:
-        prescribed: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
-        agreement: share of the experts prescribed to the last tokens that these would have selected.
+        forced_experts: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
+        agreement: share of the experts forced on the last tokens that these would have selected.
     """
 
-    prescribed: Tensor | None = None
+    forced_experts: Tensor | None = None
     agreement = 1.0
 
     def __init__(
@@ -142,8 +142,8 @@ class Experts:
         token_states = states.flatten(0, -2)
         probs = self.router(token_states).softmax(-1, dtype=torch.float32)
         selected = self.select(probs)
-        if self.prescribed is not None:
-            chosen, selected = selected, self.prescribed
+        if self.forced_experts is not None:
+            chosen, selected = selected, self.forced_experts
             self.agreement = float((chosen[:, :, None] == selected[:, None, :]).any(-1).float().mean())
         weights = probs.gather(-1, selected)
         if self.normalises_routing_weights:
@@ -153,9 +153,9 @@ class Experts:
         return mix_experts(self.experts, token_states, selected, weights).view_as(states)
 
     @property
-    def num_read(self) -> int:
+    def num_active_parameters(self) -> int:
         """Number of weights that one token reads."""
-        return self.router.weight.numel() + self.num_selected * self.experts[0].num_read
+        return self.router.weight.numel() + self.num_selected * self.experts[0].num_active_parameters
 
 
 def mix_experts(

@@ -42,17 +42,17 @@ class PartialForward:
         Rows and cached lengths must be the same, and every node that was run must have kept its
         token and parent.
         """
-        num_read = self.states.shape[1] - 1
+        num_run = self.states.shape[1] - 1
         if [state.row for state in states] != self.rows or [state.length for state in states] != self.lengths:
             return False
-        if num_read > draft.num_nodes:
+        if num_run > draft.num_nodes:
             return False
         # Padding was run with another position and other ancestors than a node with the same
         # token.
-        same = self.draft.mask[:, :num_read].clone()
+        same = self.draft.mask[:, :num_run].clone()
         for now, then in ((draft.tokens, self.draft.tokens), (draft.parents, self.draft.parents)):
-            same &= now[:, :num_read] == then[:, :num_read]
-        return bool((same | ~draft.mask[:, :num_read]).all())
+            same &= now[:, :num_run] == then[:, :num_run]
+        return bool((same | ~draft.mask[:, :num_run]).all())
 
 
 def remaining_layers(skipped: Sequence[int], num_layers: int) -> list[int]:

@@ -253,8 +253,8 @@ class LinearCounts(NamedTuple):
     others: int
 
     @property
-    def are_most(self) -> bool:
-        """True if linear layers have most weights, embeddings and head left out."""
+    def is_majority(self) -> bool:
+        """True if linear layers hold most weights, not counting embeddings and head."""
         return self.in_layers > self.others
 
     def copy_bytes(self, weight_format: WeightFormat) -> int:
@@ -296,7 +296,7 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
             layers.
     """
     counts = count_linears(model)
-    if not counts.are_most:
+    if not counts.is_majority:
         raise few_linears_error(type(model).__name__, counts)
     if _reads_weights(model):
         raise _unquantised_error(model, "which computes with their weights in its own code")
@@ -370,7 +370,7 @@ def why_not_copied(model: Any) -> str:
         return "whose weights are not all on a CPU for which there are kernels"
     if any(each.weight_format.is_quantised for each in linears if isinstance(each, KernelLinear)):
         return "with quantised weights"
-    if not (counts := count_linears(model)).are_most:
+    if not (counts := count_linears(model)).is_majority:
         return f"with {counts.in_layers:,} weights in linear layers and {counts.others:,} others"
     try:
         opaque = {each: OpaqueLinear(each) for each in linears}
@@ -385,7 +385,7 @@ def why_not_copied(model: Any) -> str:
 
 
 def forget_copies(model: Any) -> None:
-    """Have the next copies of a model made anew, after a change of its weights."""
+    """Drop the copies of a model, after a change of its weights."""
     _copies.pop(model, None)
 
 

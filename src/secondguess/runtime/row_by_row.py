@@ -80,7 +80,7 @@ class RowByRowRuntime(TransformersRuntime):
 
     @property
     def description(self) -> str:
-        """Word for the passes of a batch, for people."""
+        """Short description of how rows are run, shown by `inspect`."""
         return "row by row"
 
     def _set_up_attention(self) -> None:

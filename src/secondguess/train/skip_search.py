@@ -119,7 +119,7 @@ class SkipSearch:
 
     def _cost_ratio(self, skipped: Sequence[int]) -> float:
         decoder = self._target.decoder
-        layers = [layer.num_read for layer in decoder.layers]
+        layers = [layer.num_active_parameters for layer in decoder.layers]
         total = sum(layers) + decoder.head.weight.numel()
         return (total - sum(layers[index] for index in skipped)) / total
 

@@ -152,7 +152,7 @@ def rotate_and_store(
     if norms is not None:
         queries, keys = norms[0](queries), norms[1](keys)
     cos, sin = rotary.table(0)[inputs.positions].unsqueeze(-2).chunk(2, -1)
-    queries, keys = (rotate(each, cos, sin, rotary.pairs) for each in (queries, keys))
+    queries, keys = (rotate(each, cos, sin, rotary.is_interleaved) for each in (queries, keys))
     for row, start in enumerate(inputs.starts.tolist()):
         if start >= 0:
             slot, cells = inputs.slots[row], slice(start, start + width)
@@ -345,7 +345,7 @@ def _rotate_kernel(
         ROTATED=table.shape[1] // 2,
         BLOCK=_power_of_two(heads.size),
         HAS_NORM=norms is not None,
-        ROTATES_PAIRS=rotary.pairs,
+        IS_INTERLEAVED=rotary.is_interleaved,
         num_warps=1,
     )
     return queries

@@ -64,12 +64,12 @@ constexpr int64_t LARGEST_HEAD = 512;
 // Rotary embedding of the first `size` numbers of a head, rounded where the Transformers modules
 // round: after each operation, or once if the table is float32. `cos_sin` holds the cosines, then
 // the sines, negated for the first number of each pair. A pair is one number of each half or, with
-// `pairs`, two neighbours.
+// `is_interleaved`, two neighbours.
 template <class Number>
-inline void rotate(const bf16* from, int64_t size, bool pairs, const Number* cos_sin, bf16* to) {
-    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
+inline void rotate(const bf16* from, int64_t size, bool is_interleaved, const Number* cos_sin, bf16* to) {
+    bf16 other[LARGEST_HEAD], rotated_part[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
     const int64_t half = size / 2;
-    if (pairs) {
+    if (is_interleaved) {
         for (int64_t i = 0; i < size; i++) other[i] = from[i ^ 1];
     } else {
         std::memcpy(other, from + half, half * sizeof(bf16));
@@ -80,9 +80,9 @@ inline void rotate(const bf16* from, int64_t size, bool pairs, const Number* cos
         const Lanes part = lanes(size - i);
         const Floats straight = load(from + i, part) * load(cos_sin + i, part);
         const Floats crossed = load(other + i, part) * load(cos_sin + size + i, part);
-        store(turned + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
+        store(rotated_part + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
     }
-    std::memcpy(to, turned, size * sizeof(bf16));
+    std::memcpy(to, rotated_part, size * sizeof(bf16));
 }
 
 // Soft cap, which keeps numbers between -cap and cap; `round` rounds the result of each operation.

@@ -46,10 +46,10 @@ struct Decoder {
     int64_t output_is_raw;           // the last level of `Forward::hidden` is not normalised
     Norm token_norm, feature_norm;
     Weight projection;
-    int64_t attends_both_ways;  // each token attends to all tokens of its row's step (block drafters)
+    int64_t is_bidirectional;  // each token attends to all tokens of its row's step (block drafters)
     // Differences of families from Llama; 0 for none.
     int64_t rotary_size;           // numbers of a head that are rotated, 0 for all
-    int64_t rotates_pairs;         // neighbouring numbers are rotated together, not one of each half
+    int64_t is_interleaved;        // rotary layout with pairs of neighbours, not half-split
     int64_t rotary_is_float32;     // dtype of `Forward::cos_sin`
     int64_t joins_heads_in_norms;  // query and key norms are over all heads together
     int64_t is_parallel;           // attention and feed-forward read the same states
@@ -269,7 +269,7 @@ struct Worker {
         int64_t count = 0;
         for (int64_t key = oldest; key < start; key++) positions[count++] = key;
         const uint8_t* line = ancestors(row, index);
-        const int64_t last = decoder.attends_both_ways ? num_tokens_of(row) - 1 : index;
+        const int64_t last = decoder.is_bidirectional ? num_tokens_of(row) - 1 : index;
         for (int64_t other = 0; other <= last; other++)
             if ((!line || line[other]) && (oldest <= start || position(row, other) >= oldest))
                 positions[count++] = start + other;
@@ -292,9 +292,9 @@ struct Worker {
         const int64_t at = std::min(position(row, index), forward.context_length - 1) * 2 * size;
         const void* table = forward.cos_sin[layer.rotary];
         if (decoder.rotary_is_float32)
-            rotate(from, size, decoder.rotates_pairs, (const float*)table + at, to);
+            rotate(from, size, decoder.is_interleaved, (const float*)table + at, to);
         else
-            rotate(from, size, decoder.rotates_pairs, (const bf16*)table + at, to);
+            rotate(from, size, decoder.is_interleaved, (const bf16*)table + at, to);
         if (to != from) std::memcpy(to + size, from + size, (decoder.head_size - size) * sizeof(bf16));
     }
 
@@ -344,7 +344,7 @@ struct Worker {
         if (!layer.window) {
             // All see the cached tokens, chains also those before them in the step.
             for (int64_t query = first; query < last; query++) {
-                const int64_t end = decoder.attends_both_ways ? num_tokens_of(row) : index_of(query) + 1;
+                const int64_t end = decoder.is_bidirectional ? num_tokens_of(row) : index_of(query) + 1;
                 counts[query - first] = start + (forward.closure ? 0 : end);
             }
             common = forward.closure ? start / BLOCK_KEYS * BLOCK_KEYS : counts[last - 1 - first];

@@ -144,7 +144,7 @@ class NativeDecoder(PackedDecoder):
             norm=self._norm(decoder.norm),
             head=self.head.weight,
             rotary_size=2 * len(rotary.frequencies),
-            rotates_pairs=rotary.pairs,
+            is_interleaved=rotary.is_interleaved,
             rotary_is_float32=rotary.dtype == torch.float32,
             joins_heads_in_norms=first.query_norm is not None and len(first.query_norm.weight) != heads.size,
             is_parallel=first.is_parallel,

@@ -178,7 +178,7 @@ class KernelForward:
 
     @contextmanager
     def with_experts(self, selected: Mapping[int, Tensor]) -> Iterator[None]:
-        """Prescribe the experts that tokens select in a forward pass, for a probe.
+        """Force the experts that tokens use in a forward pass, for a probe.
 
         Args:
             selected: `[token, k]` by layer.

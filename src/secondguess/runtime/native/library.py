@@ -92,7 +92,7 @@ class Decoder(Structure):
         *_fields(c_int64, "joins_features residual_is_normalised output_is_raw"),
         *_fields(Norm, "token_norm feature_norm"),
         ("projection", Weight),
-        *_fields(c_int64, "attends_both_ways rotary_size rotates_pairs rotary_is_float32"),
+        *_fields(c_int64, "is_bidirectional rotary_size is_interleaved rotary_is_float32"),
         *_fields(c_int64, "joins_heads_in_norms is_parallel has_no_gates"),
         *_fields(c_float, "residual_scale score_cap logit_cap logit_divisor"),
         *_fields(c_int64, "num_experts num_selected expert_width normalises_routing_weights"),
