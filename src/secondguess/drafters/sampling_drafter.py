@@ -299,7 +299,7 @@ class HeadDrafter(SamplingDrafter):
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
-        self.head = head.eval().requires_grad_(False)
+        self.head = head
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
@@ -311,11 +311,12 @@ class HeadDrafter(SamplingDrafter):
 def load_trained(
     load_head: Callable[[Path, TargetModel], HeadT], name: Name, resources: DrafterResources
 ) -> tuple[HeadT, Runtime]:
-    """Return the trained head for a name, on the target's device and in its dtype, and the target."""
+    """Return the trained head for a name, frozen, on the target's device and in its dtype, and the target."""
     folder = resources.find_head_folder(name)
     target = resources.require_target(name)
     model = TargetModel.from_runtime(target)
-    return load_head(folder, model).to(target.device, model.dtype), target
+    head = load_head(folder, model).to(target.device, model.dtype)
+    return head.eval().requires_grad_(False), target
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:

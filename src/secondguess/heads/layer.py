@@ -137,6 +137,13 @@ class LayerConfig:
             experts=ExpertsConfig.from_config(config) if has_experts else None,
         )
 
+    def rotary_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Return the angles between neighbouring positions, `[rotated size / 2]`."""
+        size = self.rotary_size or self.head_size
+        steps = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+        frequencies: Tensor = self.rope_theta**-steps
+        return frequencies
+
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
@@ -252,9 +259,7 @@ class DecoderLayer(nn.Module):
 
 def cos_sin_at(config: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
-    size = config.rotary_size or config.head_size
-    steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions[..., None].float() * config.rope_theta**-steps
+    angles = positions[..., None].float() * config.rotary_frequencies(positions.device)
     cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 

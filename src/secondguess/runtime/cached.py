@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from weakref import WeakValueDictionary
@@ -170,8 +170,25 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
+        self._drop_partial_forward()
         self.cache = self.cache_class(self.device)
         self.slots = SlotTable(self.cache)
+
+    def _drop_partial_forward(self) -> None:
+        """Drop the first layers' output for a draft, if it is kept: the entries that it belongs to may change."""
+
+    def _hold_nodes(self, states: Sequence[CachedRow], counts: Iterable[int]) -> None:
+        """Have entries of nodes move with the rows' slots until the target overwrites them."""
+        for state, count in zip(states, counts, strict=True):
+            state.num_nodes = count
+
+    def _append_chains(
+        self, rows: Sequence[Row], states: Sequence[CachedRow], chains: Sequence[Sequence[int]]
+    ) -> None:
+        """Append chains to rows whose tokens but the last are cached by now."""
+        for row, state, chain in zip(rows, states, chains, strict=True):
+            row.tokens += chain
+            state.length = len(row.tokens) - 1
 
     @exclusive
     def reserve(self, num_rows: int, longest: int) -> None:
@@ -199,10 +216,12 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        self._drop_partial_forward()
         return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
     @exclusive
     def release(self, row: Row) -> None:
+        self._drop_partial_forward()
         self.slots.release(row)
 
     @exclusive
@@ -211,6 +230,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        self._drop_partial_forward()
         for row, length in zip(rows, lengths, strict=True):
             state = self.slots[row]
             state.length = min(state.length, length)
@@ -321,6 +341,7 @@ class CachedRuntime(Runtime):
     def prefill(
         self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
     ) -> list[HiddenStates]:
+        self._drop_partial_forward()
         with_hidden = with_hidden and bool(self.hidden_layers)
         hidden = self._prefill([self.slots[row] for row in rows], max_tokens, with_hidden, can_copy=True)
         return [hidden.get(row, {}) for row in rows]

@@ -37,6 +37,21 @@ class FeedForward:
         self.activation, self.is_gated = activation, is_gated
         self.clamp = clamp
 
+    @classmethod
+    def joined(
+        cls,
+        inner: Sequence[Any],
+        output: Any,
+        activation: str,
+        *,
+        packed: bool,
+        is_gated: bool = True,
+        clamp: GateClamp | None = None,
+    ) -> FeedForward:
+        """Return the feed-forward part of a module's linear layers, the inner ones joined to one."""
+        joined = PackableLinear.joined(inner, packed)
+        return cls(joined, PackableLinear.joined([output], packed), activation, is_gated, clamp)
+
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
         return self.output(self.activate(self.inner(states)))
@@ -77,12 +92,7 @@ class StoredExperts(nn.Module):
     def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted outputs, as `mix_experts`."""
         experts = [
-            FeedForward(
-                PackableLinear.joined(inner, packed=False),
-                PackableLinear.joined([output], packed=False),
-                self._activation,
-                clamp=self._clamp,
-            )
+            FeedForward.joined(inner, output, self._activation, packed=False, clamp=self._clamp)
             for inner, output in self.linears
         ]
         return mix_experts(experts, states, selected, weights)
@@ -124,12 +134,7 @@ class Experts:
         self.normalises_routing_weights = description.normalises_routing_weights(config)
         self.rounds_routing_weights = description.rounds_routing_weights
         self.experts = [
-            FeedForward(
-                PackableLinear.joined(inner, packed),
-                PackableLinear.joined([output], packed),
-                activation,
-                clamp=clamp,
-            )
+            FeedForward.joined(inner, output, activation, packed=packed, clamp=clamp)
             for inner, output in _linears_of_experts(module.experts, description.is_transposed)
         ]
 
@@ -174,8 +179,8 @@ def mix_experts(
     """
     mixed = torch.zeros_like(states) if output is None else output
     for expert in sorted(set(selected.flatten().tolist())):
-        tokens, places = torch.where(selected == expert)
-        added = experts[expert](states[tokens]) * weights[tokens, places, None]
+        tokens, ranks = torch.where(selected == expert)
+        added = experts[expert](states[tokens]) * weights[tokens, ranks, None]
         mixed = mixed.index_add(0, tokens, added.to(mixed.dtype))
     return mixed
 
@@ -188,12 +193,7 @@ def make_feed_forward(
     if family.experts is not None and family.has_experts(config)[index]:
         return Experts(layer.mlp, family.experts, config, activation, family.gate_clamp(config), packed)
     inner, output = mlp_linears(layer, family)
-    return FeedForward(
-        PackableLinear.joined(inner, packed),
-        PackableLinear.joined([output], packed),
-        activation,
-        family.is_gated,
-    )
+    return FeedForward.joined(inner, output, activation, packed=packed, is_gated=family.is_gated)
 
 
 def _linears_of_experts(experts: Any, is_transposed: bool) -> Iterator[tuple[list[Any], Any]]:

@@ -39,6 +39,12 @@ class LayerMask:
     causal: bool
 
 
+def embed(tokens: Tensor, weight: Tensor, scale: float | None) -> Tensor:
+    """Return the embeddings of tokens, `[..., width]`, scaled unless `scale` is None."""
+    states = functional.embedding(tokens, weight)
+    return states if scale is None else states * scale
+
+
 class AttentionHeads:
     """Number, size and score scaling of a layer's heads, which are joined as query, key, value.
 
@@ -276,8 +282,7 @@ class FusedDecoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
-        states = functional.embedding(tokens, self.embedding)
-        return states if self.embedding_scale is None else states * self.embedding_scale
+        return embed(tokens, self.embedding, self.embedding_scale)
 
     def unembed(self, states: Tensor) -> Tensor:
         """Return the logits of normalised hidden states."""

@@ -101,34 +101,10 @@ class LayeredRuntime(CachedRuntime):
             num_layers: number of layers that have been run.
         """
 
-    # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
-    # draft may match again after the cache has been overwritten.
-    @exclusive
-    def free(self) -> None:
+    def _drop_partial_forward(self) -> None:
+        # An interrupted round leaves it behind: rows, lengths and draft may match again after the
+        # cache has been overwritten.
         self._partial = None
-        super().free()
-
-    @exclusive
-    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        self._partial = None
-        return super().admit(rows, reuse_limits)
-
-    @exclusive
-    def prefill(
-        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
-    ) -> list[HiddenStates]:
-        self._partial = None
-        return super().prefill(rows, max_tokens, with_hidden)
-
-    @exclusive
-    def release(self, row: Row) -> None:
-        self._partial = None
-        super().release(row)
-
-    @exclusive
-    def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        self._partial = None
-        super().rewind(rows, lengths)
 
     @exclusive
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
@@ -159,7 +135,7 @@ class LayeredRuntime(CachedRuntime):
         starts = [state.length for state in members]
         queries = build_queries(members, [1] * len(members), draft)
         tokens = queries.tokens
-        num_keys = -(-(max(starts) + draft.num_nodes + 1) // self._key_block) * self._key_block
+        num_keys = self._pad_keys(max(starts) + draft.num_nodes + 1)
         step = self._step(starts, queries, num_keys)
         num_known = 0 if known is None else known.shape[1]
         if known is not None and num_known == tokens.shape[1]:

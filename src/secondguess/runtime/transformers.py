@@ -131,9 +131,7 @@ class TransformersRuntime(CachedRuntime):
                 logits = self._run_new_queries(states, num_uncached, draft, num_known)
         finally:
             self._active_model = self.model
-        for state in states:
-            # moved with the row's slot until the target overwrites them
-            state.num_nodes = draft.num_nodes + 1
+        self._hold_nodes(states, [draft.num_nodes + 1] * len(states))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run_new_queries(

@@ -170,7 +170,7 @@ class GraphRuntime(FusedRuntime):
 
     def _lend_cache(self, copy: GraphRuntime) -> GraphRuntime:
         """Have a copy run in this runtime's cache from now on."""
-        self._partial = None  # its cache entries will be overwritten
+        self._drop_partial_forward()
         copy.cache, copy.slots = self.cache, self.slots
         return copy
 
@@ -335,8 +335,7 @@ class GraphRuntime(FusedRuntime):
                 logits = self._run_queries(states, [1] * len(states), draft)[0][:, num_known:]
             else:
                 logits = _kept(output.logits[: len(rows), : draft.num_nodes + 1 - num_known])
-        for state in states:
-            state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
+        self._hold_nodes(states, [draft.num_nodes + 1] * len(states))
         return logits
 
     def draw_after_pending(
@@ -350,8 +349,7 @@ class GraphRuntime(FusedRuntime):
             return None
         drawn = self._draw_chains(states, requests, decision)
         if drawn is not None:
-            for state, chain in zip(states, drawn.tokens, strict=True):
-                state.num_nodes = len(chain)  # moved with the row's slot until the owner overwrites them
+            self._hold_nodes(states, map(len, drawn.tokens))
         return drawn
 
     @exclusive
@@ -360,15 +358,13 @@ class GraphRuntime(FusedRuntime):
     ) -> DrawnChains | None:
         if not can_draw(requests, self.vocab_size):
             return None
-        self._partial = None
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
             return None
         drawn = self._draw_chains(states, requests, decision)
         if drawn is not None:
-            for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-                row.tokens += chain
-                state.length = len(row.tokens) - 1
+            self._append_chains(rows, states, drawn.tokens)
         return drawn
 
     def _draw_chains(

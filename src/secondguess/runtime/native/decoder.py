@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from secondguess.runtime.families import Norm, why_not_fused
 from secondguess.runtime.feed_forward import Experts, FeedForward
-from secondguess.runtime.fused_decoder import FusedDecoder, Layer
+from secondguess.runtime.fused_decoder import FusedDecoder, Layer, embed
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks, requantise
@@ -210,8 +209,7 @@ class NativeDecoder(PackedDecoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
-        states = functional.embedding(tokens, self.embedding)
-        return states if self.embedding_scale is None else states * self.embedding_scale
+        return embed(tokens, self.embedding, self.embedding_scale)
 
     def read_weights(self, num_threads: int) -> int:
         """Read all weights; return their size in bytes.

@@ -87,9 +87,7 @@ class KernelRuntime(CachedRuntime):
         self._catch_up(states)
         uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
         drawn = self._draw_after(self._forward, states, uncached, requests, decision)
-        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
+        self._append_chains(rows, states, drawn.tokens)
         return drawn
 
     def _draw_after(
@@ -174,7 +172,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     @exclusive
     def run_copy(self, model: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        self._partial = None  # its cache entries are overwritten
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         starts, num_queries = [state.length for state in states], draft.num_nodes + 1
         num_new, num_keys = num_queries - num_known, max(starts) + num_queries
@@ -184,8 +182,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
             layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
             output = model(self.cache, tokens, layout, step, layers, (), num_known)
-        for state in states:
-            state.num_nodes = num_queries  # moved with the row's slot until the target overwrites them
+        self._hold_nodes(states, [num_queries] * len(states))
         return output.logits
 
     @exclusive
@@ -194,7 +191,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
     ) -> DrawnChains | None:
         if requests[0].vocab_size > self.vocab_size:
             return None
-        self._partial = None
+        self._drop_partial_forward()
         return self._draw(rows, requests, decision)
 
     @exclusive
@@ -205,11 +202,10 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         requests: Sequence[ChainRequest],
         decision: ChainDecision,
     ) -> DrawnChains:
-        self._partial = None  # its cache entries are overwritten
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         drawn = self._draw_after(model, states, [[row.pending] for row in rows], requests, decision)
-        for state, chain in zip(states, drawn.tokens, strict=True):
-            state.num_nodes = len(chain)  # moved with the row's slot until the target overwrites them
+        self._hold_nodes(states, map(len, drawn.tokens))
         return drawn
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
