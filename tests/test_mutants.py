@@ -830,9 +830,9 @@ def kernels_look_beyond_the_cache(patch: Patch) -> None:
     """They get one cached token more than there is."""
     original = native_forward.KernelForward._prepare
 
-    def prepare(self, cache, tokens, layout, step, *others, **named):
-        step = replace(step, starts=[each + (each > 0) for each in step.starts])
-        return original(self, cache, tokens, layout, step, *others, **named)
+    def prepare(self, cache, inputs):
+        step = replace(inputs.step, starts=[each + (each > 0) for each in inputs.step.starts])
+        return original(self, cache, inputs._replace(step=step))
 
     patch.setattr(native_forward.KernelForward, "_prepare", prepare)
 

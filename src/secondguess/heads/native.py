@@ -43,6 +43,7 @@ from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     KernelForward,
+    KernelInputs,
     even_layout,
     in_rows,
     kernel_step,
@@ -222,9 +223,8 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         last = (self.num_layers,) if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         layers, features = range(self.num_layers), self._forward_features
-        output = in_rows(
-            self._forward(self.cache, tokens, layout, step, layers, last, features=features), tokens
-        )
+        inputs = KernelInputs(tokens, layout, step, layers, last, features=features)
+        output = in_rows(self._forward(self.cache, inputs), tokens)
         hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
         return ForwardOutput(self._vocabulary.to_target(output.logits), hidden)
 
@@ -268,7 +268,7 @@ class NativeBlockRuntime(BlockRuntime):
         first = size - self.config.num_drafted
         layout = even_layout(len(rows), size, longest, first)
         step = kernel_step(starts, num_keys)
-        output = self._forward(self.cache, tokens, layout, step, self._layers, (last,))
+        output = self._forward(self.cache, KernelInputs(tokens, layout, step, self._layers, (last,)))
         hidden = in_rows(output, tokens).hidden[last][:, first : first + longest]
         return Block(hidden, output.logits)
 

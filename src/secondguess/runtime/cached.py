@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -365,44 +366,61 @@ class CachedRuntime(Runtime):
         Returns:
             The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
         """
-        pieces: dict[Row, list[HiddenStates]] = {}
+        pieces: dict[Row, list[HiddenStates]] = defaultdict(list)
+        can_copy = can_copy and not with_hidden
         left = math.inf if max_tokens is None else max_tokens
         for state in filter(self._lacks_images, states):
-            if left > 0 and not (can_copy and not with_hidden and self.slots.extend(state)):
+            if left > 0 and not (can_copy and self.slots.extend(state)):
                 with torch.inference_mode():
                     pieces[state.row] = [self._prefill_images(state, with_hidden)]
                 state.length = state.row.num_prompt - 1
                 self.num_prefilled += state.length
                 left -= state.length
-        waiting = sorted(
-            (state for state in states if not self._lacks_images(state)), key=attrgetter("num_to_prefill")
-        )
-        while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
-            if can_copy and not with_hidden and self.slots.extend(waiting[-1]):
-                waiting.sort(key=attrgetter("num_to_prefill"))
-                continue
-            most = int(min(left, self.prefill_chunk))
-            width = min(waiting[-1].num_to_prefill, most)
-            num_rows = most // width if self._prefills_together else 1
-            group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]
-            counts = [min(state.num_to_prefill, width) for state in group]
-            texts = [
-                state.row.tokens[state.length : state.length + count] + [0] * (width - count)
-                for state, count in zip(group, counts, strict=True)
-            ]
-            with torch.inference_mode():
-                hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
-            for place, (state, count) in enumerate(zip(group, counts, strict=True)):
-                state.length += count
-                self.num_prefilled += count
-                left -= count
-                if with_hidden:
-                    piece = {
-                        layer: states_of_layer[place, :count] for layer, states_of_layer in hidden.items()
-                    }
-                    pieces.setdefault(state.row, []).append(piece)
+        waiting = [state for state in states if not self._lacks_images(state)]
+        while left > 0:
             waiting.sort(key=attrgetter("num_to_prefill"))
+            if not waiting or not waiting[-1].num_to_prefill:
+                break
+            if can_copy and self.slots.extend(waiting[-1]):
+                continue
+            group, counts = self._next_chunk(waiting, int(min(left, self.prefill_chunk)))
+            hidden = self._run_chunk(group, counts, with_hidden)
+            left -= sum(counts)
+            if with_hidden:
+                for state, piece in zip(group, hidden, strict=True):
+                    pieces[state.row].append(piece)
         return {row: join_hidden(row_pieces) for row, row_pieces in pieces.items()}
+
+    def _next_chunk(self, waiting: Sequence[CachedRow], limit: int) -> tuple[list[CachedRow], list[int]]:
+        """Return rows to prefill in one forward pass, and the number of tokens of each.
+
+        Args:
+            waiting: by number of uncached tokens, in ascending order; the last one has some.
+            limit: largest number of tokens, padding included.
+        """
+        width = min(waiting[-1].num_to_prefill, limit)
+        num_rows = limit // width if self._prefills_together else 1
+        group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]
+        return group, [min(state.num_to_prefill, width) for state in group]
+
+    def _run_chunk(
+        self, group: Sequence[CachedRow], counts: Sequence[int], with_hidden: bool
+    ) -> list[HiddenStates]:
+        """Cache the next `counts[i]` tokens of each row; return their hidden states, if requested."""
+        width = max(counts)
+        texts = [
+            state.row.tokens[state.length : state.length + count] + [0] * (width - count)
+            for state, count in zip(group, counts, strict=True)
+        ]
+        with torch.inference_mode():
+            hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
+        for state, count in zip(group, counts, strict=True):
+            state.length += count
+            self.num_prefilled += count
+        return [
+            {layer: layer_states[index, :count] for layer, layer_states in hidden.items()}
+            for index, count in enumerate(counts)
+        ]
 
     def _lacks_images(self, state: CachedRow) -> bool:
         return self.takes_images and state.lacks_images

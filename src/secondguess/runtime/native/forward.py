@@ -125,6 +125,32 @@ def in_columns(token_values: Tensor, layout: Layout) -> Tensor:
     return token_values.view(num_rows, layout.num_columns, -1)
 
 
+class KernelInputs(NamedTuple):
+    """Inputs of a forward pass of the kernels.
+
+    Args:
+        tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
+            None with `states`.
+        layout: the tokens of each row, and those whose logits are returned.
+        step: starts and ancestors of all tokens of the step.
+        layers: layers that are run.
+        wanted: layers whose hidden states are returned: the input of the first of `layers`, or
+            any of their outputs.
+        num_known: number of preceding tokens of each row that these layers have run already.
+        states: input of the first of `layers`; None for the embeddings of `tokens`.
+        features: `[..., width]` in bfloat16, read with the tokens by a drafter head.
+    """
+
+    tokens: Tensor | None
+    layout: Layout
+    step: ForwardStep
+    layers: range
+    wanted: Sequence[int] = ()
+    num_known: int = 0
+    states: Tensor | None = None
+    features: Tensor | None = None
+
+
 class PreparedCall(NamedTuple):
     """Outputs of a call of the kernels, and its inputs.
 
@@ -229,47 +255,29 @@ class KernelForward:
         self._arguments.caches_only = True
         try:
             layout = Layout.from_lists([0, *accumulate(counts)], (), (), 0)
-            self(cache, None, layout, step, layers, (), states=states)
+            self(cache, KernelInputs(None, layout, step, layers, states=states))
         finally:
             self._arguments.caches_only = False
 
-    def __call__(
-        self,
-        cache: KeyValueCache,
-        tokens: Tensor | None,
-        layout: Layout,
-        step: ForwardStep,
-        layers: range,
-        wanted: Sequence[int],
-        num_known: int = 0,
-        states: Tensor | None = None,
-        features: Tensor | None = None,
-    ) -> ForwardOutput:
+    def __call__(self, cache: KeyValueCache, inputs: KernelInputs) -> ForwardOutput:
         """Run some layers in one call of the kernels; return hidden states `[token, width]`.
 
         Args:
             cache: keys and values, written at its placement.
-            tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
-                None with `states`.
-            layout: the tokens of each row, and those whose logits are returned.
-            step: starts and ancestors of all tokens of the step.
-            wanted: layers whose hidden states are returned: the input of the first of `layers`, or
-                any of their outputs.
-            num_known: number of preceding tokens of each row that these layers have run already.
-            states: input of the first of `layers`; None for the embeddings of `tokens`.
-            features: `[..., width]` in bfloat16, read with the tokens by a drafter head.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
         """
-        call = self._prepare(cache, tokens, layout, step, layers, wanted, num_known, states, features)
+        call = self._prepare(cache, inputs)
         failure = self._kernels.secondguess_run(self.decoder.described, self._arguments, self._workspace)
-        self._check(failure, tokens, layout.firsts[-1])
+        self._check(failure, inputs.tokens, inputs.layout.firsts[-1])
         if call.shown is None:
             return ForwardOutput(call.logits)
         level_states = dict(zip(call.levels, call.shown.unbind(), strict=True))
-        return ForwardOutput(call.logits, {layer: level_states[self._level(layer)] for layer in wanted})
+        return ForwardOutput(
+            call.logits, {layer: level_states[self._level(layer)] for layer in inputs.wanted}
+        )
 
     def draft_chains(
         self,
@@ -287,7 +295,7 @@ class KernelForward:
             tokens: uncached tokens of each row, at least one.
             starts: number of cached tokens before them, per row.
             requests: one per row; `vocab_size` is at most the width of the logits.
-            features: `[token, width]` of the tokens of all rows, as in `__call__`; those of nodes are the outputs of a
+            features: `[token, width]` of the tokens of all rows, as in `KernelInputs`; those of nodes are the outputs of a
                 drafter head.
 
         Raises:
@@ -300,8 +308,9 @@ class KernelForward:
         step = kernel_step(starts, cache.placement.num_keys)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)
-        inputs = token_tensor(flat, torch.device("cpu"))
-        call = self._prepare(cache, inputs, layout, step, layers, output, features=features)
+        flat_tokens = token_tensor(flat, torch.device("cpu"))
+        inputs = KernelInputs(flat_tokens, layout, step, layers, output, features=features)
+        call = self._prepare(cache, inputs)
         with ChainCall(requests, decision, call.logits[:, 0, : requests[0].vocab_size]) as drawing:
             failure: int = self._kernels.secondguess_draft_chains(
                 self.decoder.described, self._arguments, self._workspace, drawing.chains
@@ -324,19 +333,9 @@ class KernelForward:
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"
             )
 
-    def _prepare(
-        self,
-        cache: KeyValueCache,
-        tokens: Tensor | None,
-        layout: Layout,
-        step: ForwardStep,
-        layers: range,
-        wanted: Sequence[int] = (),
-        num_known: int = 0,
-        states: Tensor | None = None,
-        features: Tensor | None = None,
-    ) -> PreparedCall:
-        """Set the arguments of a call, as in `__call__`."""
+    def _prepare(self, cache: KeyValueCache, inputs: KernelInputs) -> PreparedCall:
+        """Set the arguments of a call."""
+        tokens, layout, step, layers, wanted, num_known, states, features = inputs
         rows, num_tokens = len(layout.firsts) - 1, layout.firsts[-1]
         tokens = None if tokens is None else tokens.contiguous()
         self._reach_cache(cache)

@@ -28,6 +28,7 @@ from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     KernelForward,
+    KernelInputs,
     even_layout,
     in_columns,
     in_rows,
@@ -181,7 +182,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             self._place(states, [start + num_known for start in starts], num_new, num_keys)
             tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
             layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
-            output = model(self.cache, tokens, layout, step, layers, (), num_known)
+            inputs = KernelInputs(tokens, layout, step, layers, num_known=num_known)
+            output = model(self.cache, inputs)
         self._hold_nodes(states, [num_queries] * len(states))
         return output.logits
 
@@ -211,9 +213,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         wanted = self.hidden_layers if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
-        return in_rows(
-            self._forward(self.cache, tokens, layout, step, range(self.num_layers), wanted), tokens
-        )
+        inputs = KernelInputs(tokens, layout, step, range(self.num_layers), wanted)
+        return in_rows(self._forward(self.cache, inputs), tokens)
 
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
@@ -228,7 +229,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             padded, step = self._prepare(states, num_uncached, draft)
             tokens = padded[torch.arange(padded.shape[1]) < torch.tensor(counts)[:, None]]
         layout = uneven_layout(tuple(counts), tuple(lengths), draft.num_nodes)
-        output = self._forward(self.cache, tokens, layout, step, range(self.num_layers), self.hidden_layers)
+        inputs = KernelInputs(tokens, layout, step, range(self.num_layers), self.hidden_layers)
+        output = self._forward(self.cache, inputs)
         hidden = {layer: in_columns(each, layout) for layer, each in output.hidden.items()}
         return output.logits, hidden
 
@@ -247,10 +249,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         layout = even_layout(*tokens.shape, 0)
-        output = self._forward(
-            self.cache, tokens, layout, step, range(num_layers), (num_layers,), num_known=num_known
-        )
-        return in_rows(output, tokens).hidden[num_layers]
+        inputs = KernelInputs(tokens, layout, step, range(num_layers), (num_layers,), num_known)
+        return in_rows(self._forward(self.cache, inputs), tokens).hidden[num_layers]
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
@@ -258,13 +258,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         layout = even_layout(*tokens.shape, tokens.shape[1])
-        output = self._forward(
-            self.cache, tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16)
-        )
-        output = in_rows(output, tokens)
-        token_experts = {
+        inputs = KernelInputs(tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16))
+        output = in_rows(self._forward(self.cache, inputs), tokens)
+        embedded = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
             if layer not in wanted
         }
-        return ForwardOutput(output.logits, output.hidden | token_experts)
+        return ForwardOutput(output.logits, output.hidden | embedded)
