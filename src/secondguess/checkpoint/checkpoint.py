@@ -332,7 +332,7 @@ class Checkpoint:
         size, stored_as = self.dtype.itemsize, self.weight_formats[0]
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
-            head = stored_as.of_head.bytes_per_weight
+            head = stored_as.head_format.bytes_per_weight
             if self._ties_embeddings:  # beside the embeddings
                 return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
             return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
@@ -417,7 +417,7 @@ class Checkpoint:
         text = self.config.get_text_config()
         num_in_head = text.vocab_size * text.hidden_size
         layers = (num_weights - num_in_head) * weight_format.bytes_per_weight
-        return int(layers + num_in_head * weight_format.of_head.bytes_per_weight)
+        return int(layers + num_in_head * weight_format.head_format.bytes_per_weight)
 
     def has_same_tokenizer(self, other: Checkpoint) -> bool:
         """Return whether each token has the same id for both models.

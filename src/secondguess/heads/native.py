@@ -155,7 +155,7 @@ def _reproduces(
     name: str, found: Tensor, expected: Tensor, target: NativeRuntime, *, owns_head: bool
 ) -> bool:
     """Return whether the kernels' logits equal the module's within rounding, if there are any."""
-    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.of_head
+    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.head_format
     covered = expected.isfinite()  # the draft vocabulary
     return probe_passes(f"native ({name})", found[covered], expected[covered], PROBE_TOLERANCE[weight_format])
 

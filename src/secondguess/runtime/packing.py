@@ -216,7 +216,7 @@ def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype
     wanted = [name for name, each in model.named_modules() if _is_linear(each) and each.weight.dtype == dtype]
     for name in wanted:
         linear = model.get_submodule(name)
-        encoding = weight_format.of_head if linear is head else weight_format
+        encoding = weight_format.head_format if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))
     return expected
 
@@ -259,7 +259,7 @@ class LinearCounts(NamedTuple):
 
     def copy_bytes(self, weight_format: WeightFormat) -> int:
         """Return the bytes of these layers' weights in another encoding."""
-        in_head = self.in_head * weight_format.of_head.bytes_per_weight
+        in_head = self.in_head * weight_format.head_format.bytes_per_weight
         return int(self.in_layers * weight_format.bytes_per_weight + in_head)
 
 
@@ -289,7 +289,7 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
 
     Args:
         model: a module on a CPU with kernels.
-        weight_format: encoding of the weights; that of the head is its `of_head`.
+        weight_format: encoding of the weights; that of the head is its `head_format`.
 
     Raises:
         UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with other
@@ -403,7 +403,7 @@ def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
         arena, head = Arena(), model.get_output_embeddings()
         quantised = {}
         for linear in _linears(model):
-            encoding = weight_format.of_head if linear is head else weight_format
+            encoding = weight_format.head_format if linear is head else weight_format
             quantised[linear] = (
                 linear.requantised(arena, encoding)
                 if isinstance(linear, KernelLinear)

@@ -21,7 +21,7 @@ from secondguess.errors import BadInputError
 from secondguess.heads.learning import overlap
 from secondguess.runtime.fused import FusedRuntime
 
-MOST_NODES = 12
+MAX_NODES = 12
 Report = Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ def best_draft_length(acceptance: float, cost_ratio: float) -> tuple[int, float]
     6
     """
     speeds = []
-    for length in range(MOST_NODES + 1):
+    for length in range(MAX_NODES + 1):
         tokens = sum(acceptance**depth for depth in range(length + 1))
         speeds.append((tokens / (length * cost_ratio + 1), -length))
     speed, negative = max(speeds)

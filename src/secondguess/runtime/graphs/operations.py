@@ -313,8 +313,8 @@ def _parts(tile: Tile, num_tiles: int, num_inputs: int, device: torch.device) ->
 
     Each reads at least four blocks.
     """
-    most = min(tile.programs * num_processors(device) // num_tiles, num_inputs // tile.inputs // 4)
-    return 1 << max(0, most.bit_length() - 1)
+    limit = min(tile.programs * num_processors(device) // num_tiles, num_inputs // tile.inputs // 4)
+    return 1 << max(0, limit.bit_length() - 1)
 
 
 def _rotate_kernel(

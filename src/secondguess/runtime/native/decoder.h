@@ -324,8 +324,8 @@ struct Worker {
     // Attention of tokens `first` to `last - 1` for the query heads of one key head.
     void attend_tokens(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
         const int64_t group = decoder.num_queries / decoder.num_keys;
-        for (int64_t query = first * group; query < last * group; query += MOST_QUERIES)
-            attend_queries(layer, index, row, head, query, std::min(query + MOST_QUERIES, last * group));
+        for (int64_t query = first * group; query < last * group; query += MAX_QUERIES)
+            attend_queries(layer, index, row, head, query, std::min(query + MAX_QUERIES, last * group));
     }
 
     // Attention of some queries of one key head, counted over the heads of its tokens.
@@ -340,7 +340,7 @@ struct Worker {
             rotate_head(layer, space.qkv.row(line(query)) + column(query), layer.query_norm, row, index_of(query),
                         attention.begin(query - first, layer.sinks ? layer.sinks[head * group + query % group] : -INFINITY));
         int32_t* positions = space.positions[thread].data();
-        int64_t counts[MOST_QUERIES], common = 0;
+        int64_t counts[MAX_QUERIES], common = 0;
         if (!layer.window) {
             // All see the cached tokens, chains also those before them in the step.
             for (int64_t query = first; query < last; query++) {
@@ -375,11 +375,11 @@ struct Worker {
             return;
         }
         wait();
-        const int64_t most = std::max<int64_t>(1, MOST_QUERIES * decoder.num_keys / decoder.num_queries);
+        const int64_t limit = std::max<int64_t>(1, MAX_QUERIES * decoder.num_keys / decoder.num_queries);
         for (int64_t item = 0; item < num_heads; item++) {
             // pieces alternate between threads, because later tokens attend to more keys
             const int64_t row = item / decoder.num_keys, count = num_tokens_of(row);
-            const int64_t piece = std::min(most, (count + num_threads - 1) / num_threads);
+            const int64_t piece = std::min(limit, (count + num_threads - 1) / num_threads);
             for (int64_t token = thread * piece; token < count; token += num_threads * piece)
                 attend_tokens(layer, index, row, item % decoder.num_keys, token, std::min(count, token + piece));
         }

@@ -93,7 +93,7 @@ class NativeDecoder(PackedDecoder):
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
         weight_format: encoding of the weights of linear layers; that of the LM head is its
-            `of_head`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
+            `head_format`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
         unit: as in `PackedDecoder`.
     """
 
@@ -124,7 +124,7 @@ class NativeDecoder(PackedDecoder):
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
         rotary = self.rotaries[0]
-        self.head = self._weight(decoder.head, weight_format.of_head)
+        self.head = self._weight(decoder.head, weight_format.head_format)
         packed = [each.weight.encoding for each in self._kept if isinstance(each, Blocks)]
         if weight_format.keeps_others and not any(packed):  # none had a form that the kernels keep
             self.weight_format = BFLOAT16
@@ -202,7 +202,7 @@ class NativeDecoder(PackedDecoder):
             )
             for index in range(layer.router.num_outputs):
                 round_weights(layer.experts[index], ("gate_up", "down"))
-        rounded.head = round_weight(self.head.weight, weight_format.of_head)
+        rounded.head = round_weight(self.head.weight, weight_format.head_format)
         rounded.described = library.Decoder.from_buffer_copy(self.described)
         rounded.described.layers, rounded.described.head = layers, rounded.head.weight
         return rounded

@@ -22,7 +22,7 @@ struct Verification {
     int64_t* samples;                         // [row][node + 1], for the rule `MATCH`: the token sampled at each query
 };
 
-constexpr int64_t MOST_KEPT = 1 << 24;        // probabilities, of all threads
+constexpr int64_t MAX_KEPT = 1 << 24;         // probabilities, of all threads
 
 struct VerificationRoom {
     std::vector<float> probs;               // [query][vocab_size], target probabilities
@@ -103,7 +103,7 @@ inline int64_t verify_row(const Verification& it, int64_t row) {
     static thread_local VerificationRoom kept;  // as every round needs it
     VerificationRoom large;
     const int64_t num_queries = it.rules[row] == Rule::MATCH ? 1 : it.lengths[row] + 1;
-    VerificationRoom& room = num_queries * it.vocab_size <= MOST_KEPT / std::max<int64_t>(it.num_threads, 4) ? kept : large;
+    VerificationRoom& room = num_queries * it.vocab_size <= MAX_KEPT / std::max<int64_t>(it.num_threads, 4) ? kept : large;
     try {
         return it.rules[row] == Rule::MATCH ? verify_match(it, row, room) : verify_block(it, row, room);
     } catch (const std::exception&) {  // no memory
