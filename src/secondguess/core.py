@@ -483,10 +483,9 @@ class Verdict:
         paths: list[Sequence[int]] = [()] * num_rows
         next_tokens, samples = [0] * num_rows, list(paths)
         for rows, verdict in parts:
-            row_samples = verdict.samples or [()] * len(rows)
-            for row, path, token, own in zip(
-                rows, verdict.paths, verdict.next_tokens, row_samples, strict=True
-            ):
+            all_samples = verdict.samples or [()] * len(rows)
+            members = zip(rows, verdict.paths, verdict.next_tokens, all_samples, strict=True)
+            for row, path, token, own in members:
                 paths[row], next_tokens[row], samples[row] = path, token, own
         return cls(paths, next_tokens, samples)
 

@@ -154,9 +154,8 @@ def test_a_token_reads_the_experts_that_it_selects(tmp_path):
     dense, mixture = decoder.layers
     attention = dense.qkv.weight.numel() + dense.output.weight.numel()
     assert dense.num_active_parameters == attention + 3 * 32 * 48
-    assert mixture.num_active_parameters == attention + 40 * 32 + 3 * (
-        3 * 32 * 24
-    )  # the router, and 3 of 40 experts
+    router, expert = 40 * 32, 3 * 32 * 24
+    assert mixture.num_active_parameters == attention + router + 3 * expert  # of 40
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -69,9 +69,7 @@ class CombinedDrafter(Drafter):
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
-        return [
-            min((limit for limit in row_limits if limit is not None), default=None) for row_limits in limits
-        ]
+        return [min((limit for limit in own if limit is not None), default=None) for own in limits]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for part in self.parts:
@@ -80,10 +78,7 @@ class CombinedDrafter(Drafter):
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate, ...]]:
         """Return the candidates of all parts, those of length 0 last."""
         part_candidates = [part.candidates(rows) for part in self.parts]
-        return [
-            _ordered_candidates(*map(tuple, row_candidates))
-            for row_candidates in zip(*part_candidates, strict=True)
-        ]
+        return [_ordered_candidates(*map(tuple, own)) for own in zip(*part_candidates, strict=True)]
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
         is_ready: dict[Row, bool] = {}

@@ -299,9 +299,8 @@ class TreeBuilder:
         if banned is not None:
             is_banned = banned.tolist()
             for row in active:
-                self.frontiers[row] = [
-                    index for index in self.frontiers[row] if not is_banned[row][index + 1]
-                ]
+                row_bans = is_banned[row]
+                self.frontiers[row] = [index for index in self.frontiers[row] if not row_bans[index + 1]]
         parents = self._parents(active, dists, logits)
         for row in active:
             self.frontiers[row] = []

@@ -400,9 +400,8 @@ class DsparkHead(Head):
         num_rows, length = training_batch.tokens.shape
         positions = torch.arange(length, device=anchors.device)
         context = self.context(self.features(training_batch.hidden), positions[None])
-        owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(
-            self.config.block_size
-        )
+        num_blocks, size = anchors.shape[1], self.config.block_size
+        owner = torch.arange(num_blocks, device=anchors.device).repeat_interleave(size)
         earlier = positions < anchors[:, owner, None]
         own = (owner == owner[:, None]).expand(num_rows, -1, -1)
         to_all = sequence_attention(torch.cat((earlier, own), -1)[:, None])

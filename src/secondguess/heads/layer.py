@@ -198,9 +198,8 @@ class Attention(nn.Module):
         heads, gates = self._heads(self.q_proj(states)), None
         if self.config.has_gate:
             heads, gates = heads[:, :, ::2], heads[:, :, 1::2].sigmoid().transpose(1, 2)
-        return rotate(self.q_norm(heads) if self.config.has_qk_norm else heads, cos_sin).transpose(
-            1, 2
-        ), gates
+        queries = rotate(self.q_norm(heads) if self.config.has_qk_norm else heads, cos_sin)
+        return queries.transpose(1, 2), gates
 
     def keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the rotated keys and the values, `[row, kv_head, position, size]` each."""

@@ -97,10 +97,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = Fals
     """
     size = cos.shape[-1]
     part, rest = states[..., :size], states[..., size:]
-    other = (
-        part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2)
-        if is_interleaved
-        else part.roll(size // 2, -1)
-    )
+    pairs = (*part.shape[:-1], -1, 2)
+    other = part.reshape(pairs).flip(-1).flatten(-2) if is_interleaved else part.roll(size // 2, -1)
     rotated = (part * cos + other * sin).to(states.dtype)
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

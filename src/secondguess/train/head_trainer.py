@@ -196,9 +196,9 @@ class HeadTrainer:
             torch.manual_seed(self._seed * 1_000_003 + self.state.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
             depth_losses = self.trainable.learn(training_batch, self.target, self._objective)
-            loss = torch.stack(depth_losses.losses).sum() + (
-                0 if depth_losses.extra is None else depth_losses.extra
-            )
+            loss = torch.stack(depth_losses.losses).sum()
+            if depth_losses.extra is not None:
+                loss = loss + depth_losses.extra
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):

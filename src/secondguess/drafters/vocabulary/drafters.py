@@ -206,11 +206,8 @@ class StringDrafter(TranslatingDrafter):
             raced = [index for index in active if _is_raced(rows[index])]
             if raced:
                 noises = [noise.select(torch.tensor([index])) for index in raced]
-                params, row_depths = (
-                    [rows[index].params for index in raced],
-                    [depths[index] for index in raced],
-                )
-                drawn = self._race(params, logits[raced], noises, row_depths)
+                params = [rows[index].params for index in raced]
+                drawn = self._race(params, logits[raced], noises, [depths[index] for index in raced])
                 for index, token in zip(raced, drawn, strict=True):
                     tokens[index] = token
             for index in active:

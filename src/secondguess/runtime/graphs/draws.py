@@ -33,7 +33,7 @@ class Draws(NamedTuple):
     def on_host(self) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and confidences, per node and row."""
         tokens, confidences = self.chosen.tolist()
-        return [[int(token) for token in node_values] for node_values in tokens], confidences
+        return [[int(token) for token in node_tokens] for node_tokens in tokens], confidences
 
 
 class Modes(NamedTuple):
@@ -80,11 +80,7 @@ def draw_parameters(
         *(request.settings.log_min_p for request in requests),
         *([-math.inf] * padding),
     ]
-    uniforms = [
-        value
-        for node_values in zip(*row_uniforms, strict=True)
-        for value in (*node_values, *([0.5] * padding))
-    ]
+    uniforms = [each for own in zip(*row_uniforms, strict=True) for each in (*own, *([0.5] * padding))]
     return integers, settings + uniforms
 
 

@@ -177,9 +177,8 @@ def attention(
     num_rows, width = inputs.tokens.shape
     outputs = []
     for row, start in enumerate(inputs.starts.tolist()):
-        row_queries = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(
-            1, 2
-        )
+        row_queries = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1]
+        row_queries = row_queries.transpose(1, 2)
         if start < 0:
             outputs.append(torch.zeros_like(row_queries.transpose(1, 2)))
             continue

@@ -275,9 +275,8 @@ class KernelForward:
         if call.shown is None:
             return ForwardOutput(call.logits)
         level_states = dict(zip(call.levels, call.shown.unbind(), strict=True))
-        return ForwardOutput(
-            call.logits, {layer: level_states[self._level(layer)] for layer in inputs.wanted}
-        )
+        hidden = {layer: level_states[self._level(layer)] for layer in inputs.wanted}
+        return ForwardOutput(call.logits, hidden)
 
     def draft_chains(
         self,
