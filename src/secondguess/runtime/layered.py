@@ -109,10 +109,10 @@ class LayeredRuntime(CachedRuntime):
     @exclusive
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         members = [self.slots[row] for row in rows]
-        places = self._order(members)
-        order = None if places is None else torch.tensor(places, device=self.device)
-        if places is not None and order is not None:
-            members, draft = [members[place] for place in places], draft.select(order)
+        indices = self._order(members)
+        order = None if indices is None else torch.tensor(indices, device=self.device)
+        if indices is not None and order is not None:
+            members, draft = [members[index] for index in indices], draft.select(order)
         if any(len(state.row.tokens) - state.length != 1 for state in members):
             raise BadInputError(
                 "expected rows of which all but the last token is cached, got others; score them first"

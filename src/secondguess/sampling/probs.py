@@ -67,11 +67,11 @@ def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> 
     if not scores.is_cpu:
         largest, ids = scores.max(-1)
         # one copy, which waits for the device once
-        *places, are_finite = torch.cat((ids.flatten(), largest.isfinite().all()[None])).tolist()
+        *flat, are_finite = torch.cat((ids.flatten(), largest.isfinite().all()[None])).tolist()
         if not are_finite:
             raise _no_token_error(logits)
         num_queries = ids.shape[1]
-        return [places[first : first + num_queries] for first in range(0, len(places), num_queries)]
+        return [flat[first : first + num_queries] for first in range(0, len(flat), num_queries)]
     tokens: list[list[int]] = most_likely(scores).tolist()
     # A few elements are read faster one by one than by a tensor operation.
     values = scores.numpy()

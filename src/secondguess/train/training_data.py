@@ -173,10 +173,10 @@ def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator
 
 def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:
     """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
-    epoch, place = divmod(index, size)
+    epoch, position = divmod(index, size)
     # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.
     generator = numpy.random.default_rng((seed, purpose, epoch))
     multiple = int(generator.integers(1, size + 1))
     while numpy.gcd(multiple, size) != 1:
         multiple += 1
-    return int((place * multiple + int(generator.integers(size))) % size)
+    return int((position * multiple + int(generator.integers(size))) % size)
