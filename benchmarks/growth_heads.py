@@ -56,17 +56,17 @@ def grow_eagle(head: EagleHead, target: TargetModel, shape: GrownShape) -> Eagle
         head.vocabulary,
         has_head=head.lm_head is not None,
     )
-    width = _width(head.shape, shape)
+    width = _width(head.layer_config, shape)
     set_weight(grown.fc, _fusion(head, width))
     for new, old in zip(grown.layers, head.layers, strict=True):
-        _fill(new, old, head.shape, grown.shape)
+        _fill(new, old, head.layer_config, grown.layer_config)
     first, old = grown.layers[0], head.layers[0]
     set_weight(first.hidden_norm, old.hidden_norm.weight.repeat(width))
     for name in ("q_proj", "k_proj", "v_proj"):
         # The columns of both inputs were repeated together. The normalised feature, which may also
         # be the residual, is not divided by the repetitions: its first copy is read.
         weight = getattr(first.self_attn, name).weight
-        parts = weight.view(len(weight), width, 2, head.shape.width).transpose(1, 2).clone()
+        parts = weight.view(len(weight), width, 2, head.layer_config.width).transpose(1, 2).clone()
         parts[:, 1, 1:] = 0
         set_weight(getattr(first.self_attn, name), parts.flatten(1))
     set_weight(grown.norm, _divided(head.norm.weight, width))
@@ -84,14 +84,14 @@ def grow_mtp(head: MtpHead, target: TargetModel, shape: GrownShape) -> MtpHead:
     if head.embed_tokens is not None or head.lm_head is not None:
         raise ValueError("expected an MTP module with the target's embeddings and LM head, got its own")
     grown = MtpHead(
-        grown_layer(head.shape, shape), target, norm_output=head.norm_output, num_steps=head.num_steps
+        grown_layer(head.layer_config, shape), target, norm_output=head.norm_output, num_steps=head.num_steps
     )
-    width = _width(head.shape, shape)
+    width = _width(head.layer_config, shape)
     for name in ("enorm", "hnorm", "norm"):
         set_weight(getattr(grown, name), _divided(getattr(head, name).weight, width))
     halves = [half.repeat(width, width) for half in head.eh_proj.weight.chunk(2, 1)]
     set_weight(grown.eh_proj, torch.cat(halves, 1))
-    _fill(grown.layer, head.layer, head.shape, grown.shape)
+    _fill(grown.layer, head.layer, head.layer_config, grown.layer_config)
     return grown
 
 
@@ -103,9 +103,9 @@ def grow_medusa(head: MedusaHead, target: TargetModel, shape: GrownShape) -> Med
     Raises:
         ValueError: heads with output matrices of their own or biases.
     """
-    if head.lm_heads or head.shape.has_bias:
-        raise ValueError(f"expected Medusa heads without biases and output matrices, got {head.shape}")
-    grown = MedusaHead(head.shape, target)
+    if head.lm_heads or head.config.has_bias:
+        raise ValueError(f"expected Medusa heads without biases and output matrices, got {head.config}")
+    grown = MedusaHead(head.config, target)
     small = head.target.width
     for new, old in zip(grown.blocks, head.blocks, strict=True):
         for layer, original in zip(new.layers, old.layers, strict=True):
@@ -121,19 +121,19 @@ def grow_dspark(head: DsparkHead, target: TargetModel, shape: GrownShape) -> Dsp
     Raises:
         ValueError: a head with an output matrix of its own, or one that reads the last state.
     """
-    if head.shape.has_output:
+    if head.config.has_output:
         raise ValueError("expected a DSpark head with the target's output matrix, got its own")
-    layer = head.shape.layer
-    grown = DsparkHead(replace(head.shape, layer=grown_layer(layer, shape)), target, head.vocabulary)
+    layer = head.config.layer
+    grown = DsparkHead(replace(head.config, layer=grown_layer(layer, shape)), target, head.vocabulary)
     width = _width(layer, shape)
     set_weight(grown.fc, _fusion(head, width))
     for name in ("hidden_norm", "norm"):
         set_weight(getattr(grown, name), _divided(getattr(head, name).weight, width))
     for new, old in zip(grown.layers, head.layers, strict=True):
-        _fill(new, old, layer, grown.shape.layer)
-    if head.shape.markov_rank:
+        _fill(new, old, layer, grown.config.layer)
+    if head.config.markov_rank:
         grown.markov_head.load_state_dict(head.markov_head.state_dict())
-    if head.shape.has_confidence:
+    if head.config.has_confidence:
         weight = head.confidence_head.proj.weight
         of_states, of_markov = weight[:, : layer.width], weight[:, layer.width :]
         set_weight(grown.confidence_head.proj, torch.cat((of_states.repeat(1, width), of_markov), 1))

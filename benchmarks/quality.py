@@ -40,7 +40,7 @@ def measure(models: dict[str, LoadedModel], text: str, length: int) -> dict[str,
     """
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in models}
     for tokens in windows(models["bfloat16"], text, length):
-        logits = {name: each.runtime.read(tokens).logits[0, :-1] for name, each in models.items()}
+        logits = {name: each.runtime.probe(tokens).logits[0, :-1] for name, each in models.items()}
         exact = logits["bfloat16"].double().log_softmax(-1)
         for name, found in logits.items():
             logs = found.double().log_softmax(-1)

@@ -189,10 +189,10 @@ def make_shared_drafter() -> SuffixDrafter:
 
 
 def make_tree_drafter(
-    pair: Pair, widths: Sequence[int], without_replacement: bool, least_chance: float = 0.0
+    pair: Pair, widths: Sequence[int], without_replacement: bool, min_prob: float = 0.0
 ) -> DistTreeDrafter:
-    """Return a drafter of trees; with `least_chance` only nodes on more probable paths get children."""
-    grows = (lambda chance: chance > least_chance) if least_chance else None
+    """Return a drafter of trees; with `min_prob` only nodes on more probable paths get children."""
+    grows = (lambda prob: prob > min_prob) if min_prob else None
     return DistTreeDrafter(pair.vocab_size, pair.drafter, widths, without_replacement, grows)
 
 
@@ -248,7 +248,7 @@ class SharedRaces(Noise):
     def select(self, rows: Tensor) -> SharedRaces:
         return SharedRaces(self.uniforms[rows], self.starts[rows])
 
-    def accept(self, chances: object) -> NoReturn:
+    def accept(self, probs: object) -> NoReturn:
         raise AssertionError("a coupled row accepts nothing by chance")
 
     draw = accept  # type: ignore[assignment]

@@ -252,7 +252,7 @@ class Uncached:
         self._runtime.request_hidden_states(layers)
 
     def __call__(self, tokens: Tensor, **_: object) -> Any:
-        found = self._runtime.read(tokens)
+        found = self._runtime.probe(tokens)
         return SimpleNamespace(logits=found.logits, hidden_states=[*found.hidden.values()])
 
 

@@ -165,7 +165,7 @@ def decoder_case(rng: random.Random) -> None:
     for number in range(rng.randint(1, 4)):
         length, drafted = rng.randint(1, 60), rng.randint(0, 9)
         tokens = random_tokens(length + drafted, seed=rng.getrandbits(30) + number)
-        whole = NativeRuntime(runtime.decoder).read(torch.tensor([tokens])).logits[0]
+        whole = NativeRuntime(runtime.decoder).probe(torch.tensor([tokens])).logits[0]
         rows.append(row_of(tokens[:length]))
         chains.append(tokens[length:])
         expected.append(whole[length - 1 :])

@@ -66,29 +66,33 @@ def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Return a drafter whose vocabulary lacks a quarter of the target's tokens."""
     counts = torch.arange(target.vocab_size) % 11
     vocabulary = DraftVocabulary.most_frequent(counts, max(target.vocab_size * 3 // 4, 2))
-    head = EagleHead.fresh(TargetModel.of(target), seed=2, vocabulary=vocabulary)
+    head = EagleHead.fresh(TargetModel.from_runtime(target), seed=2, vocabulary=vocabulary)
     return feature_drafter(EagleDrafter, head, target, shape)
 
 
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return feature_drafter(EagleDrafter, Eagle1Head.fresh(TargetModel.of(target), seed=3), target, shape)
+    return feature_drafter(
+        EagleDrafter, Eagle1Head.fresh(TargetModel.from_runtime(target), seed=3), target, shape
+    )
 
 
 def medusa_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     config = MedusaConfig(num_heads=4, num_layers=1)
-    head = seeded(lambda: MedusaHead(config, TargetModel.of(target)), target)
+    head = seeded(lambda: MedusaHead(config, TargetModel.from_runtime(target)), target)
     return MedusaDrafter(head, target, "medusa", shape)
 
 
 def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return feature_drafter(MtpDrafter, MtpHead.fresh(TargetModel.of(target), seed=4), target, shape)
+    return feature_drafter(MtpDrafter, MtpHead.fresh(TargetModel.from_runtime(target), seed=4), target, shape)
 
 
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
 
     def make() -> DsparkHead:
-        head = DsparkHead.fresh(TargetModel.of(target), hidden_layers=(0, 1, 2), block_size=4, markov_rank=2)
+        head = DsparkHead.fresh(
+            TargetModel.from_runtime(target), hidden_layers=(0, 1, 2), block_size=4, markov_rank=2
+        )
         for weight in head.parameters():
             nn.init.normal_(weight, std=0.5)
         return head

@@ -261,8 +261,8 @@ def test_other_dtypes_and_encodings_are_loaded(dtype, quantize, vision, secondgu
     """The field for tied embeddings may be outside of the text's configuration."""
     path = vision.llm.target.checkpoint.path
     loaded = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize).load()
-    logits = loaded.runtime.read(torch.arange(5, 12)[None]).logits
-    exact = vision.llm.target.runtime.read(torch.arange(5, 12)[None]).logits
+    logits = loaded.runtime.probe(torch.arange(5, 12)[None]).logits
+    exact = vision.llm.target.runtime.probe(torch.arange(5, 12)[None]).logits
     assert (logits - exact).norm() < 0.6 * exact.norm()
     assert secondguess_command("inspect", path, "--dtype", dtype).code == 0
 

@@ -57,7 +57,7 @@ from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.feature import ChainsOfPlaces
+from secondguess.heads.feature import TrainingTimeAttention
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import FeatureRuntime
@@ -158,7 +158,7 @@ def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
         tokens = torch.tensor([[0, 1, *output]])
         with torch.inference_mode():
             # The reference of the kernels is their own pass over the whole text, that of the others the module.
-            uncached = runtime.read(tokens) if kind == "native" else target(tokens, use_cache=False)
+            uncached = runtime.probe(tokens) if kind == "native" else target(tokens, use_cache=False)
             return uncached.logits[0, -1].double().softmax(-1)
 
     if kind == "native":
@@ -214,7 +214,7 @@ def native_trees_are_chains() -> bool:
     """Return whether each path of a tree has the logits of the same tokens as text."""
     (model, _) = (each.bfloat16() for each in tiny_pair(vocab_size=5))
     runtime = NativeRuntime(NativeDecoder(FusedDecoder(model, packed=False)))
-    expected = runtime.read(torch.tensor([[0, 1, 4]])).logits[0, -1]
+    expected = runtime.probe(torch.tensor([[0, 1, 4]])).logits[0, -1]
     row = Row([0, 1], SAMPLED)
     runtime.begin([row])
     siblings = Draft(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([2]))
@@ -296,7 +296,7 @@ def heads_draft_as_they_learn(kind: str) -> bool:
 
 
 def head_drafter(kind, target, shape):
-    model = TargetModel.of(target)
+    model = TargetModel.from_runtime(target)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         if kind == "medusa":
@@ -332,7 +332,7 @@ def learnt_dists(target, head, text, pending):
     nodes = [
         (anchor, depth)
         for anchor in anchors[0][chosen[0]].tolist()
-        for depth in range(head.shape.num_drafted)
+        for depth in range(head.config.num_drafted)
         if anchor + depth + 1 < len(text) and counts[0, anchor + depth + 1]
     ]
     return [said[0][nodes.index((pending, depth))].softmax(-1) for depth in range(len(text) - 1 - pending)]
@@ -432,7 +432,7 @@ def uncapped_prefix_weights(patch: Patch) -> None:
 def block_stops_at_the_first_failure(patch: Patch) -> None:
     original = EnumeratingNoise.accept
     patch.setattr(
-        EnumeratingNoise, "accept", lambda self, chances: original(self, chances).cumprod(1).astype(bool)
+        EnumeratingNoise, "accept", lambda self, probs: original(self, probs).cumprod(1).astype(bool)
     )
 
 
@@ -830,9 +830,9 @@ def kernels_look_beyond_the_cache(patch: Patch) -> None:
     """They get one cached token more than there is."""
     original = native_forward.KernelForward._prepare
 
-    def prepare(self, cache, tokens, layout, step, *others, **named):
-        step = replace(step, starts=[each + (each > 0) for each in step.starts])
-        return original(self, cache, tokens, layout, step, *others, **named)
+    def prepare(self, cache, inputs):
+        step = replace(inputs.step, starts=[each + (each > 0) for each in inputs.step.starts])
+        return original(self, cache, inputs._replace(step=step))
 
     patch.setattr(native_forward.KernelForward, "_prepare", prepare)
 
@@ -1065,12 +1065,12 @@ def steps_of_training_stand_in_one_place(patch: Patch) -> None:
 
 def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
     """Only the text and the last step: a chain of three does not know its second node."""
-    original = ChainsOfPlaces.attend
+    original = TrainingTimeAttention.attend
 
     def attend(self, layer, *heads):
         return original(replace(self, chains={layer: []}), layer, *heads)
 
-    patch.setattr(ChainsOfPlaces, "attend", attend)
+    patch.setattr(TrainingTimeAttention, "attend", attend)
 
 
 def entries_of_the_copy_are_kept(patch: Patch) -> None:

@@ -162,7 +162,7 @@ def test_a_copy_that_verifies_its_own_drafts_would_change_the_text(monkeypatch):
 
     def stay_with_copy(runtime, model, rows, draft, num_known):
         logits = run_copy(runtime, model, rows, draft, num_known)
-        runtime._running = model
+        runtime._active_model = model
         return logits
 
     wrap.cache_clear()

@@ -51,8 +51,8 @@ ROOMY = "fixed:9"
 """More nodes than any tree here has."""
 
 
-def tree_error(pair, verifier, widths, without_replacement, least_chance=0.0, num_rounds=1, num_tokens=3):
-    drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
+def tree_error(pair, verifier, widths, without_replacement, min_prob=0.0, num_rounds=1, num_tokens=3):
+    drafter = make_tree_drafter(pair, widths, without_replacement, min_prob)
     branches = play(pair, drafter, verifier, ROOMY, num_rounds=num_rounds)
     return dist_error(branches, after_prompt(pair.target), num_tokens)
 
@@ -108,13 +108,13 @@ def test_auto_verifies_trees_by_traversal(pair, without_replacement):
 @DISTINCT
 def test_growing_trees_keep_the_distribution(widths, pair, without_replacement):
     """The nodes that get children depend on the tokens drawn; rows of one batch have trees of different shapes."""
-    assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, least_chance=0.3) < ROUNDING
+    assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, min_prob=0.3) < ROUNDING
 
 
 @pytest.mark.parametrize("verifier", ["recursive", "auto"])
 @DISTINCT
 def test_growing_trees_under_other_verifiers_keep_the_distribution(verifier, without_replacement):
-    assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, least_chance=0.3) < ROUNDING
+    assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, min_prob=0.3) < ROUNDING
 
 
 @pytest.mark.parametrize("controller", ["cost:2", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
@@ -171,7 +171,7 @@ def test_growing_trees_have_different_forms(monkeypatch):
         return original(self, shape, *others)
 
     monkeypatch.setattr(TraversalVerifier, "verify_shape", verify_shape)
-    assert tree_error(PAIRS["zeros"], "traversal", (2, 1), False, least_chance=0.3) < ROUNDING
+    assert tree_error(PAIRS["zeros"], "traversal", (2, 1), False, min_prob=0.3) < ROUNDING
     assert forms == {(-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, -1, 0, 1)}
 
 
@@ -187,7 +187,7 @@ def test_output_distribution_over_two_rounds_equals_the_targets(verifier, withou
 def test_output_distribution_over_two_rounds_of_growing_trees_equals_the_targets():
     """The text ends after four tokens, so that the second round drafts two nodes at most."""
     pair, params = PAIRS["binary"], SamplingParams(temperature=1.0, max_tokens=4)
-    drafter = make_tree_drafter(pair, (1, 2), True, least_chance=0.3)
+    drafter = make_tree_drafter(pair, (1, 2), True, min_prob=0.3)
     branches = play(pair, drafter, "traversal", ROOMY, params, num_rounds=2)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
@@ -270,7 +270,7 @@ def test_coupled_text_with_trees_equals_plain_decoding(without_replacement, kind
 
     plain, _ = texts(NoDrafter())
     pair = PAIRS["ternary"]
-    found, accepted = texts(make_tree_drafter(pair, (2, 2), without_replacement, least_chance=0.3))
+    found, accepted = texts(make_tree_drafter(pair, (2, 2), without_replacement, min_prob=0.3))
     assert accepted > 12
     assert found == plain
     assert len(set(map(tuple, plain))) > 6

@@ -46,13 +46,13 @@ def dist_holds(
     verifier: str = "traversal",
     widths: tuple[int, ...] = (2,),
     without_replacement: bool = True,
-    least_chance: float = 0.0,
+    min_prob: float = 0.0,
     pairs: tuple[str, ...] = ("ternary", "zeros"),
 ) -> bool:
     """Return whether the enumerated output distribution is that of plain decoding."""
     errors = []
     for pair in (PAIRS[name] for name in pairs):
-        drafter = make_tree_drafter(pair, widths, without_replacement, least_chance)
+        drafter = make_tree_drafter(pair, widths, without_replacement, min_prob)
         errors.append(
             dist_error(play(pair, drafter, verifier, "fixed:9"), after_prompt(pair.target), num_tokens=3)
         )
@@ -89,7 +89,7 @@ def paths_are_chains(kind: str) -> bool:
     runtime = runtime_of(kind, vocab_size=5)
     tokens, parents = [3, 4, 2, 1, 0], [-1, -1, 0, 1, 1]
     texts = [[0, 1, 3], [0, 1, 4], [0, 1, 3, 2], [0, 1, 4, 1], [0, 1, 4, 0]]
-    expected = [runtime.read(torch.tensor([text])).logits[0, -1] for text in texts]
+    expected = [runtime.probe(torch.tensor([text])).logits[0, -1] for text in texts]
     row = Row([0, 1], SAMPLED)
     runtime.begin([row])
     found = runtime.score([row], Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([5])))
@@ -215,8 +215,10 @@ def what_nobody_drew_is_accepted(patch: Patch) -> None:
 
 
 def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
-    original = trees.TokenProbs.of.__func__
-    patch.setattr(trees.TokenProbs, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
+    original = trees.TokenProbs.from_draft.__func__
+    patch.setattr(
+        trees.TokenProbs, "from_draft", classmethod(lambda cls, *args: change(original(cls, *args)))
+    )
 
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:

@@ -48,7 +48,7 @@ class _Tree:
         self.parents.append(parent)
         self.dists.append(dist)
 
-    def chance(self, node: int) -> float:
+    def path_prob(self, node: int) -> float:
         """Return the probability of a node's path under the reported draft distributions."""
         return float(torch.stack([self.dists[step][self.tokens[step]] for step in self.path(node)]).prod())
 
@@ -106,7 +106,7 @@ class DistTreeDrafter(Drafter):
         """Queue a node's children to be drawn, if it gets any."""
         depth = len(tree.path(node))
         if depth < min(len(self.widths), tree.num_levels) and (
-            node < 0 or self.grows is None or self.grows(tree.chance(node))
+            node < 0 or self.grows is None or self.grows(tree.path_prob(node))
         ):
             tree.queue.extend([node] * self.widths[depth])
 

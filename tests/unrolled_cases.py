@@ -50,7 +50,7 @@ def lesson_of(tokens: Tensor, model: LlamaForCausalLM) -> TrainingBatch:
 
 
 def target_of(dtype: torch.dtype = torch.float64) -> TargetModel:
-    return TargetModel.of(TransformersRuntime(target_model(dtype)))
+    return TargetModel.from_runtime(TransformersRuntime(target_model(dtype)))
 
 
 def make_eagle3(target: TargetModel) -> FeatureHead:

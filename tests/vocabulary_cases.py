@@ -123,4 +123,4 @@ def tiny_vocabulary(tokens: Sequence[str]) -> Vocabulary:
 
 
 def tiny_pair(target: Sequence[str], draft: Sequence[str], method: Method) -> VocabularyPair:
-    return VocabularyPair.of(tiny_vocabulary(target), tiny_vocabulary(draft), method)
+    return VocabularyPair.from_vocabularies(tiny_vocabulary(target), tiny_vocabulary(draft), method)

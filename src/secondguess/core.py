@@ -46,7 +46,7 @@ FinishReason = Literal["stop", "length", "context", "grammar"]
 """Reason why a row ended.
 
 `stop`: an end token, a stop string, or the end of the grammar. `length`: `max_tokens` tokens were
-generated. `context`: the model's context is full. `grammar`: the grammar left no token to go on with,
+generated. `context`: the model's context is full. `grammar`: the grammar left no token that may follow,
 so the text is incomplete.
 """
 
@@ -125,7 +125,7 @@ class Row:
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
-        sources: the row's own draft sources, beside the drafter, in order of preference.
+        sources: the row's own draft sources, in addition to the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
         images: inputs of the target for the images of the prompt; None for a prompt of text.
         guidance: negative prompt and scale of guided sampling; None for none.
@@ -184,7 +184,7 @@ class Row:
         matches its tokens.
         """
         tokens = [*accepted, next_token]
-        if self._goes_on_after(tokens):
+        if self._continues_after(tokens):
             self.tokens += tokens
             return Commit(self, tokens, len(accepted), rejected=rejected)
         for count, token in enumerate(tokens, start=1):
@@ -195,7 +195,7 @@ class Row:
                 break
         return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
 
-    def _goes_on_after(self, tokens: Sequence[int]) -> bool:
+    def _continues_after(self, tokens: Sequence[int]) -> bool:
         """Return whether none of the next tokens needs a check of its own, so that none ends the row."""
         is_checked = self.stop_checker is not None or self.grammar is not None
         return not is_checked and len(tokens) < self.room and self.end_tokens.isdisjoint(tokens)
@@ -484,8 +484,9 @@ class Verdict:
         paths: list[Sequence[int]] = [()] * num_rows
         next_tokens, samples = [0] * num_rows, list(paths)
         for rows, verdict in parts:
-            of_rows = verdict.samples or [()] * len(rows)
-            for row, path, token, own in zip(rows, verdict.paths, verdict.next_tokens, of_rows, strict=True):
+            all_samples = verdict.samples or [()] * len(rows)
+            members = zip(rows, verdict.paths, verdict.next_tokens, all_samples, strict=True)
+            for row, path, token, own in members:
                 paths[row], next_tokens[row], samples[row] = path, token, own
         return cls(paths, next_tokens, samples)
 
@@ -599,7 +600,7 @@ class Budgets(NamedTuple):
     @lru_cache(maxsize=256)
     def empty(num_rows: int) -> Budgets:
         """Return the budgets of a round without drafts; cached like `Draft.empty`."""
-        return Budgets([0] * num_rows, lambda *_: [False] * num_rows, uses_probs=False, parts=[0] * num_rows)
+        return Budgets([0] * num_rows, lambda *_: [True] * num_rows, uses_probs=False, parts=[0] * num_rows)
 
     @property
     def longest(self) -> int:

@@ -3,7 +3,7 @@
 1. The controller chooses the maximum draft length of each row; a request's own `draft_length`
    replaces it, and the room of the row limits it.
 2. The drafter proposes a chain or a tree of draft tokens; after each level the controller decides
-   whether to go on.
+   whether to continue.
 3. The target scores all of them in one forward pass.
 4. The verifier accepts a path of draft tokens and samples the token that follows it.
 5. The KV cache keeps the accepted path and drops all other draft tokens.

@@ -140,9 +140,9 @@ def test_heads_of_a_grown_target_have_the_logits_of_the_small_ones(name: str, sh
         assert decoder is not None
         runtime = FusedRuntime(decoder)
         runtime.request_hidden_states((*head.hidden_layers, LAST_HIDDEN))
-        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), runtime.read(tokens).hidden)
+        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), runtime.probe(tokens).hidden)
         with torch.no_grad():
-            found = each.learn(batch, TargetModel.of(runtime), project)
+            found = each.learn(batch, TargetModel.from_runtime(runtime), project)
         extra = [] if found.extra is None else [found.extra]
         results.append(torch.stack([*found.losses, *found.accepted, *extra]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

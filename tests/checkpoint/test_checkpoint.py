@@ -210,7 +210,7 @@ REFUSED = {
         lambda: transformers.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),
         "t5.*encoder-decoder",
     ),
-    "both sides": (lambda: tiny(transformers.BertConfig, intermediate_size=16), "both sides"),
+    "bidirectional": (lambda: tiny(transformers.BertConfig, intermediate_size=16), "bidirectional"),
     "no cache": (
         lambda: transformers.OpenAIGPTConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32),
         "openai-gpt.*takes no KV cache",

@@ -132,11 +132,11 @@ def test_logits_are_those_of_the_dequantised_weights(checkpoint, by_transformers
         expected = copy.deepcopy(by_transformers).float()(torch.tensor([TOKENS])).logits[0]
     module = Checkpoint.resolve(checkpoint, device="cpu").read_module(layer_by_layer=True)
     decoder = NativeDecoder(fuse(module, packed=False), STORED_INT4, unit)
-    found = NativeRuntime(decoder).read(torch.tensor([TOKENS])).logits[0]
+    found = NativeRuntime(decoder).probe(torch.tensor([TOKENS])).logits[0]
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.05
     for count in (1, 2, 6, 7):  # all numbers of rows of a product, with the same bits
-        few = NativeRuntime(decoder).read(torch.tensor([TOKENS[:count]])).logits[0]
+        few = NativeRuntime(decoder).probe(torch.tensor([TOKENS[:count]])).logits[0]
         assert torch.equal(few, found[:count])
 
 
@@ -157,7 +157,7 @@ def test_it_is_loaded_and_decodes_from_its_codes(checkpoint):
     loaded.runtime.begin([row])
     single = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
     loaded.runtime.release(row)
-    assert torch.equal(loaded.runtime.read(torch.tensor([TOKENS])).logits[0, -1], single)
+    assert torch.equal(loaded.runtime.probe(torch.tensor([TOKENS])).logits[0, -1], single)
 
 
 @needs_kernels
@@ -179,7 +179,7 @@ def test_other_weights_are_rounded_on_request(checkpoint, by_transformers, quant
     assert resolved.memory(0).weights < Checkpoint.resolve(checkpoint, device="cpu").memory(0).weights
     with torch.inference_mode():
         expected = by_transformers(torch.tensor([TOKENS])).logits[0].float()
-    found = runtime.read(torch.tensor([TOKENS])).logits[0]
+    found = runtime.probe(torch.tensor([TOKENS])).logits[0]
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < (0.05 if quantize == "int8" else 0.3)
 
@@ -262,7 +262,7 @@ def test_a_gguf_file_gives_the_logits_of_the_safetensors_checkpoint(tmp_path):
     assert loaded.runtime_description == "native, weights in 4 bits"
     assert loaded.tokenizer("def f(x):").input_ids == original.tokenizer("def f(x):").input_ids
     tokens = torch.tensor([TOKENS])
-    assert torch.equal(loaded.runtime.read(tokens).logits, original.load().runtime.read(tokens).logits)
+    assert torch.equal(loaded.runtime.probe(tokens).logits, original.load().runtime.probe(tokens).logits)
 
 
 def test_the_rotary_positions_of_a_gguf_file_are_those_of_the_original(checkpoint, tmp_path):

@@ -45,7 +45,7 @@ def fused_target(num_layers: int = 4) -> FusedRuntime:
     return FusedRuntime(decoder)
 
 
-TARGET = TargetModel.of(fused_target())
+TARGET = TargetModel.from_runtime(fused_target())
 
 
 def drafter_of(
@@ -115,7 +115,7 @@ def test_early_exit_needs_no_more_memory_than_target_and_adapter() -> None:
     for kind in ("plain", "early-exit"):
         before = held_bytes()
         target = fused_target()
-        head = EarlyExitHead.fresh(TargetModel.of(target), 1, exit_layer=2, mlp_size=32).double()
+        head = EarlyExitHead.fresh(TargetModel.from_runtime(target), 1, exit_layer=2, mlp_size=32).double()
         adapter = sum(weight.numel() * weight.itemsize for weight in head.parameters())
         exits = drafter_of(target, 2, head)
         drafter = exits if kind == "early-exit" else NoDrafter()
@@ -262,9 +262,9 @@ def test_a_batch_without_counted_positions_has_no_gradient() -> None:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
-        tokens, torch.zeros_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+        tokens, torch.zeros_like(tokens, dtype=torch.bool), target.probe(tokens).hidden
     )
-    head = EarlyExitHead.fresh(TargetModel.of(target), exit_layer=2, mlp_size=8).double()
+    head = EarlyExitHead.fresh(TargetModel.from_runtime(target), exit_layer=2, mlp_size=8).double()
     head.learn(training_batch, target.embedding_and_head(), objective("kl")).losses[0].backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in head.parameters())
 
@@ -284,9 +284,9 @@ def test_training_an_adapter_lowers_the_loss() -> None:
     tokens = torch.randint(0, 31, (4, 24), generator=torch.Generator().manual_seed(0))
     target.request_hidden_states([2, -1])
     training_batch = TrainingBatch(
-        tokens, torch.ones_like(tokens, dtype=torch.bool), target.read(tokens).hidden
+        tokens, torch.ones_like(tokens, dtype=torch.bool), target.probe(tokens).hidden
     )
-    head = EarlyExitHead.fresh(TargetModel.of(target), exit_layer=2, mlp_size=64).double()
+    head = EarlyExitHead.fresh(TargetModel.from_runtime(target), exit_layer=2, mlp_size=64).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     marks = []
     for _ in range(40):

@@ -293,12 +293,12 @@ def two_token_target(head: str) -> CachedRuntime:
 @cache
 def two_token_dists(is_native: bool) -> dict[tuple[int, ...], torch.Tensor]:
     """Return the target's distribution after every output of up to three tokens, without a cache."""
-    read = two_token_target(NEEDS_NATIVE[0]).read if is_native else partial(tiny_target(2), use_cache=False)
+    run = two_token_target(NEEDS_NATIVE[0]).probe if is_native else partial(tiny_target(2), use_cache=False)
     dists = {}
     outputs: list[tuple[int, ...]] = [()]
     for output in outputs:
         with torch.inference_mode():
-            dists[output] = read(torch.tensor([[0, 1, *output]])).logits[0, -1].double().softmax(-1)
+            dists[output] = run(torch.tensor([[0, 1, *output]])).logits[0, -1].double().softmax(-1)
         if len(output) < 3:
             outputs += [(*output, 0), (*output, 1)]
     return dists

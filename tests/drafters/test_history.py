@@ -9,7 +9,7 @@ import pytest
 from drafter_cases import VOCAB_SIZE, model_drafter, run
 
 from secondguess.core import Row
-from secondguess.drafters.automaton import Place, SuffixAutomaton
+from secondguess.drafters.automaton import SuffixAutomaton, SuffixMatch
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.history import NUM_PROMPT_TOKENS, Histories, HistoryReader
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
@@ -63,16 +63,16 @@ def test_an_automaton_of_several_texts_has_their_substrings_and_counts(seed: int
         automaton.extend(text)
     assert automaton.num_tokens == sum(map(len, texts))
     assert len(automaton.contexts) <= 2 * automaton.num_tokens + 1
-    place, read = Place(automaton), []
+    match, read = SuffixMatch(automaton), []
     for token in source.choices(range(num_letters), k=60):
-        place.read([token])
+        match.read([token])
         read.append(token)
         suffix = longest_suffix(texts, read)
-        assert place.num_matched == len(suffix)
+        assert match.num_matched == len(suffix)
         seen = [each for each in occurrences(texts, suffix) if each >= 0]
         if suffix and seen:
-            token, chance = next(automaton.continuation(place.context, 1))
-            assert chance == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
+            token, prob = next(automaton.continuation(match.context, 1))
+            assert prob == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,21 +80,21 @@ def test_a_place_stays_right_while_texts_are_added(seed: int) -> None:
     """States are split under it."""
     source = random.Random(seed)
     automaton, texts, read = SuffixAutomaton(), [], []
-    place = Place(automaton)
+    match = SuffixMatch(automaton)
     for _ in range(40):
         text = source.choices(range(2), k=source.randint(1, 5))
         automaton.begin_text()
         automaton.extend(text)
         texts.append(text)
-        seen = [each for each in occurrences(texts, read[len(read) - place.num_matched :]) if each >= 0]
+        seen = [each for each in occurrences(texts, read[len(read) - match.num_matched :]) if each >= 0]
         if seen:
-            token, chance = next(automaton.continuation(place.context, min(place.num_matched, 1)))
-            assert chance == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
+            token, prob = next(automaton.continuation(match.context, min(match.num_matched, 1)))
+            assert prob == max(map(seen.count, seen)) / len(seen) == seen.count(token) / len(seen)
         token = source.randrange(2)
-        place.read([token])
+        match.read([token])
         read.append(token)
-        assert len(longest_suffix([*texts], read)) >= place.num_matched
-        assert occurrences(texts, read[len(read) - place.num_matched :])
+        assert len(longest_suffix([*texts], read)) >= match.num_matched
+        assert occurrences(texts, read[len(read) - match.num_matched :])
 
 
 def test_an_output_is_shared_with_the_end_of_its_prompt() -> None:
@@ -104,10 +104,10 @@ def test_an_output_is_shared_with_the_end_of_its_prompt() -> None:
     assert histories.num_tokens == NUM_PROMPT_TOKENS + 3
     reader = HistoryReader(histories.of(""))
     reader.extend([7, *prompt])
-    place = reader.longest()
-    assert place is not None
-    assert place.num_matched == NUM_PROMPT_TOKENS
-    assert list(islice(place.automaton.continuation(place.context, 1), 3)) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    match = reader.longest()
+    assert match is not None
+    assert match.num_matched == NUM_PROMPT_TOKENS
+    assert list(islice(match.automaton.continuation(match.context, 1), 3)) == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
 
 def test_a_reader_follows_texts_that_are_added_and_dropped() -> None:
@@ -117,9 +117,9 @@ def test_a_reader_follows_texts_that_are_added_and_dropped() -> None:
     assert reader.longest() is None
     for text in ([5, 6, 7], [9] * 18, [8] * 18):
         histories.add(finished("", [0], text))
-        place = reader.longest()
-        assert place is not None
-        assert place.num_matched == (0 if text[0] == 8 else 2), "the first text is dropped with the third"
+        match = reader.longest()
+        assert match is not None
+        assert match.num_matched == (0 if text[0] == 8 else 2), "the first text is dropped with the third"
 
 
 def test_memory_is_bounded_over_ten_thousand_requests() -> None:
@@ -131,9 +131,9 @@ def test_memory_is_bounded_over_ten_thousand_requests() -> None:
         output = [number, *source.choices(range(50), k=source.randint(1, 120))]
         histories.add(finished(str(owner), [1, 2, 3], output))
         readers[owner].extend(output[-3:])
-        place = readers[owner].longest()
-        assert place is not None
-        assert place.num_matched >= min(3, len(output))
+        match = readers[owner].longest()
+        assert match is not None
+        assert match.num_matched >= min(3, len(output))
         assert histories.num_tokens <= 2000
         if number % 100 == 0:
             automata = [each for owner in range(7) for each in histories.of(str(owner)).automata]

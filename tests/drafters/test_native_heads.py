@@ -80,7 +80,7 @@ def native_target() -> NativeRuntime:
 
 
 def random_head(name: str, target: NativeRuntime) -> FeatureHead:
-    return randomised(HEADS[name](TargetModel.of(target)), target)
+    return randomised(HEADS[name](TargetModel.from_runtime(target)), target)
 
 
 def randomised(head: HeadT, target: NativeRuntime) -> HeadT:
@@ -100,11 +100,11 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
     assert isinstance(runtime, NativeFeatureRuntime)
     head = random_head(name, target)
     plain = FeatureRuntime(head, target.context_length, target.device)
-    tokens, width = torch.randint(VOCAB_SIZE, (3, 9)), head.shape.width
+    tokens, width = torch.randint(VOCAB_SIZE, (3, 9)), head.layer_config.width
     features = torch.randn(3, 9, width).bfloat16()
     with torch.inference_mode():
-        expected = plain.read_with(tokens, features.to(head.target.dtype))
-        found = runtime.read_with(tokens, features)
+        expected = plain.probe_with_features(tokens, features.to(head.target.dtype))
+        found = runtime.probe_with_features(tokens, features)
     covered = expected.logits.isfinite()
     assert torch.equal(covered, found.logits.isfinite())
     for exact, rounded in (
@@ -120,7 +120,7 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
 @pytest.mark.parametrize("name", ["eagle", "mtp"])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     target = native_target()
-    width = random_head(name, target).shape.width
+    width = random_head(name, target).layer_config.width
     tokens, features = torch.randint(VOCAB_SIZE, (2, 6)), torch.randn(2, 6, width).bfloat16()
 
     def step(indices: list[int], sizes: list[int]) -> torch.Tensor:
@@ -169,7 +169,7 @@ MEDUSA_CONFIGS = {
 def medusa(name: str, target: NativeRuntime) -> MedusaHead:
     config = MEDUSA_CONFIGS[name]
     vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 34, 2)) if config.num_outputs == 2 else None
-    return randomised(MedusaHead(config, TargetModel.of(target), vocabulary), target)
+    return randomised(MedusaHead(config, TargetModel.from_runtime(target), vocabulary), target)
 
 
 @pytest.mark.parametrize("name", MEDUSA_CONFIGS)
@@ -179,7 +179,7 @@ def test_native_medusa_heads_compute_the_logits_of_the_module(name: str) -> None
     found = medusa_logits(medusa(name, target), target)
     assert found.__name__ == "native"
     states = torch.randn(7, head.target.width)
-    for depth in range(head.shape.num_heads):
+    for depth in range(head.config.num_heads):
         expected = head.logits(states.to(head.target.dtype), depth)
         covered = expected.isfinite()
         together = found(states, depth)
@@ -215,7 +215,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def dspark(name: str, target: NativeRuntime) -> DsparkHead:
-    model = TargetModel.of(target)
+    model = TargetModel.from_runtime(target)
     # The queries do not end at a block of the kernels.
     layer = LayerConfig(model.width, 2, 1, 24, 40, has_qk_norm=True)
     config = DsparkConfig(layer, num_layers=2, hidden_layers=(0, 2), block_size=5, **BLOCKS[name])
@@ -240,7 +240,7 @@ def received_by(rows: list[Row], start: int, width: int) -> list[dict[int, torch
 def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> None:
     target = native_target()
     head = dspark(name, target)
-    width, dtype = head.shape.layer.width, head.target.dtype
+    width, dtype = head.config.layer.width, head.target.dtype
     found = block_runtime(dspark(name, target), target)
     assert isinstance(found, NativeBlockRuntime)
     runtimes = (BlockRuntime(head, target.device), found)
@@ -258,7 +258,7 @@ def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> No
             )
             block = runtime.run(rows, 3)
             logits = runtime.add_markov_bias(block.base, previous)
-            scores = runtime.confidence(block.hidden, previous) if head.shape.has_confidence else None
+            scores = runtime.confidence(block.hidden, previous) if head.config.has_confidence else None
             outputs.append((block.hidden, logits, scores))
     (hidden, logits, scores), (found_hidden, found_logits, found_scores) = outputs
     assert relative_error(hidden, found_hidden) < 0.03
@@ -270,7 +270,7 @@ def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> No
 
 def test_blocks_have_the_same_bits_alone_and_in_a_batch() -> None:
     target = native_target()
-    width = dspark("dspark", target).shape.layer.width
+    width = dspark("dspark", target).config.layer.width
 
     def run(indices: list[int]) -> torch.Tensor:
         runtime = block_runtime(dspark("dspark", target), target)

@@ -32,7 +32,7 @@ PHRASES = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 
 
 def view_of(target: str, draft: str, method: str = "string") -> DraftView:
-    pair = VocabularyPair.of(vocabulary(target), vocabulary(draft), method)  # type: ignore[arg-type]
+    pair = VocabularyPair.from_vocabularies(vocabulary(target), vocabulary(draft), method)  # type: ignore[arg-type]
     return DraftView(pair.target, pair.draft, pair.special, pair.direct)
 
 
@@ -113,7 +113,7 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused(make, found) -> None:
 
 def test_a_tokenizer_without_tokenizer_json_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"SimpleNamespace without tokenizer\.json for some/model"):
-        Vocabulary.of(SimpleNamespace(is_fast=False), "some/model")
+        Vocabulary.from_tokenizer(SimpleNamespace(is_fast=False), "some/model")
 
 
 @pytest.mark.parametrize("method", ["intersection", "string"])
@@ -200,7 +200,9 @@ def test_special_tokens_are_translated_by_content_or_left_out() -> None:
     """A chat in the target's template; the draft model has `<|turn|>` and another end of text."""
     target = chat_tokenizer(byte_level(end="<|stop|>"), ["<|turn|>", "<|user|>"])
     draft = chat_tokenizer(sentencepiece(), ["<|turn|>"])
-    pair = VocabularyPair.of(Vocabulary(target, end_token=0), Vocabulary(draft, end_token=2), "string")
+    pair = VocabularyPair.from_vocabularies(
+        Vocabulary(target, end_token=0), Vocabulary(draft, end_token=2), "string"
+    )
     view = DraftView(pair.target, pair.draft, pair.special, pair.direct)
     view.follow(target.encode("<|user|>\nself<|turn|>items<|stop|>").ids)
     pieces = [draft.id_to_token(token) for token in view.tokens]
@@ -265,7 +267,7 @@ def test_a_prefix_space_is_written_only_where_the_text_begins() -> None:
     ],
 )
 def test_the_method_is_chosen_by_the_share_of_a_text(draft, method, shares) -> None:  # type: ignore[no-untyped-def]
-    pair = VocabularyPair.of(tiny_vocabulary(["a", "b", "c", "d"]), tiny_vocabulary(draft))
+    pair = VocabularyPair.from_vocabularies(tiny_vocabulary(["a", "b", "c", "d"]), tiny_vocabulary(draft))
     if shares[2] is None:
         assert 0.5 < pair.text_share < 1
     else:
@@ -281,7 +283,9 @@ def test_a_method_can_be_chosen_but_not_an_empty_intersection() -> None:
 
 def test_of_two_tokens_with_the_same_bytes_the_usual_one_is_shared() -> None:
     """SentencePiece has `a` and its byte token `<0x61>`, which no text is encoded to."""
-    pair = VocabularyPair.of(vocabulary("sentencepiece"), vocabulary("byte-level"), "intersection")
+    pair = VocabularyPair.from_vocabularies(
+        vocabulary("sentencepiece"), vocabulary("byte-level"), "intersection"
+    )
     letter, byte = (trained("sentencepiece").token_to_id(token) for token in ("a", "<0x61>"))
     assert pair.shared[letter] == trained("byte-level").token_to_id("a")
     assert byte not in pair.shared
@@ -292,5 +296,5 @@ def test_spaces_and_continued_words_are_the_same_in_all_kinds() -> None:
     wanted = {"byte-level": "Ġself", "sentencepiece": "▁self", "unigram": "▁self", "wordpiece": "self"}
     ids = {kind: trained(kind).token_to_id(token) for kind, token in wanted.items()}
     for kind in list(wanted)[1:]:
-        pair = VocabularyPair.of(vocabulary("byte-level"), vocabulary(kind), "intersection")
+        pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary(kind), "intersection")
         assert pair.shared[ids["byte-level"]] == ids[kind]

@@ -144,7 +144,7 @@ def test_a_last_token_that_may_become_a_longer_one_is_held_back() -> None:
 
 def test_the_end_of_the_text_is_drafted() -> None:
     target, draft = byte_level(end="<|stop|>"), sentencepiece()
-    pair = VocabularyPair.of(Vocabulary(target, 0), Vocabulary(draft, 2), "string")
+    pair = VocabularyPair.from_vocabularies(Vocabulary(target, 0), Vocabulary(draft, 2), "string")
     size = len(pair.draft.tokens)
     dist = one_after_another(2, vocab_size=size)
     drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
@@ -153,7 +153,7 @@ def test_the_end_of_the_text_is_drafted() -> None:
 
 
 def test_nothing_is_drafted_within_a_character() -> None:
-    pair = VocabularyPair.of(vocabulary("byte-level"), vocabulary("sentencepiece"), "string")
+    pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary("sentencepiece"), "string")
     size = len(pair.draft.tokens)
     dist = one_after_another(*trained("sentencepiece").encode("def").ids[1:], vocab_size=size)
     drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
@@ -170,7 +170,7 @@ def test_nothing_is_drafted_within_a_character() -> None:
 def test_the_last_token_is_read_again_behind_a_token_without_text(method: Method) -> None:
     target = byte_level()
     target.add_special_tokens(["<|turn|>"])
-    pair = VocabularyPair.of(Vocabulary(target), vocabulary("sentencepiece"), method)
+    pair = VocabularyPair.from_vocabularies(Vocabulary(target), vocabulary("sentencepiece"), method)
     runtime = TableModel(len(pair.draft.tokens), random_probs(len(pair.draft.tokens), 1))
     drafter = make_translating_drafter(runtime, "model:table", 321, pair, None)
     row = Row(target.encode("self<|turn|>").ids, GREEDY)

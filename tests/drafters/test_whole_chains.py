@@ -80,7 +80,7 @@ def mtp(folder: Path) -> Pair:
 def other_tokenizer(folder: Path, kind: str = "byte-level") -> Pair:
     """Return a draft model whose drafts are text; its first token ends it."""
     runtime = native(folder, "llama")
-    vocabularies = VocabularyPair.of(vocabulary(kind), vocabulary("byte-level"), "string")
+    vocabularies = VocabularyPair.from_vocabularies(vocabulary(kind), vocabulary("byte-level"), "string")
     assert (max(vocabularies.lengths(320)) > 1) == (kind == "sentencepiece")
     return make_translating_drafter(runtime, "model:draft", 320, vocabularies, None), None
 

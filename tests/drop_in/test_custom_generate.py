@@ -256,7 +256,9 @@ def head(model, tmp_path):
     """An untrained head for the model, whose files lie in the folder `target`."""
     model.save_pretrained(tmp_path / "target")
     with wrap_model(model) as target:
-        MedusaHead.fresh(TargetModel.of(target.runtime), num_heads=2).save(tmp_path / "head", target="tiny")
+        MedusaHead.fresh(TargetModel.from_runtime(target.runtime), num_heads=2).save(
+            tmp_path / "head", target="tiny"
+        )
     Provenance("medusa", "tiny", hash_weights(tmp_path / "target")).write(tmp_path / "head")
     return tmp_path / "head"
 

@@ -47,7 +47,7 @@ def tiny_target() -> TransformersRuntime:
 
 
 TARGET = tiny_target()
-MODEL = TargetModel.of(TARGET)
+MODEL = TargetModel.from_runtime(TARGET)
 
 
 class Named:

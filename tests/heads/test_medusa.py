@@ -341,7 +341,7 @@ def truncated_without_matrix(config: dict[str, object], tensors: Parts) -> None:
         (without_field("num_hidden_layers"), "the field 'num_hidden_layers'"),
         (with_field(model_type="hydra"), "got the model_type 'hydra'"),
         (with_field(truncated_vocab_size=5), "token_map of 5 tokens .* got no token_map"),
-        (truncated_without_matrix, "truncated vocabulary without an lm_head.weight"),
+        (truncated_without_matrix, "an lm_head.weight for the reduced draft vocabulary"),
     ],
 )
 def test_an_incompatible_folder_is_refused_with_the_reason(spoil, message: str, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     const int64_t detail = failed * 1000 + encoding * 10 + has_experts;
     print("logits", detail, logits.data(), logits.size());
     print("hidden states", detail, last.data(), last.size());
-    for (const auto& of_layer : cache) print("keys", detail, of_layer[0].data(), of_layer[0].size());
+    for (const auto& layer_cache : cache) print("keys", detail, layer_cache[0].data(), layer_cache[0].size());
 }
 
 int main() {

@@ -153,8 +153,9 @@ def test_a_token_reads_the_experts_that_it_selects(tmp_path):
     decoder = fuse(plain_model(write_checkpoint(SIMILAR["qwen3-moe-mixed"](), tmp_path)), packed=False)
     dense, mixture = decoder.layers
     attention = dense.qkv.weight.numel() + dense.output.weight.numel()
-    assert dense.num_read == attention + 3 * 32 * 48
-    assert mixture.num_read == attention + 40 * 32 + 3 * (3 * 32 * 24)  # the router, and 3 of 40 experts
+    assert dense.num_active_parameters == attention + 3 * 32 * 48
+    router, expert = 40 * 32, 3 * 32 * 24
+    assert mixture.num_active_parameters == attention + router + 3 * expert  # of 40
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

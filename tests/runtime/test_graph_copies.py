@@ -199,7 +199,7 @@ def zeros(_, tokens):
 
 @pytest.mark.parametrize(("broken", "reason"), [(fail, "out of resource"), (zeros, "other logits")])
 def test_a_copy_whose_kernels_fail_is_refused(target, monkeypatch, broken, reason):
-    monkeypatch.setattr(GraphRuntime, "read_twice", broken)
+    monkeypatch.setattr(GraphRuntime, "probe_both_paths", broken)
     with pytest.raises(UnsupportedModelError, match=reason):
         target.quantised_copy(INT4)
 

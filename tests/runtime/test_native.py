@@ -108,7 +108,7 @@ def test_the_error_is_that_of_the_module_in_bfloat16(checkpoint, unit):
     with torch.inference_mode():
         truth = exact(TOKENS, use_cache=False).logits
         of_module = rounded(TOKENS, use_cache=False).logits
-    found = native_runtime(checkpoint, unit=unit).read(TOKENS).logits
+    found = native_runtime(checkpoint, unit=unit).probe(TOKENS).logits
     assert found.dtype == torch.float32
     assert typical_error(found, truth) < 1.2 * typical_error(of_module, truth)
 
@@ -120,7 +120,7 @@ def test_the_error_is_that_of_the_module_in_bfloat16(checkpoint, unit):
 def test_quantised_products_are_bit_identical_with_tiles_and_vectors(checkpoint, weight_format):
     """Sums of whole numbers are exact in either."""
     tiles, vectors = (native_runtime(checkpoint, weight_format, each) for each in library.units()[:2])
-    assert torch.equal(tiles.read(TOKENS).logits, vectors.read(TOKENS).logits)
+    assert torch.equal(tiles.probe(TOKENS).logits, vectors.probe(TOKENS).logits)
 
 
 @pytest.mark.parametrize("name", SIMILAR)
@@ -132,7 +132,7 @@ def test_similar_families_have_the_error_of_their_module(name, tmp_path):
         truth = model.float()(TOKENS, use_cache=False).logits
     loaded = Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load()
     assert loaded.kind == "native"
-    found = loaded.runtime.read(TOKENS).logits
+    found = loaded.runtime.probe(TOKENS).logits
     assert typical_error(found, truth) < 1.2 * typical_error(of_module, truth)
 
 
@@ -148,8 +148,8 @@ def test_quantised_weights_differ_by_rounding(checkpoint, weight_format):
             for weight in (*module.gate_up_proj.data, *module.down_proj.data):
                 weight = weight.T if is_transposed else weight
                 weight.copy_(as_rounded(weight, weight_format))
-    expected = NativeRuntime(NativeDecoder(fuse(model, packed=False))).read(TOKENS).logits
-    found = native_runtime(checkpoint, weight_format).read(TOKENS).logits
+    expected = NativeRuntime(NativeDecoder(fuse(model, packed=False))).probe(TOKENS).logits
+    found = native_runtime(checkpoint, weight_format).probe(TOKENS).logits
     assert not torch.equal(found, expected)
     assert typical_error(found, expected) < 0.1 * typical_error(expected, expected.mean())
 
@@ -159,7 +159,7 @@ def test_quantised_weights_differ_by_rounding(checkpoint, weight_format):
 def test_a_tokens_bits_depend_only_on_its_prefix(checkpoint, weight_format, unit):
     """Not on the chunks of a prefill, the neighbours in a batch, the shape of a draft, nor the number of threads."""
     runtime = native_runtime(checkpoint, weight_format, unit)
-    whole = runtime.read(TOKENS[:1]).logits[0]
+    whole = runtime.probe(TOKENS[:1]).logits[0]
     tokens = TOKENS[0].tolist()
     before = torch.get_num_threads()
     try:
@@ -217,7 +217,7 @@ def test_other_shapes_have_the_same_bits_in_a_draft(change, tmp_path):
         truth = read_module(str(path), torch.bfloat16).float().eval()(TOKENS, use_cache=False).logits
         of_module = rounded(TOKENS, use_cache=False).logits
     runtime = native_runtime(path)
-    whole = runtime.read(TOKENS).logits
+    whole = runtime.probe(TOKENS).logits
     assert error(whole, truth) < 1.2 * error(of_module, truth)
     row = row_of(TOKENS[1, :21].tolist())
     runtime.begin([row])
@@ -233,7 +233,7 @@ def test_hidden_states_are_those_of_the_module(checkpoint):
             each(TOKENS, output_hidden_states=True, use_cache=False).hidden_states
             for each in (rounded, exact)
         )
-    found = native_runtime(checkpoint, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
+    found = native_runtime(checkpoint, hidden_layers=(0, 1, 2, -1)).probe(TOKENS).hidden
     assert torch.equal(found[0], of_module[0])
     assert torch.equal(found[2], found[-1])
     is_mixture = any(family_of(rounded).has_experts(rounded.config))
@@ -252,7 +252,7 @@ def test_hidden_states_are_equal_in_16_and_32_bits(width, unit, tmp_path, monkey
     found = {}
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("secondguess.runtime.native.runtime.has_bfloat16", lambda device, fast=fast: fast)
-        hidden = native_runtime(path, unit=unit, hidden_layers=(0, 1, 2, -1)).read(TOKENS).hidden
+        hidden = native_runtime(path, unit=unit, hidden_layers=(0, 1, 2, -1)).probe(TOKENS).hidden
         assert all(states.dtype == dtype for states in hidden.values())
         found[fast] = hidden
     for layer, states in found[True].items():
@@ -267,7 +267,7 @@ def test_a_released_runtime_can_be_used_again(llama):
         row = row_of(tokens)
         runtime.begin([row])
         with pytest.raises(BadInputError, match="no row in the cache, got 1"):
-            runtime.read(TOKENS)
+            runtime.probe(TOKENS)
         logits.append(runtime.score([row], Draft.empty(1)).logits)
         runtime.free()
         assert runtime.cache.keys == []
@@ -573,7 +573,7 @@ def test_experts_stay_in_the_files_until_they_are_packed(name, tmp_path):
     assert torch.equal(torch.cat((gate.weight, up.weight)), of_layer.gate_up_proj[-1])
     assert torch.equal(down.weight, of_layer.down_proj[-1])
     packed = [NativeRuntime(NativeDecoder(fuse(each.eval(), packed=False))) for each in (joined, stored)]
-    assert torch.equal(*(runtime.read(TOKENS).logits for runtime in packed))
+    assert torch.equal(*(runtime.probe(TOKENS).logits for runtime in packed))
 
 
 def test_an_expert_of_another_size_is_refused(tmp_path):
@@ -604,12 +604,14 @@ def test_experts_are_those_of_the_largest_logits(unit, tmp_path):
             layer.mlp.experts.down_proj[:2] = 0  # experts 0 and 1, or 3 and 0, by the sign of the sum
             layer.mlp.experts.down_proj[3] = 0
     decoder = fuse(model.eval(), packed=False)
-    found = NativeRuntime(NativeDecoder(decoder, unit=unit)).read(TOKENS).logits
+    found = NativeRuntime(NativeDecoder(decoder, unit=unit)).probe(TOKENS).logits
     without = read_module(str(path), torch.bfloat16)
     with torch.no_grad():
         for layer in without.model.layers:
             layer.mlp.experts.down_proj.zero_()
-    expected = NativeRuntime(NativeDecoder(fuse(without.eval(), packed=False), unit=unit)).read(TOKENS).logits
+    expected = (
+        NativeRuntime(NativeDecoder(fuse(without.eval(), packed=False), unit=unit)).probe(TOKENS).logits
+    )
     assert torch.equal(found, expected)
 
 
@@ -691,7 +693,7 @@ def test_first_layers_are_not_run_again(llama):
 @every_format
 def test_embeddings_and_head_are_shared(checkpoint, weight_format):
     runtime = native_runtime(checkpoint, weight_format, hidden_layers=(0, -1))
-    read, embedding_and_head = runtime.read(TOKENS), runtime.embedding_and_head()
+    read, embedding_and_head = runtime.probe(TOKENS), runtime.embedding_and_head()
     assert torch.equal(embedding_and_head.embed(TOKENS), read.hidden[0])
     assert torch.equal(embedding_and_head.unembed(read.hidden[-1]), read.logits)
     assert embedding_and_head.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
@@ -704,7 +706,7 @@ def test_logits_of_many_states_leave_room_for_the_experts_of_later_passes(tmp_pa
     embedding_and_head = used.embedding_and_head()
     embedding_and_head.unembed(torch.zeros(200, embedding_and_head.width, dtype=embedding_and_head.dtype))
     tokens = TOKENS.repeat(1, 10)[:, :90]
-    assert torch.equal(used.read(tokens).logits, fresh.read(tokens).logits)
+    assert torch.equal(used.probe(tokens).logits, fresh.probe(tokens).logits)
 
 
 def test_gradients_reach_through_a_tied_head(tmp_path):
@@ -725,8 +727,8 @@ def test_layers_can_be_left_out(some_checkpoint):
     decoder = fuse(read_module(str(some_checkpoint), torch.bfloat16).eval(), packed=False)
     expected = NativeRuntime(NativeDecoder(decoder.without([0])))
     assert fewer.num_layers == runtime.num_layers - 1
-    assert torch.equal(fewer.read(TOKENS).logits, expected.read(TOKENS).logits)
-    assert not torch.equal(fewer.read(TOKENS).logits, runtime.read(TOKENS).logits)
+    assert torch.equal(fewer.probe(TOKENS).logits, expected.probe(TOKENS).logits)
+    assert not torch.equal(fewer.probe(TOKENS).logits, runtime.probe(TOKENS).logits)
     for wrong in ([runtime.num_layers], list(range(runtime.num_layers))):
         with pytest.raises(BadInputError, match="to be left out"):
             runtime.skip_layers(wrong)
@@ -803,7 +805,7 @@ def test_the_error_of_a_probe_is_a_root_mean_square(error, passes, caplog):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
-def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
+def test_a_probe_forces_the_experts(name, unit, tmp_path):
     """Rounding would make some tokens select others."""
     model = read_module(str(write_varied(name, tmp_path)), torch.bfloat16).eval()
     checked = fuse_for_kernels(model)
@@ -814,20 +816,20 @@ def test_a_probe_prescribes_the_experts(name, unit, tmp_path):
         ]
         for layer, selected in checked.experts.items()
     }
-    with torch.inference_mode(), fused._selecting(checked.decoder, others):
+    with torch.inference_mode(), fused._forcing_experts(checked.decoder, others):
         positions = torch.arange(16).expand(2, -1)
         expected = fused._prefill(fused.FusedRuntime(checked.decoder), checked.tokens, positions, 16)
     runtime = NativeRuntime(NativeDecoder(checked.decoder, unit=unit))
-    found = runtime.read_with_experts(checked.tokens, others)
+    found = runtime.probe_with_experts(checked.tokens, others)
     assert probe_passes("native", found, expected, 0.03)
-    assert not probe_passes("native", runtime.read(checked.tokens).logits, expected, 0.03)
-    as_the_module = runtime.read_with_experts(checked.tokens, checked.experts)
+    assert not probe_passes("native", runtime.probe(checked.tokens).logits, expected, 0.03)
+    as_the_module = runtime.probe_with_experts(checked.tokens, checked.experts)
     assert probe_passes("native", as_the_module, checked.logits, 0.03)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-moe-mixed"])
 def test_another_selection_of_experts_fails_the_probe(name, tmp_path, monkeypatch, caplog):
-    """The prescribed experts give the right logits."""
+    """The forced experts give the right logits."""
     path = str(write_varied(name, tmp_path))
     monkeypatch.setattr(Experts, "select", lambda self, probs: (-probs).topk(self.num_selected).indices)
     assert fuse_for_kernels(read_module(path, torch.bfloat16).eval()) is None
@@ -880,7 +882,7 @@ def test_a_failed_probe_is_logged(llama, monkeypatch, caplog):
 def test_threads_of_a_forward_are_those_of_the_quota(llama, monkeypatch):
     runtime = native_runtime(llama)
     monkeypatch.setattr("secondguess.runtime.native.forward.num_threads", lambda: 3)
-    runtime.read(TOKENS)
+    runtime.probe(TOKENS)
     assert runtime._forward._arguments.num_threads == 3
 
 
@@ -921,14 +923,14 @@ def test_running_out_of_memory_between_layers_is_reported(llama, monkeypatch):
 
     monkeypatch.setattr(runtime._forward, "_kernels", Full)
     with pytest.raises(OutOfMemoryError, match="forward over 80 tokens"):
-        runtime.read(TOKENS)
+        runtime.probe(TOKENS)
 
 
 def test_a_token_outside_the_vocabulary_is_refused(llama):
     runtime = native_runtime(llama)
     for token in (-1, 300):
         with pytest.raises(BadInputError, match=f"token ids from 0 to 299, got .*{token}"):
-            runtime.read(torch.tensor([[5, token]]))
+            runtime.probe(torch.tensor([[5, token]]))
 
 
 def test_the_reason_for_not_using_the_kernels_is_given():

@@ -63,7 +63,7 @@ def test_the_error_of_long_texts_is_that_of_the_module_in_bfloat16(checkpoint, u
     with torch.inference_mode():
         of_module = rounded(TOKENS, use_cache=False).logits
         truth = rounded.float()(TOKENS, use_cache=False).logits
-    found = native(checkpoint, unit).read(TOKENS).logits
+    found = native(checkpoint, unit).probe(TOKENS).logits
     assert error(found, truth) < 1.2 * error(of_module, truth)
 
 
@@ -71,7 +71,7 @@ def test_the_error_of_long_texts_is_that_of_the_module_in_bfloat16(checkpoint, u
 def test_bits_at_the_edges_of_blocks_depend_only_on_the_prefix(checkpoint, unit):
     """Not on later tokens, pieces of a prefill, neighbours, the shape of a draft, nor the number of threads."""
     runtime = native(checkpoint, unit)
-    whole = runtime.read(TOKENS).logits[0]
+    whole = runtime.probe(TOKENS).logits[0]
     tokens = TOKENS[0].tolist()
     before = torch.get_num_threads()
     try:
@@ -84,7 +84,7 @@ def test_bits_at_the_edges_of_blocks_depend_only_on_the_prefix(checkpoint, unit)
             (1, 50, 259),
         ):
             torch.set_num_threads(threads)
-            assert torch.equal(runtime.read(TOKENS[:, :place]).logits[0], whole[:place])
+            assert torch.equal(runtime.probe(TOKENS[:, :place]).logits[0], whole[:place])
             runtime.prefill_chunk = chunk
             row, neighbour = row_of(tokens[:place]), row_of(random_tokens(5 + place // 2, seed=place))
             runtime.begin([neighbour, row])

@@ -53,7 +53,7 @@ def test_weights_rounded_later_are_those_rounded_at_loading(
 ) -> None:
     rounded = NativeRuntime(native(checkpoint).decoder.requantised(weight_format))
     tokens = torch.tensor([TOKENS])
-    assert torch.equal(rounded.read(tokens).logits, native(checkpoint, weight_format).read(tokens).logits)
+    assert torch.equal(rounded.probe(tokens).logits, native(checkpoint, weight_format).probe(tokens).logits)
 
 
 def test_a_copy_drafts_behind_the_cache_of_its_target(checkpoint: Path) -> None:

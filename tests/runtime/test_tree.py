@@ -28,10 +28,10 @@ def test_the_closure_is_the_set_of_root_paths(parents):
 
 @given(forests(), st.integers(1, 4))
 def test_uncached_tokens_extend_every_path(parents, num_uncached):
-    (hung,) = tree.attach_drafts([parents], [len(parents)], [num_uncached])
+    (query_parents,) = tree.attach_drafts([parents], [len(parents)], [num_uncached])
     for node in range(len(parents)):
         path = [*range(num_uncached), *(num_uncached + step for step in root_path(parents, node))]
-        assert root_path(hung, num_uncached + node) == path
+        assert root_path(query_parents, num_uncached + node) == path
 
 
 @given(forests())

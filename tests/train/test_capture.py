@@ -16,7 +16,7 @@ TEXTS = [
     TrainingText([(7 * number + 3 * place) % 300 for place in range(5 + number)], [True] * (5 + number))
     for number in range(40)
 ]
-BATCH = Batch.of([(index, TEXTS[index]) for index in (3, 0)])
+BATCH = Batch.from_texts([(index, TEXTS[index]) for index in (3, 0)])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_hidden_states_equal_those_of_the_module(tiny_checkpoint: Path, runtime:
     for row, index in enumerate(BATCH.indices):
         tokens = torch.tensor([TEXTS[index].tokens])
         shown = LiveCapture(module.runtime, (0, 1)).states([TEXTS[index].tokens])[0]
-        read = module.runtime.read(tokens).hidden
+        read = module.runtime.probe(tokens).hidden
         for layer in (0, 1, -1):
             expected = read[layer][0]
             torch.testing.assert_close(training_batch.hidden[layer][row, : len(expected)], expected)
@@ -44,7 +44,7 @@ def test_hidden_states_equal_those_of_the_module(tiny_checkpoint: Path, runtime:
 def test_the_last_hidden_states_give_the_targets_distribution(target) -> None:
     training_batch = LiveCapture(target.runtime, ()).training_batch(BATCH)
     logits = frozen_float32_embedding_and_head(target.runtime).unembed(training_batch.hidden[-1])
-    expected = target.runtime.read(BATCH.tokens[:1]).logits
+    expected = target.runtime.probe(BATCH.tokens[:1]).logits
     torch.testing.assert_close(logits[:1], expected)
 
 
@@ -87,7 +87,7 @@ def test_a_text_is_captured_once_for_all_runs_and_layers(target, tmp_path: Path,
         for layer in (*layers, -1):
             assert torch.equal(found.hidden[layer], live.hidden[layer].half().float())
         num_read.clear()
-    stored.training_batch(Batch.of([(index, TEXTS[index]) for index in (3, 5)]))
+    stored.training_batch(Batch.from_texts([(index, TEXTS[index]) for index in (3, 5)]))
     assert num_read == [1]
 
 

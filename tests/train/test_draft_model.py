@@ -16,7 +16,7 @@ from secondguess.train.draft_model import DraftModel, project_embeddings
 from secondguess.train.losses import objective
 from secondguess.train.training_data import Batch, TrainingText
 
-BATCH = Batch.of(
+BATCH = Batch.from_texts(
     [
         (0, TrainingText([5, 6, 7, 8], [False, False, True, True])),
         (1, TrainingText([9, 3], [False, True])),
@@ -32,7 +32,7 @@ def runtime(tiny_checkpoint: Path):
 
 @pytest.fixture(scope="module")
 def target(runtime):
-    return TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
+    return TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
 
 
 def test_inner_products_survive_another_width() -> None:
@@ -52,14 +52,14 @@ def test_training_learns_the_targets_distribution_at_counted_positions(runtime, 
     torch.manual_seed(0)
     model = DraftModel.fresh(CONFIG, target, num_layers=1, width=64)
     training_batch = LiveCapture(runtime, ()).training_batch(BATCH)
-    marks = model.learn(training_batch, target, objective("kl"))
+    depth_losses = model.learn(training_batch, target, objective("kl"))
     target_probs = target.unembed(training_batch.hidden[-1]).softmax(-1)
     draft_logits = model.model(training_batch.tokens).logits
     # The places before the tokens that count: 1 and 2 of the first text, 0 of the second.
     each, _ = objective("kl")(target_probs, draft_logits)
-    torch.testing.assert_close(marks.losses[0], (each[0, 1] + each[0, 2] + each[1, 0]) / 3)
-    assert 0 < marks.accepted[0] < 1
-    assert not marks.accepted[0].requires_grad
+    torch.testing.assert_close(depth_losses.losses[0], (each[0, 1] + each[0, 2] + each[1, 0]) / 3)
+    assert 0 < depth_losses.accepted[0] < 1
+    assert not depth_losses.accepted[0].requires_grad
 
 
 def test_later_tokens_do_not_affect_a_position(target) -> None:

@@ -151,7 +151,7 @@ def interrupt_after(steps: int) -> Callable[[], None]:
 
 def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> None:
     told: list[Progress] = []
-    standing = make(tmp_path, 60, progress=told.append).run()
+    state = make(tmp_path, 60, progress=told.append).run()
     assert [progress.step for progress in told] == list(range(1, 61))
     assert told[-1].loss < 0.7 * told[0].loss
     assert told[-1].share == 1.0
@@ -159,9 +159,7 @@ def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> 
     assert all(len(progress.accepted) == 2 for progress in told)
     held_out = [line for line in lines(tmp_path) if "held_out_accepted" in line]
     assert [line["step"] for line in held_out] == list(range(4, 61, 4))
-    assert standing.best_accepted == max(
-        (line["held_out_accepted"] for line in held_out), key=acceptance_length
-    )
+    assert state.best_accepted == max((line["held_out_accepted"] for line in held_out), key=acceptance_length)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7])
@@ -174,7 +172,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(make, tmp_path: Path, st
     with (tmp_path / "cut" / "log.jsonl").open("ab") as log:
         log.write(b'{"step": 99, "loss": 0.0}\n{"half a')
     again = make(tmp_path / "cut")
-    assert again.standing.step == steps
+    assert again.state.step == steps
     again.run()
     logs = [(tmp_path / name / "log.jsonl").read_bytes() for name in ("whole", "cut")]
     assert logs[0] == logs[1]
@@ -220,8 +218,8 @@ def test_training_without_improvement_ends_early_with_the_best_weights(
 
     monkeypatch.setattr(head_trainer, "acceptance_length", score)
     trainer = make(tmp_path, 1000, patience=2)
-    standing = trainer.run()
-    assert (standing.step, standing.best_step) == (16, 8)
+    state = trainer.run()
+    assert (state.step, state.best_step) == (16, 8)
     state = trainer.trainable.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in kept[1].items())
     assert not all(torch.equal(weight, state[name]) for name, weight in kept[3].items())

@@ -41,7 +41,7 @@ def test_long_texts_are_split_and_texts_without_counted_tokens_left_out() -> Non
 
 
 def test_padding_and_first_tokens_do_not_count() -> None:
-    batch = Batch.of([(0, TEXTS[0]), (1, TrainingText([8, 9], [True, True]))])
+    batch = Batch.from_texts([(0, TEXTS[0]), (1, TrainingText([8, 9], [True, True]))])
     assert batch.tokens.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.counts.tolist() == [[False, False, True], [False, True, False]]
     assert batch.num_counted == 2

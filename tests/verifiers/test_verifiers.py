@@ -122,8 +122,8 @@ def test_traversal_weights_survive_extreme_ratios():
         torch.tensor([num_nodes]),
         probs,
     )
-    chances, _ = traverse(shape_of(chain.shapes[0]), chain, target)
-    assert chances[0, -1] == pytest.approx(1.0, abs=1e-9)
+    acceptance_probs, _ = traverse(shape_of(chain.shapes[0]), chain, target)
+    assert acceptance_probs[0, -1] == pytest.approx(1.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])

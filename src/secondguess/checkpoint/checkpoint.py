@@ -241,7 +241,7 @@ class Checkpoint:
     def _module_runs(self) -> bool:
         """True if the Transformers module runs with this quantization."""
         if self._quantises_linears:
-            return self._linear_counts.are_most
+            return self._linear_counts.is_majority
         return self.quantize in (None, INT8.name)
 
     @cached_property
@@ -332,7 +332,7 @@ class Checkpoint:
         size, stored_as = self.dtype.itemsize, self.weight_formats[0]
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
-            head = stored_as.of_head.bytes_per_weight
+            head = stored_as.head_format.bytes_per_weight
             if self._ties_embeddings:  # beside the embeddings
                 return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
             return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
@@ -373,7 +373,7 @@ class Checkpoint:
             return self.weight_formats == [BFLOAT16]
         stored = self.encoding is not None or getattr(self.config, "quantization_config", None) is not None
         is_module = self.runtimes[0] == "transformers" and self.quantize is None and not stored
-        return is_module and can_quantise(self.device) and self._linear_counts.are_most
+        return is_module and can_quantise(self.device) and self._linear_counts.is_majority
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
         """Return whether a copy of this model drafts by default and memory holds it beside the model.
@@ -417,7 +417,7 @@ class Checkpoint:
         text = self.config.get_text_config()
         num_in_head = text.vocab_size * text.hidden_size
         layers = (num_weights - num_in_head) * weight_format.bytes_per_weight
-        return int(layers + num_in_head * weight_format.of_head.bytes_per_weight)
+        return int(layers + num_in_head * weight_format.head_format.bytes_per_weight)
 
     def has_same_tokenizer(self, other: Checkpoint) -> bool:
         """Return whether each token has the same id for both models.

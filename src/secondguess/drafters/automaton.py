@@ -48,7 +48,7 @@ class SuffixAutomaton:
     context).
 
     The textbook automaton does not count online: a position has as many contexts as its suffix
-    links are deep (about log n in ordinary text, n in a text of one repeated token). So `append`
+    links are deep (about log n in ordinary text, n in a text of one repeated token). So `extend`
     counts the token for at most `MAX_COUNTED_CONTEXTS` contexts, the longest first. A context's counts are
     exact if it was always among these; otherwise they cover only the positions at which it was,
     and their ratios are estimates.
@@ -140,7 +140,7 @@ class SuffixAutomaton:
         return shorter
 
 
-class Place:
+class SuffixMatch:
     """Longest suffix of a text that occurs in an automaton of other texts.
 
     Attributes:

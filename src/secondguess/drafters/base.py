@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.vocabulary.pair import VocabularyPair
@@ -21,7 +22,7 @@ from secondguess.runtime.weight_format import WeightFormat
 from secondguess.sampling.noise import Noise
 
 
-def _refuse_without_target(name: Name) -> Path:
+def _refuse_without_target(name: Name) -> NoReturn:
     raise BadInputError(
         f"expected a target for the drafter {name}, which drafts with the target's own states, got none; name one, as in "
         "--model builtin"
@@ -56,7 +57,6 @@ class DrafterResources:
         """
         if self.target is None:
             _refuse_without_target(name)
-        assert self.target is not None
         return self.target
 
 
@@ -115,7 +115,7 @@ class Drafter(ABC):
 
     @property
     def parts_without_target(self) -> frozenset[int]:
-        """Numbers of its parts that run no layers of the target."""
+        """Part numbers of the components that run no layers of the target."""
         return frozenset() if self.uses_target_layers else frozenset({0})
 
     @classmethod

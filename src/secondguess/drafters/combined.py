@@ -32,7 +32,7 @@ def check_parts(kinds: Sequence[str]) -> None:
     if len(set(kinds)) < len(kinds):
         raise BadInputError(f"expected different drafters joined by +, got {joined}; name each kind once")
     if "none" in kinds:
-        raise BadInputError(f"expected drafters that draft joined by +, got {joined}; leave out none")
+        raise BadInputError(f"expected no `none` among joined drafters, got {joined}; leave it out")
 
 
 class CombinedDrafter(Drafter):
@@ -69,7 +69,7 @@ class CombinedDrafter(Drafter):
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
         limits = zip(*(part.admit(rows) for part in self.parts), strict=True)
-        return [min((limit for limit in of_row if limit is not None), default=None) for of_row in limits]
+        return [min((limit for limit in own if limit is not None), default=None) for own in limits]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for part in self.parts:
@@ -77,16 +77,16 @@ class CombinedDrafter(Drafter):
 
     def candidates(self, rows: Sequence[Row]) -> list[tuple[Candidate, ...]]:
         """Return the candidates of all parts, those of length 0 last."""
-        of_parts = [part.candidates(rows) for part in self.parts]
-        return [_ordered_candidates(*map(tuple, of_row)) for of_row in zip(*of_parts, strict=True)]
+        part_candidates = [part.candidates(rows) for part in self.parts]
+        return [_ordered_candidates(*map(tuple, own)) for own in zip(*part_candidates, strict=True)]
 
     def prepare(self, rows: Sequence[Row], parts: Sequence[int], max_tokens: int | None = None) -> list[bool]:
         is_ready: dict[Row, bool] = {}
         for number, part in enumerate(self.parts):
             members = [row for row, chosen in zip(rows, parts, strict=True) if chosen == number]
             if members:
-                of_members = part.prepare(members, [0] * len(members), max_tokens)
-                is_ready.update(zip(members, of_members, strict=True))
+                are_ready = part.prepare(members, [0] * len(members), max_tokens)
+                is_ready.update(zip(members, are_ready, strict=True))
         return [is_ready[row] for row in rows]
 
     @property
@@ -195,7 +195,9 @@ def one_hot_probs(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _ordered_candidates(*of_parts: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+def _ordered_candidates(*candidates_of_parts: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """Return the candidates of all parts in order of preference; cached, as the same few recur."""
-    choices = [choice._replace(part=number) for number, of_part in enumerate(of_parts) for choice in of_part]
+    choices = [
+        choice._replace(part=number) for number, part in enumerate(candidates_of_parts) for choice in part
+    ]
     return tuple(sorted(choices, key=lambda choice: choice.longest == 0))

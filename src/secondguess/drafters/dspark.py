@@ -49,9 +49,9 @@ class DsparkDrafter(HeadDrafter):
         return list(self.runtime.admit(rows))
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            self._hidden_buffer.begin(row, of_row)
-            num_reused = len(row.tokens) - 1 - (len(of_row[self.hidden_layers[0]]) if of_row else 0)
+        for row, row_hidden in zip(rows, hidden, strict=True):
+            self._hidden_buffer.begin(row, row_hidden)
+            num_reused = len(row.tokens) - 1 - (len(row_hidden[self.hidden_layers[0]]) if row_hidden else 0)
             if row not in self.runtime:
                 self.runtime.admit([row], [num_reused])
             self.runtime.crop(row, num_reused)
@@ -72,7 +72,7 @@ class DsparkDrafter(HeadDrafter):
 
         0 for a row of one token, for which the target has no hidden states yet.
         """
-        return min(self.head.shape.num_drafted, row.room) if len(row.tokens) > 1 else 0
+        return min(self.head.config.num_drafted, row.room) if len(row.tokens) > 1 else 0
 
     def num_uncached(self, row: Row) -> int:
         return len(row.tokens) - 1 - self.runtime.length(row)
@@ -92,7 +92,7 @@ class DsparkDrafter(HeadDrafter):
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
         self._block = None
-        self._longest = min(longest, self.head.shape.num_drafted)
+        self._longest = min(longest, self.head.config.num_drafted)
         self._previous = [[row.pending for row in rows]]
 
     def _block_of(self, rows: Sequence[Row], active: list[int]) -> Block:
@@ -118,7 +118,7 @@ class DsparkDrafter(HeadDrafter):
 
     def acceptance_probs(self, depth: int) -> list[float] | None:
         """Return the confidence head's acceptance probabilities; it reads the preceding token."""
-        if self._block is None or not self.head.shape.has_confidence:
+        if self._block is None or not self.head.config.has_confidence:
             return None
         previous = torch.tensor(self._previous[depth], device=self.device)
         logits = self.runtime.confidence(self._block.hidden[:, depth], previous)

@@ -76,13 +76,13 @@ class EarlyExitDrafter(SamplingDrafter):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> EarlyExitDrafter:
-        shown, shape = read_tree_options(name)
+        full_name, shape = read_tree_options(name)
         if name.argument is not None and name.argument.isdecimal():
-            return cls(resources.require_target(name), int(name.argument), shown, shape)
+            return cls(resources.require_target(name), int(name.argument), full_name, shape)
         if resources.target is not None:
             resources.target.require_partial_forward()
         head, target = load_trained(EarlyExitHead.load, name, resources)
-        return cls(target, head.exit_layer, shown, shape, head.eval().requires_grad_(False))
+        return cls(target, head.exit_layer, full_name, shape, head)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._logits(self._read(rows, Draft.chains(self.chains, device=self.device))[:, -1])

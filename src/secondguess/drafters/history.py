@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from secondguess.core import MAX_DRAFT_LENGTH, Row
-from secondguess.drafters.automaton import Place, SuffixAutomaton
+from secondguess.drafters.automaton import SuffixAutomaton, SuffixMatch
 
 MAX_TOKENS = 2**16
 """Tokens of all owners together; about 0.7 KB each."""
@@ -80,30 +80,30 @@ class Histories:
 
 
 class HistoryReader:
-    """Places of a growing text in a history, whose automata may change between two tokens."""
+    """Matches of a growing text with a history, whose automata may change between two tokens."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._last: deque[int] = deque(maxlen=NUM_READ)
         self._automata: tuple[SuffixAutomaton, ...] = ()
-        self._places: list[Place] = []
+        self._matches: list[SuffixMatch] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         new = tokens[-NUM_READ:]
         self._last.extend(new)
-        for place in self._places:
-            place.read(new)
+        for match in self._matches:
+            match.read(new)
 
-    def longest(self) -> Place | None:
-        """Return the place with the longest match, the newer texts' among equals; None without texts."""
+    def longest(self) -> SuffixMatch | None:
+        """Return the longest match, the newer texts' among equals; None without texts."""
         if self._automata is not self._history.automata:
-            known = {place.automaton: place for place in self._places}
+            known = {match.automaton: match for match in self._matches}
             self._automata = self._history.automata
-            self._places = [known.get(automaton) or self._found(automaton) for automaton in self._automata]
-        return max(self._places, key=lambda place: place.num_matched, default=None)
+            self._matches = [known.get(automaton) or self._found(automaton) for automaton in self._automata]
+        return max(self._matches, key=lambda match: match.num_matched, default=None)
 
-    def _found(self, automaton: SuffixAutomaton) -> Place:
-        place = Place(automaton)
-        place.read(self._last)
-        return place
+    def _found(self, automaton: SuffixAutomaton) -> SuffixMatch:
+        match = SuffixMatch(automaton)
+        match.read(self._last)
+        return match

@@ -33,9 +33,8 @@ class JacobiOptions:
     """Options of `jacobi,width=N`.
 
     Args:
-        width: a position that was not sampled before is drafted as the token so many positions
-            before it: 1 is the last token, the tokens per line of a picture the one above; 1 to
-            8192.
+        width: a position that was not sampled before is drafted as the token `width` positions before it:
+            1 is the last token, the tokens per line of a picture the one above; 1 to 8192.
     """
 
     width: int = 1
@@ -85,6 +84,6 @@ class JacobiDrafter(LookupDrafter[SampledAhead]):
         return chain
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        of_rows = verdict.samples or [()] * len(rows)
-        for row, path, samples in zip(rows, verdict.paths, of_rows, strict=True):
+        row_samples = verdict.samples or [()] * len(rows)
+        for row, path, samples in zip(rows, verdict.paths, row_samples, strict=True):
             self._indices[row].update(samples, len(path) + 1)

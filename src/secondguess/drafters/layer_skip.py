@@ -36,12 +36,12 @@ class LayerSkipDrafter(TokenDrafter):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> LayerSkipDrafter:
-        shown, shape = read_tree_options(name)
+        full_name, shape = read_tree_options(name)
         skipped = _parse(name.argument)
         if skipped is None:
             skipped = read_skipped(resources.find_head_folder(name))
         target = resources.require_target(name)
-        return cls(target.skip_layers(skipped), shown, resources.target_vocab_size, shape)
+        return cls(target.skip_layers(skipped), full_name, resources.target_vocab_size, shape)
 
 
 def _parse(argument: str | None) -> list[int] | None:

@@ -40,9 +40,9 @@ class MedusaDrafter(HeadDrafter):
         return [max(0, len(row.tokens) - 2) for row in rows]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            if of_row:
-                self._states[row] = of_row[LAST_HIDDEN][-1].clone()
+        for row, row_hidden in zip(rows, hidden, strict=True):
+            if row_hidden:
+                self._states[row] = row_hidden[LAST_HIDDEN][-1].clone()
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         """Keep the hidden state of the token before the new pending one.
@@ -61,7 +61,7 @@ class MedusaDrafter(HeadDrafter):
 
     def room(self, row: Row) -> int:
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""
-        return min(self.head.shape.num_heads, row.room) if row in self._states else 0
+        return min(self.head.config.num_heads, row.room) if row in self._states else 0
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._level_logits(rows, active, len(self.chains[active[0]]))

@@ -159,16 +159,16 @@ class TokenDrafter(MirroringDrafter):
 
     def _sync_tokens(self, mirror: MirrorRow, tokens: list[int]) -> None:
         """Replace a mirror row's tokens by `tokens`, and count the leading tokens that were equal."""
-        believed = mirror.row.tokens
-        agreed = mirror.num_committed
+        mirrored = mirror.row.tokens
+        num_equal = mirror.num_committed
         # The last token is never counted, so that it is forwarded: the next draft starts from its
         # logits. Comparing tokens does not ensure that, since a correction may equal the token
         # that it replaces (block verification).
-        last = min(len(believed), len(tokens) - 1)
-        while agreed < last and believed[agreed] == self._known_token(tokens[agreed]):
-            agreed += 1
-        believed[agreed:] = [self._known_token(token) for token in tokens[agreed:]]
-        mirror.num_committed = agreed
+        last = min(len(mirrored), len(tokens) - 1)
+        while num_equal < last and mirrored[num_equal] == self._known_token(tokens[num_equal]):
+            num_equal += 1
+        mirrored[num_equal:] = [self._known_token(token) for token in tokens[num_equal:]]
+        mirror.num_committed = num_equal
 
     def _known_token(self, token: int) -> int:
         return token if token < self.runtime.num_input_tokens else UNKNOWN_TOKEN
@@ -207,10 +207,10 @@ class FeatureDrafter(HeadDrafter, MirroringDrafter):
             mirror.num_committed = num_reused
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, of_row in zip(rows, hidden, strict=True):
-            self._hidden_buffer.begin(row, of_row)
-            if of_row:
-                num_reused = len(row.tokens) - 1 - len(of_row[self.hidden_layers[0]])
+        for row, row_hidden in zip(rows, hidden, strict=True):
+            self._hidden_buffer.begin(row, row_hidden)
+            if row_hidden:
+                num_reused = len(row.tokens) - 1 - len(row_hidden[self.hidden_layers[0]])
                 if row not in self._mirror_rows:
                     self._admit([row], [num_reused])
                 self._mirror_rows[row].num_committed = num_reused

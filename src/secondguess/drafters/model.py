@@ -32,12 +32,12 @@ class ModelDrafter(TokenDrafter):
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> TokenDrafter:
         assert name.argument is not None  # by `requirements`
-        shown, shape = read_tree_options(_without_vocab(name))
+        full_name, shape = read_tree_options(_without_vocab(name))
         pair = resources.pair_vocabularies(name)
         runtime, vocab_size = resources.load_draft_model(name.argument), resources.target_vocab_size
         if pair is None:
-            return cls(runtime, shown, vocab_size, shape)
-        return make_translating_drafter(runtime, shown, vocab_size, pair, shape)
+            return cls(runtime, full_name, vocab_size, shape)
+        return make_translating_drafter(runtime, full_name, vocab_size, pair, shape)
 
 
 def _without_vocab(name: Name) -> Name:

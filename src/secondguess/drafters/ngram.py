@@ -83,7 +83,7 @@ class NgramIndex:
         return None
 
 
-SOMETHING, NOTHING = Candidate(deterministic=True), Candidate(longest=0, deterministic=True)
+MATCH, NO_MATCH = Candidate(deterministic=True), Candidate(longest=0, deterministic=True)
 
 
 class NgramDrafter(LookupDrafter[NgramIndex]):
@@ -98,13 +98,13 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
 
     def choices(self, index: NgramIndex) -> tuple[Candidate]:
         """Return one candidate, of length 0 if no n-gram matches."""
-        return (SOMETHING if index.has_match else NOTHING,)
+        return (MATCH if index.has_match else NO_MATCH,)
 
     def chain(self, index: NgramIndex, limit: int) -> list[int]:
         return index.continuation(limit)
 
 
-FOUND, NOT_FOUND = (each._replace(part=LOOKUP_PART, kind="ngram") for each in (SOMETHING, NOTHING))
+SOURCE_MATCH, SOURCE_NO_MATCH = (each._replace(part=LOOKUP_PART, kind="ngram") for each in (MATCH, NO_MATCH))
 
 
 class NgramSource:
@@ -117,7 +117,7 @@ class NgramSource:
 
     def candidate(self, row: Row) -> Candidate:
         self._index.extend(row.tokens[len(self._index.tokens) :])
-        return FOUND if self._index.has_match else NOT_FOUND
+        return SOURCE_MATCH if self._index.has_match else SOURCE_NO_MATCH
 
     def chain(self, limit: int) -> list[int]:
         return self._index.continuation(limit)

@@ -21,11 +21,11 @@ NO_DRAFT = Candidate(part=-4, longest=0, deterministic=True)
 """Candidate of a row for which nothing may draft: no source has its part number."""
 
 MAX_COMPARED = 32
-"""Number of places of the prediction that are compared with the output to resynchronise."""
+"""Number of positions of the prediction that are compared with the output to resynchronise."""
 MAX_MATCH = 16
-"""Number of last tokens of the output that are compared at each place."""
+"""Number of last tokens of the output that are compared at each position."""
 MIN_MATCH = 2
-"""Number of tokens that match after a divergence once it is known what was replaced."""
+"""Number of tokens that match after a mismatch once it is known what was replaced."""
 MAX_REPLACED = 8
 """Maximum number of tokens on either side of a replacement that is expected again, and of a word."""
 LENGTH_FACTOR = 4
@@ -51,18 +51,18 @@ class ForcedTokens:
 
 
 class Prediction:
-    """The client's guess of the output, from the place that corresponds to the end of the output.
+    """Predicted output of the client, drafted from the position after the output's end.
 
-    After a divergence, the place is that whose preceding tokens match most of the last tokens of
-    the output; among equals, the next one after the last place. Where the last token does not
-    occur at all, one word is taken to be replaced by another. A place after which the output went on
-    otherwise is returned to only with a longer match.
+    After a mismatch, drafting resumes at the position whose preceding tokens have the longest match
+    with the end of the output; among equals, at the next one after the last position. If the last
+    token does not occur at all, one word is taken to be replaced by another. A position at which
+    the output has differed before is resumed only with a longer match.
 
-    What the output has put in place of a few tokens, such as another name, is expected instead of
-    them from then on, until the output goes on otherwise there.
+    If the output has replaced a few tokens, such as a name, the replacement is expected in the rest
+    of the prediction too, until the output differs from it.
 
     Args:
-        tokens: token ids of the guess.
+        tokens: token ids of the prediction.
         text_of: returns the text of a token, by which tokens belong to one word; without it, each token
             is a word.
     """
@@ -72,18 +72,18 @@ class Prediction:
     def __init__(self, tokens: Sequence[int], text_of: Callable[[int], str] = lambda token: "") -> None:
         self._tokens = list(tokens)
         self._text_of = lru_cache(maxsize=1024)(text_of)
-        self._places: dict[int, list[int]] = {}
-        for place, token in enumerate(self._tokens):
-            self._places.setdefault(token, []).append(place)
-        # Places after which the output went on otherwise, with the number of tokens that matched there.
-        self._refuted: dict[int, int] = {}
+        self._positions: dict[int, list[int]] = {}
+        for position, token in enumerate(self._tokens):
+            self._positions.setdefault(token, []).append(position)
+        # Length of the match before each position at which the output differed.
+        self._mismatch_lengths: dict[int, int] = {}
         # Replaced tokens and what is expected instead, by the first replaced token.
         self._replaced: dict[int, tuple[list[int], list[int]]] = {}
         self._next = 0
         self._num_begun = 0  # tokens of the replacement at `_next` that the output has already
         self._num_matched = 0
         self._num_read = 0
-        # Places in the prediction and in the output where they last diverged and met again.
+        # Positions in the prediction and in the output where they last diverged and met again.
         self._diverged: tuple[int, int] | None = None
         self._met = 0, 0
 
@@ -96,27 +96,27 @@ class Prediction:
 
     def chain(self, limit: int) -> list[int]:
         chain: list[int] = []
-        place = self._next
-        while place < len(self._tokens) and len(chain) < limit + self._num_begun:
-            num_tokens, expected = self._expected(place)
+        position = self._next
+        while position < len(self._tokens) and len(chain) < limit + self._num_begun:
+            num_tokens, expected = self._expected(position)
             chain += expected
-            place += num_tokens
+            position += num_tokens
         return chain[self._num_begun : self._num_begun + limit]
 
-    def _expected(self, place: int) -> tuple[int, list[int]]:
-        """Return a number of tokens of the prediction at a place, and what is expected for them."""
-        replaced, instead = self._replaced.get(self._tokens[place], ([], []))
-        if replaced and self._tokens[place : place + len(replaced)] == replaced:
-            return len(replaced), instead
-        return 1, self._tokens[place : place + 1]
+    def _expected(self, position: int) -> tuple[int, list[int]]:
+        """Return a number of tokens of the prediction at a position, and what is expected for them."""
+        replaced, replacement = self._replaced.get(self._tokens[position], ([], []))
+        if replaced and self._tokens[position : position + len(replaced)] == replaced:
+            return len(replaced), replacement
+        return 1, self._tokens[position : position + 1]
 
-    def _read(self, row: Row, place: int) -> None:
-        """Follow the output token at this place of the row."""
+    def _read(self, row: Row, position: int) -> None:
+        """Follow the output token at this position of the row."""
         self._num_read += 1
-        if self._follow(row.tokens[place]):
+        if self._follow(row.tokens[position]):
             self._num_matched += 1
         else:
-            self._resynchronise(row.tokens[max(row.num_prompt, place + 1 - MAX_MATCH) : place + 1])
+            self._resynchronise(row.tokens[max(row.num_prompt, position + 1 - MAX_MATCH) : position + 1])
         if self._diverged is not None and self._num_matched >= MIN_MATCH and not self._num_begun:
             self._learn_replacement(self._diverged, self._met, row.output)
             self._diverged = None
@@ -124,7 +124,7 @@ class Prediction:
     def _learn_replacement(
         self, diverged: tuple[int, int], met: tuple[int, int], output: Sequence[int]
     ) -> None:
-        """Expect the tokens of the output between two places, from the beginning of the word, in further places."""
+        """Expect the tokens of the output between two positions, from the beginning of the word, later too."""
         (start, begin), (end, stop) = diverged, met
         while (
             min(start, begin) > 0
@@ -132,12 +132,12 @@ class Prediction:
             and (self._is_within_word(self._tokens, start) or self._is_within_word(output, begin))
         ):
             start, begin = start - 1, begin - 1
-        replaced, instead = self._tokens[start:end], list(output[begin:stop])
-        if 0 < len(replaced) <= MAX_REPLACED and 0 < len(instead) <= MAX_REPLACED:
-            self._replaced[replaced[0]] = replaced, instead
+        replaced, replacement = self._tokens[start:end], list(output[begin:stop])
+        if 0 < len(replaced) <= MAX_REPLACED and 0 < len(replacement) <= MAX_REPLACED:
+            self._replaced[replaced[0]] = replaced, replacement
 
     def _follow(self, token: int) -> bool:
-        """Go on after the next output token, and return True, if it is the expected one or the predicted one."""
+        """Advance and return True if the next output token is the expected one or the predicted one."""
         if self._next >= len(self._tokens):
             return False
         num_tokens, expected = self._expected(self._next)
@@ -149,20 +149,20 @@ class Prediction:
         predicted = self._tokens[self._next]
         if expected != [predicted]:
             del self._replaced[predicted]
-        goes_on = token == predicted and not self._num_begun
-        self._next += goes_on
-        return goes_on
+        continues = token == predicted and not self._num_begun
+        self._next += continues
+        return continues
 
     def _resynchronise(self, last: Sequence[int]) -> None:
-        """Find the place in the prediction after the last tokens of the output."""
-        places = self._places.get(last[-1], ())
-        behind = bisect_left(places, self._next)
+        """Find the position in the prediction after the last tokens of the output."""
+        positions = self._positions.get(last[-1], ())
+        behind = bisect_left(positions, self._next)
         near = [
-            *places[behind : behind + MAX_COMPARED],
-            *places[max(behind - MAX_COMPARED, 0) : behind][::-1],
+            *positions[behind : behind + MAX_COMPARED],
+            *positions[max(behind - MAX_COMPARED, 0) : behind][::-1],
         ]
         if self._num_matched:
-            self._refuted[self._next - 1] = self._num_matched
+            self._mismatch_lengths[self._next - 1] = self._num_matched
         if self._diverged is None:
             self._diverged = self._next, self._num_read - 1 - self._num_begun
         self._num_matched = self._num_begun = 0
@@ -173,28 +173,28 @@ class Prediction:
             self._next = self._word_end(self._next)
         for each in near:
             matched = self._match(last, each)
-            if matched > max(self._num_matched, self._refuted.get(each, 0), is_longer):
+            if matched > max(self._num_matched, self._mismatch_lengths.get(each, 0), is_longer):
                 self._num_matched, self._next = matched, each + 1
         self._met = self._next - self._num_matched, self._num_read - self._num_matched
 
-    def _word_end(self, place: int) -> int:
-        """Return the place in the prediction after the word, or the rest of it, at this place."""
-        end = place + 1
-        while end - place < MAX_REPLACED and self._is_within_word(self._tokens, end):
+    def _word_end(self, position: int) -> int:
+        """Return the position in the prediction after the word, or the rest of it, at this position."""
+        end = position + 1
+        while end - position < MAX_REPLACED and self._is_within_word(self._tokens, end):
             end += 1
         return end
 
-    def _is_within_word(self, tokens: Sequence[int], place: int) -> bool:
-        """Return whether the token at a place continues the word of the token before it."""
-        if not 0 < place < len(tokens):
+    def _is_within_word(self, tokens: Sequence[int], position: int) -> bool:
+        """Return whether the token at a position continues the word of the token before it."""
+        if not 0 < position < len(tokens):
             return False
-        before, after = self._text_of(tokens[place - 1])[-1:], self._text_of(tokens[place])[:1]
+        before, after = self._text_of(tokens[position - 1])[-1:], self._text_of(tokens[position])[:1]
         return _is_of_word(before) and _is_of_word(after)
 
-    def _match(self, last: Sequence[int], place: int) -> int:
-        """Return how many of the last tokens are those of the prediction up to a place."""
+    def _match(self, last: Sequence[int], position: int) -> int:
+        """Return how many of the last tokens are those of the prediction up to a position."""
         count = 0
-        while count < min(len(last), place + 1) and last[-1 - count] == self._tokens[place - count]:
+        while count < min(len(last), position + 1) and last[-1 - count] == self._tokens[position - count]:
             count += 1
         return count
 

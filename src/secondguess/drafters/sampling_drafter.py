@@ -166,45 +166,41 @@ class SamplingDrafter(Drafter):
     def _draw_chains(self, rows: Sequence[Row], limits: list[int], budgets: Budgets, noise: Noise) -> Draft:
         active = [index for index, limit in enumerate(limits) if limit > 0]
         edits = any(row.params.edits_logits for row in rows)
-        plain = noise.all_greedy and not edits
         if active and not edits:
             settings = [kernel_settings(row.params) for row in rows]
-            drawn_at_once = self._draw_at_once(rows, limits, self.vocab_size, settings, budgets, noise)
-            if drawn_at_once is not None:
-                return self._draft_of(drawn_at_once, len(rows), active, noise)
-        chains = self.chains
-        drawn: list[Tensor] = []
+            drawn = self._draw_at_once(rows, limits, self.vocab_size, settings, budgets, noise)
+            if drawn is not None:
+                return self._draft_of(drawn, len(rows), active, noise)
         dists: list[Tensor] = []
+        drafted = Draft.empty(len(rows), self.device).tokens  # so far, if settings depend on them
         while active:
-            depth = max(map(len, chains))
+            depth = max(map(len, self.chains))
             logits = self._of_target_width(self.chain_logits(rows, active))
             confidences = None
-            if plain and not budgets.uses_probs:
-                as_list = most_likely(logits).tolist()
-            elif plain:
-                as_list, confidences = with_confidences(logits)
-            else:
-                before = (
-                    torch.stack(drawn, 1) if drawn and edits else Draft.empty(len(rows), self.device).tokens
-                )
-                dist, banned = compute_draft_probs(logits, rows, before)
+            if edits or not noise.all_greedy:
+                dist, banned = compute_draft_probs(logits, rows, drafted)
                 if banned is not None:
                     active = [index for index in active if not banned[index]]
                     if not active:
                         break
-                tokens = noise.draft(dist, depth)
+                nodes = noise.draft(dist, depth)
                 dists.append(dist)
-                drawn.append(tokens)
-                as_list = tokens.tolist()
+                if edits:
+                    drafted = torch.cat((drafted, nodes[:, None]), 1)
+                tokens = nodes.tolist()
+            elif budgets.uses_probs:
+                tokens, confidences = with_confidences(logits)
+            else:
+                tokens = most_likely(logits).tolist()
             for index in active:
-                chains[index].append(as_list[index])
-            self.extend(rows, active, as_list)
+                self.chains[index].append(tokens[index])
+            self.extend(rows, active, tokens)
             active = [index for index in active if depth + 1 < limits[index]]
             if active and budgets.uses_probs:
                 kept = budgets.keep_drafting(logits, depth, self.acceptance_probs(depth), confidences)
                 active = [index for index in active if kept[index]]
         probs = None if noise.all_greedy else self._probs(dists, len(rows))
-        return Draft.chains(chains, probs, self.device)
+        return Draft.chains(self.chains, probs, self.device)
 
     def _draw_at_once(
         self,
@@ -229,11 +225,11 @@ class SamplingDrafter(Drafter):
             which: Sequence[int], logits: Tensor, depth: int, confidences: Sequence[float]
         ) -> list[bool]:
             asked = [active[index] for index in which]
-            of_batch = [0.0] * len(rows)
+            row_confidences = [0.0] * len(rows)
             for index, confidence in zip(asked, confidences, strict=True):
-                of_batch[index] = confidence
+                row_confidences[index] = confidence
             logits = expand_to_batch(logits, len(rows), asked)
-            kept = budgets.keep_drafting(logits, depth, None, of_batch)
+            kept = budgets.keep_drafting(logits, depth, None, row_confidences)
             return [kept[index] for index in asked]
 
         rule = budgets.stopping_rule if len(rows) == 1 else None
@@ -299,23 +295,24 @@ class HeadDrafter(SamplingDrafter):
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
-        self.head = head.eval().requires_grad_(False)
+        self.head = head
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
         """Build the drafter for a name whose argument, if any, is the folder of a trained head."""
-        shown, shape = read_tree_options(name)
-        return cls(*load_trained(cls.load_head, name, resources), shown, shape)
+        full_name, shape = read_tree_options(name)
+        return cls(*load_trained(cls.load_head, name, resources), full_name, shape)
 
 
 def load_trained(
     load_head: Callable[[Path, TargetModel], HeadT], name: Name, resources: DrafterResources
 ) -> tuple[HeadT, Runtime]:
-    """Return the trained head for a name, on the target's device and in its dtype, and the target."""
+    """Return the trained head for a name, frozen, on the target's device and in its dtype, and the target."""
     folder = resources.find_head_folder(name)
     target = resources.require_target(name)
-    model = TargetModel.of(target)
-    return load_head(folder, model).to(target.device, model.dtype), target
+    model = TargetModel.from_runtime(target)
+    head = load_head(folder, model).to(target.device, model.dtype)
+    return head.eval().requires_grad_(False), target
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:

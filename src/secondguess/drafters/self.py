@@ -52,8 +52,8 @@ class SelfDrafter(SamplingDrafter):
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> SelfDrafter:
-        shown, shape = read_tree_options(name)
-        return cls(resources.require_target(name), shown, shape)
+        full_name, shape = read_tree_options(name)
+        return cls(resources.require_target(name), full_name, shape)
 
     def start(self, rows: Sequence[Row], longest: int) -> None:
         self._nums_known = [0] * len(rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
-from secondguess.drafters.automaton import Context, Place, SuffixAutomaton
+from secondguess.drafters.automaton import Context, SuffixAutomaton, SuffixMatch
 from secondguess.drafters.history import Histories, HistoryReader
 from secondguess.drafters.lookup import LookupDrafter
 from secondguess.names import check_range
@@ -45,7 +45,7 @@ class SuffixOptions:
 
 
 class RowIndex:
-    """Index of a row's text, and its places in the history that the row shares, if any."""
+    """Index of a row's text, and its matches with the history that the row shares, if any."""
 
     def __init__(self, shared: HistoryReader | None = None) -> None:
         self.own = SuffixAutomaton()
@@ -61,7 +61,7 @@ class RowIndex:
         if self._shared is not None:
             self._shared.extend(tokens)
 
-    def shared_match(self) -> Place | None:
+    def shared_match(self) -> SuffixMatch | None:
         """Return the match in the history if it is longer than the row's own."""
         found = None if self._shared is None else self._shared.longest()
         return found if found is not None and found.num_matched > self.own.match.length else None
@@ -115,8 +115,8 @@ class SuffixDrafter(LookupDrafter[RowIndex]):
         limit = min(limit, self._longest(num_matched))
         chain: list[int] = []
         survival = 1.0
-        for token, chance in automaton.continuation(context, self.options.min):
-            survival *= chance
+        for token, prob in automaton.continuation(context, self.options.min):
+            survival *= prob
             if len(chain) == limit or survival < self.options.threshold:
                 break
             chain.append(token)

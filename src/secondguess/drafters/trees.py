@@ -138,9 +138,9 @@ class DynamicTree(TreeShape):
         share = max(self.nodes // self.depth, 1)
         largest = dists.topk(min(self.width, dists.shape[-1])).values.tolist()
         expected = [
-            (math.exp(node.log_prob) * chance, index)
+            (math.exp(node.log_prob) * prob, index)
             for index, node in enumerate(frontier)
-            for chance in largest[index]
+            for prob in largest[index]
         ]
         chosen = [index for _, index in sorted(expected, key=lambda pair: (-pair[0], pair[1]))[:share]]
         return [chosen.count(index) for index in range(len(frontier))]
@@ -180,7 +180,7 @@ class TreeOptions:
             self._widths()
 
     @classmethod
-    def of(cls, name: Name) -> Self:
+    def from_name(cls, name: Name) -> Self:
         """Read the options of a drafter's name.
 
         Raises:
@@ -190,8 +190,8 @@ class TreeOptions:
         for key in name.options:
             if key != "tree" and options.tree != "dynamic":
                 raise BadInputError(
-                    "expected nodes, width and depth beside tree=dynamic, "
-                    f"got {key} beside tree={options.tree or 'nothing'}"
+                    "expected nodes, width and depth with tree=dynamic, "
+                    f"got {key} with tree={options.tree or 'nothing'}"
                 )
         return options
 
@@ -223,7 +223,7 @@ def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
     Raises:
         BadInputError: an unknown option, or a wrong value.
     """
-    options = TreeOptions.of(name)
+    options = TreeOptions.from_name(name)
     argument = f":{name.argument}" if name.argument else ""
     return f"{name.kind}{argument}{options}", options.shape
 
@@ -297,9 +297,10 @@ class TreeBuilder:
             best = max(self.frontiers[row], key=lambda index: self._node(row, index).log_prob)
             parent_logits[row] = logits[row, best + 1]
         if banned is not None:
-            dead = banned.tolist()
+            is_banned = banned.tolist()
             for row in active:
-                self.frontiers[row] = [index for index in self.frontiers[row] if not dead[row][index + 1]]
+                row_bans = is_banned[row]
+                self.frontiers[row] = [index for index in self.frontiers[row] if not row_bans[index + 1]]
         parents = self._parents(active, dists, logits)
         for row in active:
             self.frontiers[row] = []
@@ -319,13 +320,13 @@ class TreeBuilder:
             queries = [index + 1 for index in frontier]
             nodes = [self._node(row, index) for index in frontier]
             greedy = self._greedy[row]
-            of_frontier = logits[row, queries].softmax(-1) if greedy else dists[row, queries]
-            counts = self.shape.num_children(nodes, of_frontier, self.free[row])
+            frontier_probs = logits[row, queries].softmax(-1) if greedy else dists[row, queries]
+            counts = self.shape.num_children(nodes, frontier_probs, self.free[row])
             if greedy and not self.noise.all_greedy:
-                # Beside sampled rows, a greedy row's one-hot distribution allows a single child.
+                # In a batch with sampled rows, a greedy row's one-hot distribution allows a single child.
                 counts = [min(count, 1) for count in counts]
             elif max(counts, default=0) > 1:
-                counts = list(map(min, counts, (of_frontier > 0).sum(-1).tolist()))
+                counts = list(map(min, counts, (frontier_probs > 0).sum(-1).tolist()))
             first = len(self.nodes[row])
             for index, node, count in zip(frontier, nodes, counts, strict=True):
                 if count:
@@ -348,16 +349,16 @@ class TreeBuilder:
             ranking, tokens = own, self._sampled(parents, own, depth)
         else:
             ranking = logits[where].softmax(-1)
-            most = max(parent.num_children for parent in parents)
-            tokens = (ranking + own).topk(most).indices
-        chances = ranking.gather(1, tokens).clamp_min(1e-30).log().tolist()
-        for number, (parent, children, logs) in enumerate(
-            zip(parents, tokens.tolist(), chances, strict=True)
+            max_children = max(parent.num_children for parent in parents)
+            tokens = (ranking + own).topk(max_children).indices
+        log_probs = ranking.gather(1, tokens).clamp_min(1e-30).log().tolist()
+        for number, (parent, children, child_log_probs) in enumerate(
+            zip(parents, tokens.tolist(), log_probs, strict=True)
         ):
             row, above = parent.row, parent.node
             for rank in range(parent.num_children):
                 self.frontiers[row].append(parent.first_child + rank)
-                log_prob = above.log_prob + logs[rank]
+                log_prob = above.log_prob + child_log_probs[rank]
                 dist = self._num_dists + number
                 self.nodes[row].append(Node(children[rank], parent.index, depth, log_prob, dist))
         self._dists.append(own)
@@ -366,12 +367,12 @@ class TreeBuilder:
     def _sampled(self, parents: Sequence[Parent], dists: Tensor, depth: int) -> Tensor:
         """Draw children `[parent, rank]` without replacement from each parent's distribution.
 
-        All children of one rank are drawn at once; places without a child hold 0.
+        All children of one rank are drawn at once; entries without a child hold 0.
         """
-        most = max(parent.num_children for parent in parents)
-        drawn = torch.zeros(len(parents), most, dtype=torch.long, device=dists.device)
+        max_children = max(parent.num_children for parent in parents)
+        drawn = torch.zeros(len(parents), max_children, dtype=torch.long, device=dists.device)
         left = dists
-        for rank in range(most):
+        for rank in range(max_children):
             members = [number for number, parent in enumerate(parents) if parent.num_children > rank]
             if rank:
                 left = left.scatter(1, drawn[:, rank - 1 : rank], 0.0)
@@ -394,9 +395,9 @@ class TreeBuilder:
         for row, free in enumerate(self.free):
             if free:
                 kept = self.shape.keep(self.nodes[row])
-                place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+                new_index = {old: new for new, old in enumerate(kept)} | {-1: -1}
                 nodes = [self.nodes[row][old] for old in kept]
-                self.nodes[row] = [replace(node, parent=place[node.parent]) for node in nodes]
+                self.nodes[row] = [replace(node, parent=new_index[node.parent]) for node in nodes]
 
 
 def draft_trees(
@@ -414,17 +415,17 @@ def draft_trees(
         level_logits: the drafter's forward pass.
         keep_drafting: decides per row, after each level, whether to draw another; None draws all levels.
     """
-    grove = TreeBuilder(rows, shape, limits, noise)
-    active = [index for index, limit in enumerate(grove.limits) if limit]
+    builder = TreeBuilder(rows, shape, limits, noise)
+    active = [index for index, limit in enumerate(builder.limits) if limit]
     depth = 0
     while active:
-        tree = grove.draft(with_probs=False)
+        tree = builder.draft(with_probs=False)
         logits = level_logits(active, tree)
-        parent_logits = grove.grow(active, logits, tree, depth)
+        parent_logits = builder.grow(active, logits, tree, depth)
         depth += 1
-        active = [index for index in active if depth < grove.limits[index] and grove.frontiers[index]]
+        active = [index for index in active if depth < builder.limits[index] and builder.frontiers[index]]
         if active and keep_drafting is not None:
-            answers = keep_drafting(parent_logits, depth - 1)
-            active = [index for index in active if answers[index]]
-    grove.prune()
-    return grove.draft(with_probs=not noise.all_greedy)
+            keeps_drafting = keep_drafting(parent_logits, depth - 1)
+            active = [index for index in active if keeps_drafting[index]]
+    builder.prune()
+    return builder.draft(with_probs=not noise.all_greedy)

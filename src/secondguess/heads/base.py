@@ -30,8 +30,8 @@ class TargetModel(EmbeddingAndHead):
     device: torch.device
 
     @classmethod
-    def of(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
-        """Return those of a runtime.
+    def from_runtime(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
+        """Return the parts of a runtime's model.
 
         Args:
             shared: replaces the runtime's own embeddings and LM head, as for training.
@@ -103,7 +103,7 @@ class DraftVocabulary(nn.Module):
 
 
 class Head(TrainableHead):
-    """Base class of drafter heads, which are trained for one target and loaded beside it."""
+    """Base class of drafter heads, which are trained for one target and loaded with it."""
 
     @classmethod
     @abstractmethod

@@ -43,7 +43,7 @@ class BlockRuntime:
     """
 
     def __init__(self, head: DsparkHead, device: torch.device) -> None:
-        self.head, self.shape, self.hidden_layers = head, head.shape, head.hidden_layers
+        self.head, self.config, self.hidden_layers = head, head.config, head.hidden_layers
         self.device = device
         self.forget()
 
@@ -71,7 +71,7 @@ class BlockRuntime:
         Args:
             longest: number of draft positions to return.
         """
-        attend = self._attend(rows, self.shape.block_size)
+        attend = self._attend(rows, self.config.block_size)
         anchors = torch.tensor([row.pending for row in rows], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device)
         outputs = self.head.run_backbone(anchors[:, None], positions[:, None], attend)
@@ -121,8 +121,8 @@ class BlockRuntime:
         ends = [start + width for start in starts]
         mask: Tensor | None = None
         if min(ends) < num_keys:
-            places = torch.arange(num_keys, device=self.cache.device)
-            mask = (places < torch.tensor(ends, device=self.cache.device)[:, None])[:, None, None]
+            positions = torch.arange(num_keys, device=self.cache.device)
+            mask = (positions < torch.tensor(ends, device=self.cache.device)[:, None])[:, None, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.update(key, value, layer)

@@ -30,6 +30,7 @@ from secondguess.heads.files import (
     config_errors,
     get_bool,
     load_into,
+    missing_lm_head,
     read_config,
     read_tensors,
     require_same,
@@ -65,7 +66,7 @@ class DsparkConfig:
     """Sizes and options of a block drafter.
 
     Args:
-        layer: shape of its decoder layers; its width is the target's.
+        layer: configuration of its decoder layers; its width is the target's.
         num_layers: number of decoder layers.
         hidden_layers: target layers whose hidden states are fused.
         block_size: number of positions in a block.
@@ -111,7 +112,7 @@ class DsparkConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
-        """Build a shape from a `config.json` in a folder; call it inside `config_errors`.
+        """Build a configuration from a `config.json` in a folder; call it inside `config_errors`.
 
         Raises:
             UnsupportedModelError: an unsupported kind of layer or Markov head.
@@ -162,7 +163,7 @@ class DsparkHead(Head):
     """DSpark or DFlash drafter head for one target.
 
     Args:
-        shape: sizes and options.
+        config: sizes and options.
         target: target model; its LM head is used if the drafter head has none.
         vocabulary: tokens that it drafts; None for the whole vocabulary.
 
@@ -171,23 +172,23 @@ class DsparkHead(Head):
     """
 
     def __init__(
-        self, shape: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
+        self, config: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
     ) -> None:
         super().__init__()
-        check_range("the mask token", shape.mask_token, 0, target.vocab_size - 1)
-        width, norm_eps = shape.layer.width, shape.layer.norm_eps
-        self.shape, self.hidden_layers, self.target = shape, shape.hidden_layers, target
+        check_range("the mask token", config.mask_token, 0, target.vocab_size - 1)
+        width, norm_eps = config.layer.width, config.layer.norm_eps
+        self.config, self.hidden_layers, self.target = config, config.hidden_layers, target
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
-        self.fc = nn.Linear(len(shape.hidden_layers) * width, width, bias=False)
+        self.fc = nn.Linear(len(config.hidden_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(shape.layer) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(width, norm_eps)
-        if shape.has_output:
+        if config.has_output:
             self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
-        if shape.markov_rank:
-            self.markov_head = MarkovHead(shape.markov_rank, self.vocabulary)
-        if shape.has_confidence:
-            markov_width = shape.markov_rank if shape.confidence_reads_markov else 0
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.markov_rank, self.vocabulary)
+        if config.has_confidence:
+            markov_width = config.markov_rank if config.confidence_reads_markov else 0
             self.confidence_head = ConfidenceHead(width + markov_width)
 
     @classmethod
@@ -216,7 +217,7 @@ class DsparkHead(Head):
             # A norm maps a vector of zero mean and unit RMS to that vector times its weights, plus
             # its bias; the difference cancels the bias.
             gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
-        shape = DsparkConfig(
+        config = DsparkConfig(
             layer=replace(default_layer_config(target.width), has_qk_norm=True),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
@@ -226,7 +227,7 @@ class DsparkHead(Head):
             has_confidence=True,
             confidence_reads_markov=markov_rank > 0,
         )
-        head = cls(shape, target)
+        head = cls(config, target)
         generator = torch.Generator().manual_seed(seed)
         for name, weight in head.named_parameters():
             if weight.dim() > 1:
@@ -246,40 +247,40 @@ class DsparkHead(Head):
                 f"expected a drafter of the speculators_model_type {' or '.join(KINDS)} in {folder}, got {kind!r}"
             )
         with config_errors(folder):
-            shape = DsparkConfig.from_config(config, folder, has_output)
-            require_same("width", shape.layer.width, target.width, folder)
+            head_config = DsparkConfig.from_config(config, folder, has_output)
+            require_same("width", head_config.layer.width, target.width, folder)
             layer_config = config["transformer_layer_config"]
             vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
             if len(vocabulary) < target.vocab_size and not has_output:
-                raise BadInputError("expected an lm_head.weight beside a vocabulary of its own, got none")
-            head = cls(shape, target, vocabulary)
+                raise missing_lm_head(folder)
+            head = cls(head_config, target, vocabulary)
         # Some files contain a copy of the target's embeddings, which are frozen in training.
         tensors.pop("embed_tokens.weight", None)
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        shape = self.shape
+        config = self.config
         layers = {
-            **layer_fields(shape.layer, self.target.vocab_size, shape.num_layers),
-            "layer_types": ["full_attention"] * shape.num_layers,
+            **layer_fields(config.layer, self.target.vocab_size, config.num_layers),
+            "layer_types": ["full_attention"] * config.num_layers,
         }
-        config = {
-            **speculators_fields("dspark", shape.num_drafted, target),
+        fields = {
+            **speculators_fields("dspark", config.num_drafted, target),
             "architectures": ["DSparkDraftModel"],
-            "block_size": shape.block_size,
-            "aux_hidden_state_layer_ids": list(shape.hidden_layers),
-            "mask_token_id": shape.mask_token,
-            "sample_from_anchor": shape.samples_from_anchor,
+            "block_size": config.block_size,
+            "aux_hidden_state_layer_ids": list(config.hidden_layers),
+            "mask_token_id": config.mask_token,
+            "sample_from_anchor": config.samples_from_anchor,
             "sliding_window_non_causal": False,
             "draft_vocab_size": len(self.vocabulary),
-            "markov_rank": shape.markov_rank,
+            "markov_rank": config.markov_rank,
             "markov_head_type": "vanilla",
-            "enable_confidence_head": shape.has_confidence,
-            "confidence_head_with_markov": shape.confidence_reads_markov,
+            "enable_confidence_head": config.has_confidence,
+            "confidence_head_with_markov": config.confidence_reads_markov,
             "transformer_layer_config": layers,
         }
-        write_head(folder, config, checkpoint_tensors(self, self.vocabulary))
+        write_head(folder, fields, checkpoint_tensors(self, self.vocabulary))
 
     def features(self, hidden: HiddenStates) -> Tensor:
         """Fuse the target's states `[..., width]` by layer into features `[..., width]`."""
@@ -297,7 +298,7 @@ class DsparkHead(Head):
         Returns:
             Keys and values `[row, kv_head, position, size]` per layer.
         """
-        cos_sin = cos_sin_at(self.shape.layer, positions, features.dtype)
+        cos_sin = cos_sin_at(self.config.layer, positions, features.dtype)
         return [layer.self_attn.keys_values(features, cos_sin) for layer in self._decoder_layers()]
 
     def run_backbone(self, anchors: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
@@ -312,27 +313,27 @@ class DsparkHead(Head):
         Returns:
             Normalised hidden states `[row, block, draft token, width]`.
         """
-        size = self.shape.block_size
+        size = self.config.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
-        tokens[..., 1:] = self.shape.mask_token
+        tokens[..., 1:] = self.config.mask_token
         states = self.target.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
-        cos_sin = cos_sin_at(self.shape.layer, (positions[..., None] + steps).flatten(1), states.dtype)
+        cos_sin = cos_sin_at(self.config.layer, (positions[..., None] + steps).flatten(1), states.dtype)
         for index, layer in enumerate(self._decoder_layers()):
             states = layer(states, cos_sin, attend, index)
         outputs: Tensor = self.norm(states).unflatten(1, (-1, size))
-        return outputs[:, :, -self.shape.num_drafted :]
+        return outputs[:, :, -self.config.num_drafted :]
 
     def base_logits(self, outputs: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
-        if not self.shape.has_output:
+        if not self.config.has_output:
             return self.target.unembed(outputs.to(self.target.dtype))
         logits: Tensor = self.lm_head(outputs)
         return logits
 
     def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
         """Return base logits plus the Markov head's bias for the tokens `previous` `[...]`."""
-        if not self.shape.markov_rank:
+        if not self.config.markov_rank:
             return base
         biased: Tensor = base + self.markov_head.markov_w2(self.markov_head.markov_w1(previous))
         return biased
@@ -346,7 +347,7 @@ class DsparkHead(Head):
             outputs: `[..., width]`, outputs of `run_backbone`.
             previous: `[...]`, the token before each draft token.
         """
-        if self.shape.confidence_reads_markov:
+        if self.config.confidence_reads_markov:
             outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), -1)
         logits: Tensor = self.confidence_head.proj(outputs)
         return logits[..., 0]
@@ -364,7 +365,7 @@ class DsparkHead(Head):
         anchors, chosen = self._anchors(training_batch.counts)
         outputs = self._run_backbone_at(training_batch, anchors)
         counted = CountedTokens(training_batch, target, self.vocabulary.select)
-        num_depths = min(self.shape.num_drafted, training_batch.num_depths)
+        num_depths = min(self.config.num_drafted, training_batch.num_depths)
         drafted = anchors[..., None] + torch.arange(1, num_depths + 1, device=anchors.device)
         inside = drafted < length
         drafted = drafted.clamp(max=length - 1)
@@ -376,16 +377,18 @@ class DsparkHead(Head):
         logits = self.add_markov_bias(self.base_logits(outputs), previous)
         losses, accepted = objective(counted.at(rows, positions), logits)
         at_depth = [depths == depth for depth in range(num_depths)]
-        wrong = None
-        if self.shape.has_confidence:
+        confidence_loss = None
+        if self.config.has_confidence:
             acceptance_logits = self.confidence(outputs, previous)
-            wrong = mean(
+            confidence_loss = mean(
                 binary_cross_entropy_with_logits(
                     acceptance_logits, accepted.to(acceptance_logits.dtype), reduction="none"
                 )
             )
         return DepthLosses(
-            [mean(losses[each]) for each in at_depth], [mean(accepted[each]) for each in at_depth], wrong
+            [mean(losses[each]) for each in at_depth],
+            [mean(accepted[each]) for each in at_depth],
+            confidence_loss,
         )
 
     def _run_backbone_at(self, training_batch: TrainingBatch, anchors: Tensor) -> Tensor:
@@ -395,10 +398,11 @@ class DsparkHead(Head):
             Hidden states `[row, block, draft token, width]`.
         """
         num_rows, length = training_batch.tokens.shape
-        places = torch.arange(length, device=anchors.device)
-        context = self.context(self.features(training_batch.hidden), places[None])
-        owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(self.shape.block_size)
-        earlier = places < anchors[:, owner, None]
+        positions = torch.arange(length, device=anchors.device)
+        context = self.context(self.features(training_batch.hidden), positions[None])
+        num_blocks, size = anchors.shape[1], self.config.block_size
+        owner = torch.arange(num_blocks, device=anchors.device).repeat_interleave(size)
+        earlier = positions < anchors[:, owner, None]
         own = (owner == owner[:, None]).expand(num_rows, -1, -1)
         to_all = sequence_attention(torch.cat((earlier, own), -1)[:, None])
 
@@ -419,26 +423,26 @@ class DsparkHead(Head):
         # Training uses torch's global generator, which the trainer seeds per step, so that a
         # resumed run draws the same anchors.
         generator = None if self.training else torch.Generator().manual_seed(0)
-        lots = torch.rand(counts.shape, generator=generator).to(counts.device)
-        lots = torch.where(fits, lots, -1.0)
-        most = min(NUM_ANCHORS, max(int(fits.sum(1).max()), 1))
-        best = lots.topk(most)
+        random_keys = torch.rand(counts.shape, generator=generator).to(counts.device)
+        random_keys = torch.where(fits, random_keys, -1.0)
+        num_anchors = min(NUM_ANCHORS, max(int(fits.sum(1).max()), 1))
+        best = random_keys.topk(num_anchors)
         return best.indices, best.values >= 0
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
 
-def evenly_spaced_layers(num_layers: int, most: int) -> tuple[int, ...]:
-    """Return at most `most` layers of a target, evenly spread.
+def evenly_spaced_layers(num_layers: int, limit: int) -> tuple[int, ...]:
+    """Return at most `limit` layers of a target, evenly spread.
 
     They are counted from 1, and lie between the second and the third from last, or in a target
-    of fewer than `most + 3` layers between the first and the last.
+    of fewer than `limit + 3` layers between the first and the last.
 
     >>> evenly_spaced_layers(16, 5), evenly_spaced_layers(2, 5)
     ((2, 5, 8, 11, 14), (1, 2))
     """
-    first, last = (2, num_layers - 2) if num_layers >= most + 3 else (1, num_layers)
-    count = min(most, last - first + 1)
+    first, last = (2, num_layers - 2) if num_layers >= limit + 3 else (1, num_layers)
+    count = min(limit, last - first + 1)
     steps = [index / max(1, count - 1) for index in range(count)]
     return tuple(round(first + (last - first) * step) for step in steps)

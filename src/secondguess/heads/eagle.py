@@ -37,6 +37,7 @@ from secondguess.heads.files import (
     CONFIG,
     config_errors,
     load_into,
+    missing_lm_head,
     read_config,
     read_tensors,
     require_same,
@@ -75,7 +76,7 @@ class EagleConfig:
     """Sizes and options of an EAGLE-3 drafter head.
 
     Args:
-        layer: shape of its decoder layers.
+        layer: configuration of its decoder layers.
         hidden_layers: target layers whose hidden states are fused, numbered as in
             `output_hidden_states`.
         num_layers: number of decoder layers; the first one reads the embeddings.
@@ -106,10 +107,10 @@ class EagleConfig:
 class FirstLayer(DecoderLayer):
     """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
 
-    def __init__(self, shape: LayerConfig, norm_before_residual: bool) -> None:
-        super().__init__(shape, input_width=2 * shape.width)
+    def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
+        super().__init__(config, input_width=2 * config.width)
         self.norm_before_residual = norm_before_residual
-        self.hidden_norm = nn.RMSNorm(shape.width, shape.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.width, config.norm_eps)
 
     def run(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction) -> Tensor:
         """Return the output for token embeddings and features `[row, position, width]`."""
@@ -215,7 +216,7 @@ class EagleHead(FeatureHead):
             vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
             require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
             _drop_target_weights(tensors, target)
-            shape = EagleConfig(
+            head_config = EagleConfig(
                 layer=LayerConfig.from_config(fields),
                 hidden_layers=_hidden_layers(config, target.num_layers, folder),
                 num_layers=fields.get("num_hidden_layers", 1),
@@ -223,9 +224,9 @@ class EagleHead(FeatureHead):
                 **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
             )
             if len(vocabulary) < target.vocab_size and "lm_head.weight" not in tensors:
-                raise ValueError("a reduced draft vocabulary without an lm_head.weight")
+                raise missing_lm_head(folder)
             head = cls(
-                shape,
+                head_config,
                 target,
                 vocabulary,
                 has_embeddings="embed_tokens.weight" in tensors,
@@ -249,9 +250,9 @@ class EagleHead(FeatureHead):
             **{flag: getattr(self.config, flag) for flag in _FLAGS},
             "embed_requires_grad": False,
             "transformer_layer_config": {
-                **layer_fields(self.shape, self.target.vocab_size, self.num_layers),
+                **layer_fields(self.layer_config, self.target.vocab_size, self.num_layers),
                 **{key: value for key, value in target_config.items() if key == "max_position_embeddings"},
-                "attention_bias": self.shape.attention_bias,
+                "attention_bias": self.layer_config.attention_bias,
                 "tie_word_embeddings": False,
             },
         }
@@ -315,7 +316,7 @@ class Eagle1Head(MtpHead):
 
     def save(self, folder: Path, target: str = "") -> None:
         config = {
-            **layer_fields(self.shape, self.target.vocab_size, 1),
+            **layer_fields(self.layer_config, self.target.vocab_size, 1),
             "architectures": ["LlamaForCausalLM"],
             "bias": self.eh_proj.bias is not None,
         }

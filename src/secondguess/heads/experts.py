@@ -146,9 +146,9 @@ class Router(nn.Module):
         """Return the experts with the highest scores in the groups with the highest sums of two."""
         config = self.config
         groups = scores.view(len(scores), config.num_groups, -1)
-        of_groups = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
-        kept = torch.zeros_like(of_groups, dtype=torch.bool)
-        kept.scatter_(-1, of_groups.topk(config.num_selected_groups).indices, value=True)
+        group_scores = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        kept.scatter_(-1, group_scores.topk(config.num_selected_groups).indices, value=True)
         masked = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return masked.topk(config.num_selected).indices
 

@@ -36,7 +36,7 @@ DEFAULT_STEPS = 4
 
 
 @dataclass
-class ChainsOfPlaces:
+class TrainingTimeAttention:
     """Attention for training-time test, with one chain per text position.
 
     Each call runs one step of all chains. The query of step t in the chain of position j attends
@@ -54,28 +54,28 @@ class ChainsOfPlaces:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the first positions of the text, one step deeper than in the previous call.
 
-        This is a `layer.AttentionFunction` function.
+        An `AttentionFunction` (`heads.parts`).
         """
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
             return sequence_attention(None)(layer, query, key, value)
-        num_places, group = query.shape[2], query.shape[1] // key.shape[1]
+        num_positions, group = query.shape[2], query.shape[1] // key.shape[1]
         self.chains[layer].append((key, value))
-        text_key, text_value = (_for_queries(each, group, num_places) for each in self.texts[layer])
-        own = [[_for_queries(each, group, num_places) for each in pair] for pair in self.chains[layer]]
-        hidden = torch.ones(num_places, num_places, dtype=torch.bool, device=query.device).triu(1)
+        text_key, text_value = (_for_queries(each, group, num_positions) for each in self.texts[layer])
+        own = [[_for_queries(each, group, num_positions) for each in pair] for pair in self.chains[layer]]
+        hidden = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
         on_text = (query @ text_key.transpose(2, 3)).masked_fill(hidden, -torch.inf)
         on_own = [(query * own_key).sum(-1, keepdim=True) for own_key, _ in own]
         weights = (torch.cat([on_text, *on_own], -1) * query.shape[-1] ** -0.5).softmax(-1)
-        gathered: Tensor = weights[..., :num_places] @ text_value
+        attended: Tensor = weights[..., :num_positions] @ text_value
         for step, (_, own_value) in enumerate(own):
-            gathered = gathered + weights[..., num_places + step, None] * own_value
-        return gathered
+            attended = attended + weights[..., num_positions + step, None] * own_value
+        return attended
 
 
-def _for_queries(heads: Tensor, group: int, num_places: int) -> Tensor:
+def _for_queries(heads: Tensor, group: int, num_positions: int) -> Tensor:
     """Return keys or values of the first positions, repeated for each query head of a group."""
-    return heads[:, :, :num_places].repeat_interleave(group, 1)
+    return heads[:, :, :num_positions].repeat_interleave(group, 1)
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class FeatureParts:
 
 
 class FeatureHead(Head):
-    """Drafter head that reads a feature beside each token, trained by unrolling its own outputs.
+    """Drafter head that reads a feature with each token, trained by unrolling its own outputs.
 
     Subclasses create the modules: embeddings and LM head of their own as `embed_tokens` and
     `lm_head`, if any, and the last norm as `norm`.
 
     Args:
         target: target model.
-        layer: shape of the decoder layers.
+        layer: configuration of the decoder layers.
         hidden_layers: target layers whose hidden states the features are computed from.
         num_layers: number of decoder layers.
         num_steps: number of draft steps in training.
@@ -144,7 +144,7 @@ class FeatureHead(Head):
                 f"expected at least one layer, step and state of the target, got {num_layers}, {num_steps} "
                 f"and {list(hidden_layers)}"
             )
-        self.target, self.shape, self.hidden_layers = target, layer, tuple(hidden_layers)
+        self.target, self.layer_config, self.hidden_layers = target, layer, tuple(hidden_layers)
         self.num_layers, self.num_steps, self.norm_output = num_layers, num_steps, norm_output
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
 
@@ -215,16 +215,15 @@ class FeatureHead(Head):
         features = self.features(
             {layer: training_batch.hidden[layer].to(dtype) for layer in self.hidden_layers}
         )
-        attention = ChainsOfPlaces()
+        attention = TrainingTimeAttention()
         outputs: list[Tensor] = []
         num_steps = min(self.num_steps, training_batch.num_depths, training_batch.tokens.shape[1] - 2)
         for step in range(num_steps):
-            num_places = training_batch.tokens.shape[1] - 2 - step
-            places = slice(1 + step, 1 + step + num_places)
-            behind = (outputs[-1] if outputs else features)[:, :num_places]
-            positions = torch.arange(num_places, device=training_batch.tokens.device)[None] + step
-            cos_sin = cos_sin_at(self.shape, positions, dtype)
-            embedded = self.embed(training_batch.tokens[:, places]).to(dtype)
+            num_positions = training_batch.tokens.shape[1] - 2 - step
+            behind = (outputs[-1] if outputs else features)[:, :num_positions]
+            positions = torch.arange(num_positions, device=training_batch.tokens.device)[None] + step
+            cos_sin = cos_sin_at(self.layer_config, positions, dtype)
+            embedded = self.embed(training_batch.tokens[:, 1 + step : 1 + step + num_positions]).to(dtype)
             outputs.append(self(embedded, behind, cos_sin, attention.attend))
         return outputs
 
@@ -248,7 +247,7 @@ class FeatureHead(Head):
 
 
 def default_layer_config(width: int) -> LayerConfig:
-    """Return the default layer shape for a hidden size.
+    """Return the default layer configuration for a hidden size.
 
     Attention heads have size 64, as far as the hidden size is divisible; otherwise smaller powers of
     two are used. Every 4 query heads share a key-value head if at least 4 of them remain: the token

@@ -195,6 +195,13 @@ def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def missing_lm_head(folder: Path) -> CheckpointError:
+    """Return the error for a reduced draft vocabulary without an LM head for it."""
+    return CheckpointError(
+        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
+    )
+
+
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
     """Raise if a drafter was trained for a target of another size.
 
@@ -252,7 +259,9 @@ def read_named_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(files.values())):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name, of_tensor in files.items() if of_tensor == path}
+            tensors |= {
+                name: file.get_tensor(name) for name, tensor_path in files.items() if tensor_path == path
+            }
     return tensors
 
 

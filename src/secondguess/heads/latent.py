@@ -77,29 +77,29 @@ class LatentAttention(nn.Module):
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int) -> Tensor:
         keys, values = self._keys_values(states, cos_sin)
-        gathered = attend(layer, self._queries(states, cos_sin), keys, values)
-        mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
-        return mixed
+        attended = attend(layer, self._queries(states, cos_sin), keys, values)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
 
     def _queries(self, states: Tensor, cos_sin: CosSin) -> Tensor:
         """Return the queries, rotated in part, `[row, head, position, size]`."""
         config = self.config
         latent = None if config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(states))
         heads = self._heads(self.q_proj(states) if latent is None else self.q_b_proj(latent), config.key_size)
-        plain, turned = torch.split(heads, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-        return torch.cat((plain, self._rotated(turned, cos_sin)), -1).transpose(1, 2)
+        plain, rotary_part = torch.split(heads, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+        return torch.cat((plain, self._rotated(rotary_part, cos_sin)), -1).transpose(1, 2)
 
     def _keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the keys, rotated in part, and the values, `[row, head, position, size]` each."""
         config = self.config
         both = self.kv_a_proj_with_mqa(states)
-        latent, turned = torch.split(both, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        latent, rotary_part = torch.split(both, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
         sizes = [config.qk_nope_head_dim, config.v_head_dim]
         keys, values = torch.split(
             self._heads(self.kv_b_proj(self.kv_a_layernorm(latent)), sum(sizes)), sizes, -1
         )
-        turned = self._rotated(turned[:, :, None], cos_sin).expand(-1, -1, keys.shape[2], -1)
-        return torch.cat((keys, turned), -1).transpose(1, 2), values.transpose(1, 2)
+        rotary_part = self._rotated(rotary_part[:, :, None], cos_sin).expand(-1, -1, keys.shape[2], -1)
+        return torch.cat((keys, rotary_part), -1).transpose(1, 2), values.transpose(1, 2)
 
     @staticmethod
     def _heads(joined: Tensor, size: int) -> Tensor:

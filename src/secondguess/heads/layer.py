@@ -92,7 +92,7 @@ class LayerConfig:
         *,
         has_experts: bool = False,
     ) -> LayerConfig:
-        """Build a shape from a Llama-like configuration.
+        """Build a configuration from a Llama-like configuration.
 
         Args:
             kinds: supported model types.
@@ -137,6 +137,13 @@ class LayerConfig:
             experts=ExpertsConfig.from_config(config) if has_experts else None,
         )
 
+    def rotary_frequencies(self, device: torch.device | None = None) -> Tensor:
+        """Return the angles between neighbouring positions, `[rotated size / 2]`."""
+        size = self.rotary_size or self.head_size
+        steps = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+        frequencies: Tensor = self.rope_theta**-steps
+        return frequencies
+
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
@@ -168,73 +175,76 @@ class Attention(nn.Module):
     """Grouped-query attention.
 
     Args:
-        shape: shape of the layer.
+        config: configuration of the layer.
         input_width: input width; twice the hidden size in EAGLE-3, whose first layer reads the
             token embedding concatenated with a hidden state.
     """
 
-    def __init__(self, shape: LayerConfig, input_width: int) -> None:
+    def __init__(self, config: LayerConfig, input_width: int) -> None:
         super().__init__()
-        self.shape = shape
-        bias = shape.attention_bias
-        num_queries = shape.num_heads * (2 if shape.has_gate else 1)
-        self.q_proj = nn.Linear(input_width, num_queries * shape.head_size, bias=bias)
-        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
-        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_size, bias=bias)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_size, shape.width, bias=False)
-        if shape.has_qk_norm:
-            self.q_norm = nn.RMSNorm(shape.head_size, shape.norm_eps)
-            self.k_norm = nn.RMSNorm(shape.head_size, shape.norm_eps)
+        self.config = config
+        bias = config.attention_bias
+        num_queries = config.num_heads * (2 if config.has_gate else 1)
+        self.q_proj = nn.Linear(input_width, num_queries * config.head_size, bias=bias)
+        self.k_proj = nn.Linear(input_width, config.num_kv_heads * config.head_size, bias=bias)
+        self.v_proj = nn.Linear(input_width, config.num_kv_heads * config.head_size, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_size, config.width, bias=False)
+        if config.has_qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_size, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_size, config.norm_eps)
 
     def queries(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor | None]:
         """Return the rotated queries and the gates, None without gates; `[row, head, position, size]`."""
         heads, gates = self._heads(self.q_proj(states)), None
-        if self.shape.has_gate:
+        if self.config.has_gate:
             heads, gates = heads[:, :, ::2], heads[:, :, 1::2].sigmoid().transpose(1, 2)
-        return rotate(self.q_norm(heads) if self.shape.has_qk_norm else heads, cos_sin).transpose(1, 2), gates
+        queries = rotate(self.q_norm(heads) if self.config.has_qk_norm else heads, cos_sin)
+        return queries.transpose(1, 2), gates
 
     def keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the rotated keys and the values, `[row, kv_head, position, size]` each."""
         heads = self._heads(self.k_proj(states))
-        keys = rotate(self.k_norm(heads) if self.shape.has_qk_norm else heads, cos_sin)
+        keys = rotate(self.k_norm(heads) if self.config.has_qk_norm else heads, cos_sin)
         return keys.transpose(1, 2), self._heads(self.v_proj(states)).transpose(1, 2)
 
-    def output(self, gathered: Tensor) -> Tensor:
+    def output(self, attended: Tensor) -> Tensor:
         """Project the attention output `[row, head, position, size]` to hidden states."""
-        mixed: Tensor = self.o_proj(gathered.transpose(1, 2).flatten(2))
-        return mixed
+        states: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return states
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int) -> Tensor:
         keys, values = self.keys_values(states, cos_sin)
         queries, gates = self.queries(states, cos_sin)
-        gathered = attend(layer, queries, keys, values)
-        return self.output(gathered if gates is None else gathered * gates)
+        attended = attend(layer, queries, keys, values)
+        return self.output(attended if gates is None else attended * gates)
 
     def _heads(self, joined: Tensor) -> Tensor:
-        return joined.view(*joined.shape[:2], -1, self.shape.head_size)
+        return joined.view(*joined.shape[:2], -1, self.config.head_size)
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer with residual connections.
 
     Args:
-        shape: shape of the layer.
+        config: configuration of the layer.
         has_input_norm: whether there is a norm before the attention; False for EAGLE-1, whose only
             layer has none.
         input_width: input width of the attention; 0 for the hidden size.
     """
 
-    def __init__(self, shape: LayerConfig, has_input_norm: bool = True, input_width: int = 0) -> None:
+    def __init__(self, config: LayerConfig, has_input_norm: bool = True, input_width: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.width, shape.norm_eps) if has_input_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps) if has_input_norm else nn.Identity()
         self.self_attn: Any = (
-            Attention(shape, input_width or shape.width)
-            if shape.latent is None
-            else LatentAttention(shape.latent, shape.width, shape.num_heads)
+            Attention(config, input_width or config.width)
+            if config.latent is None
+            else LatentAttention(config.latent, config.width, config.num_heads)
         )
-        self.post_attention_layernorm = nn.RMSNorm(shape.width, shape.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp: Any = (
-            Mlp(shape.width, shape.mlp_size) if shape.experts is None else Experts(shape.experts, shape.width)
+            Mlp(config.width, config.mlp_size)
+            if config.experts is None
+            else Experts(config.experts, config.width)
         )
 
     def forward(self, states: Tensor, cos_sin: CosSin, attend: AttentionFunction, layer: int = 0) -> Tensor:
@@ -246,11 +256,9 @@ class DecoderLayer(nn.Module):
         return output
 
 
-def cos_sin_at(shape: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
+def cos_sin_at(config: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
-    size = shape.rotary_size or shape.head_size
-    steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions[..., None].float() * shape.rope_theta**-steps
+    angles = positions[..., None].float() * config.rotary_frequencies(positions.device)
     cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 

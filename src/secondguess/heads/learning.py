@@ -111,11 +111,11 @@ class CountedTokens:
         with torch.no_grad():
             states = training_batch.hidden[LAST_HIDDEN][:, :-1][self.counts[:, 1:]]
             self.probs = select(target.unembed(states).float().softmax(-1))
-        self._places = self.counts.flatten().cumsum(0).view_as(self.counts) - 1
+        self._indices = self.counts.flatten().cumsum(0).view_as(self.counts) - 1
 
     def at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the target's probabilities `[..., draft_vocab]` of counted tokens."""
-        return self.probs[self._places[rows, positions]]
+        return self.probs[self._indices[rows, positions]]
 
     def loss_and_acceptance(
         self, first: int, outputs: Tensor, logits_of: Callable[[Tensor], Tensor], objective: Objective

@@ -28,6 +28,7 @@ from secondguess.heads.files import (
     config_errors,
     get_bool,
     load_into,
+    missing_lm_head,
     read_config,
     read_tensors,
     require_same,
@@ -77,10 +78,10 @@ class MedusaConfig:
 class ResidualBlock(nn.Module):
     """Drafter head without its output matrix: a stack of residual layers `x + silu(Wx)`."""
 
-    def __init__(self, shape: MedusaConfig, width: int) -> None:
+    def __init__(self, config: MedusaConfig, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(width, width, bias=shape.has_bias) for _ in range(shape.num_layers)
+            nn.Linear(width, width, bias=config.has_bias) for _ in range(config.num_layers)
         )
 
     def forward(self, states: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class MedusaHead(Head):
     """Set of Medusa drafter heads for one target.
 
     Args:
-        shape: sizes and options.
+        config: sizes and options.
         target: target model; its LM head is used if there is no output matrix of its own.
         vocabulary: tokens that they draft; None for the whole vocabulary.
     """
@@ -101,14 +102,14 @@ class MedusaHead(Head):
     hidden_layers = (LAST_HIDDEN,)
 
     def __init__(
-        self, shape: MedusaConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
+        self, config: MedusaConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
     ) -> None:
         super().__init__()
-        self.shape, self.target = shape, target
+        self.config, self.target = config, target
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
-        self.blocks = nn.ModuleList(ResidualBlock(shape, target.width) for _ in range(shape.num_heads))
+        self.blocks = nn.ModuleList(ResidualBlock(config, target.width) for _ in range(config.num_heads))
         self.lm_heads = nn.ModuleList(
-            nn.Linear(target.width, len(self.vocabulary), bias=False) for _ in range(shape.num_outputs)
+            nn.Linear(target.width, len(self.vocabulary), bias=False) for _ in range(config.num_outputs)
         )
 
     @classmethod
@@ -131,37 +132,37 @@ class MedusaHead(Head):
         config, tensors = read_config(folder), read_tensors(folder)
         with config_errors(folder):
             if "medusa_num_heads" in config:
-                shape, vocabulary, tensors = _read_original(config, tensors, target, folder)
+                head_config, vocabulary, tensors = _read_original(config, tensors, target, folder)
             elif config.get("model_type") == "medusa":
-                shape, vocabulary, tensors = _read_vllm(config, tensors, target, folder)
+                head_config, vocabulary, tensors = _read_vllm(config, tensors, target, folder)
             else:
                 raise CheckpointError(
                     f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
                     f"got the model_type {config.get('model_type')!r}"
                 )
-            head = cls(shape, target, vocabulary)
+            head = cls(head_config, target, vocabulary)
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
         """Write the drafter heads in vLLM's format; see `Head.save`."""
-        shape = self.shape
-        config = {
+        config = self.config
+        fields = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
             "base_model_name_or_path": target,
-            "num_heads": shape.num_heads,
-            "num_hidden_layers": shape.num_layers,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
             "hidden_size": self.target.width,
             "vocab_size": self.target.vocab_size,
             "truncated_vocab_size": len(self.vocabulary),
-            "medusa_fc_bias": shape.has_bias,
-            "original_lm_head": shape.num_outputs < shape.num_heads,
+            "medusa_fc_bias": config.has_bias,
+            "original_lm_head": config.num_outputs < config.num_heads,
         }
         tensors = self.state_dict()
         if "vocabulary.token_ids" in tensors:
             tensors["token_map"] = tensors.pop("vocabulary.token_ids")
-        write_head(folder, config, tensors)
+        write_head(folder, fields, tensors)
 
     def forward(self, states: Tensor, depth: int) -> Tensor:
         """Return the logits of drafter head `depth` over its draft vocabulary.
@@ -198,7 +199,7 @@ class MedusaHead(Head):
         states = training_batch.hidden[LAST_HIDDEN]
         counted = CountedTokens(training_batch, target, self.vocabulary.select)
         losses, accepted = [], []
-        for depth in range(min(self.shape.num_heads, training_batch.num_depths)):
+        for depth in range(min(self.config.num_heads, training_batch.num_depths)):
             outputs = states[:, : max(0, states.shape[1] - depth - 2)]
             loss, share = counted.loss_and_acceptance(
                 depth + 2, outputs, partial(self, depth=depth), objective
@@ -215,7 +216,7 @@ class MedusaHead(Head):
 def _read_original(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
 ) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
-    """Return the shape, the vocabulary and the renamed tensors of heads in the original format."""
+    """Return the configuration, the vocabulary and the renamed tensors of heads in the original format."""
     num_heads = whole_number(config, "medusa_num_heads")
     num_layers = whole_number(config, "medusa_num_layers")
     renamed = {}
@@ -224,14 +225,14 @@ def _read_original(
         renamed[re.sub(rf"^(\d+)\.{num_layers}\.weight$", r"lm_heads.\1.weight", name)] = tensor
     if "lm_heads.0.weight" in renamed:
         require_same("vocabulary", len(renamed["lm_heads.0.weight"]), target.vocab_size, folder)
-    shape = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads)
-    return shape, DraftVocabulary(target.vocab_size), renamed
+    head_config = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads)
+    return head_config, DraftVocabulary(target.vocab_size), renamed
 
 
 def _read_vllm(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
 ) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
-    """Return the shape, the vocabulary and the renamed tensors of heads in vLLM's format."""
+    """Return the configuration, the vocabulary and the renamed tensors of heads in vLLM's format."""
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     require_same("width", whole_number(config, "hidden_size"), target.width, folder)
     require_same("vocabulary", whole_number(config, "vocab_size"), target.vocab_size, folder)
@@ -243,7 +244,7 @@ def _read_vllm(
         num_outputs = 0 if shared is None else 1
         if shared is not None:
             tensors["lm_heads.0.weight"] = shared
-    shape = MedusaConfig(
+    head_config = MedusaConfig(
         num_heads,
         whole_number(config, "num_hidden_layers"),
         get_bool(config, "medusa_fc_bias", False),
@@ -252,9 +253,9 @@ def _read_vllm(
     token_ids = tensors.pop("token_map", None)
     size = whole_number({"truncated_vocab_size": target.vocab_size, **config}, "truncated_vocab_size")
     if size >= target.vocab_size:
-        return shape, DraftVocabulary(target.vocab_size), tensors
+        return head_config, DraftVocabulary(target.vocab_size), tensors
     if not num_outputs:
-        raise ValueError("a truncated vocabulary without an lm_head.weight")
+        raise missing_lm_head(folder)
     if token_ids is None or len(token_ids) != size:
         found = "no token_map" if token_ids is None else f"one of {len(token_ids)}"
         raise CheckpointError(f"expected a token_map of {size} tokens in {folder}, got {found}")
@@ -263,4 +264,4 @@ def _read_vllm(
         if name.startswith("lm_heads.") and len(tensor) > size:
             # Some files contain the output matrices for the whole vocabulary.
             tensors[name] = tensor[token_ids]
-    return shape, vocabulary, tensors
+    return head_config, vocabulary, tensors

@@ -49,7 +49,7 @@ class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
     Args:
-        layer: shape of its decoder layer.
+        layer: configuration of its decoder layer.
         target: target model.
         has_bias: whether the projection has a bias.
         has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
@@ -117,7 +117,7 @@ class MtpHead(FeatureHead):
             has_experts = any("mlp.experts." in name for name in own)
             if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
-                    f"expected a module in {folder} for a target with {target.vocab_size} words and {target.num_layers} "
+                    f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
             layer = _layer_config(config, has_experts)
@@ -146,7 +146,7 @@ class MtpHead(FeatureHead):
     def save(self, folder: Path, target: str = "") -> None:
         names = family_names(self.target.num_layers)[0]
         config = {
-            **self.shape.to_config(),
+            **self.layer_config.to_config(),
             "vocab_size": self.target.vocab_size,
             "num_hidden_layers": self.target.num_layers,
             "num_nextn_predict_layers": 1,
@@ -293,7 +293,7 @@ def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping
 
 
 def _layer_config(config: Mapping[str, Any], has_experts: bool) -> LayerConfig:
-    """Return the layer shape; MiMo's layers are those of Qwen2."""
+    """Return the layer configuration; MiMo's layers are those of Qwen2."""
     is_mimo = config.get("model_type") == "mimo"
     described = {**config, "model_type": "qwen2"} if is_mimo else config
     return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)

@@ -43,6 +43,7 @@ from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     KernelForward,
+    KernelInputs,
     even_layout,
     in_rows,
     kernel_step,
@@ -63,14 +64,14 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
         target: target whose hidden states the head reads.
     """
     plain = FeatureRuntime(head, target.context_length, target.device)
-    if not isinstance(target, NativeRuntime) or not head.shape.is_like_llama:
+    if not isinstance(target, NativeRuntime) or not head.layer_config.is_like_llama:
         return plain
     native = NativeFeatureRuntime(head, target.decoder, target.context_length)
     tokens, dtype = _probe_tokens(head.target), head.target.dtype
-    features = _probe_states(*tokens.shape, head.shape.width)
+    features = _probe_states(*tokens.shape, head.layer_config.width)
     with torch.inference_mode():
-        expected = plain.read_with(tokens, features.to(dtype)).logits
-        found = native.read_with(tokens, features).logits
+        expected = plain.probe_with_features(tokens, features.to(dtype)).logits
+        found = native.probe_with_features(tokens, features).logits
     if not _reproduces("drafter head", found, expected, target, owns_head=head.lm_head is not None):
         return plain
     release_matrices(head)
@@ -87,11 +88,11 @@ def block_runtime(head: DsparkHead, target: Runtime) -> BlockRuntime:
     if not isinstance(target, NativeRuntime):
         return plain
     native = NativeBlockRuntime(head, target.decoder, target.context_length)
-    tokens, width = _probe_tokens(head.target), head.shape.layer.width
+    tokens, width = _probe_tokens(head.target), head.config.layer.width
     states = {layer: _probe_states(*tokens.shape, width) for layer in head.hidden_layers}
     with torch.inference_mode():
         expected, found = (_probe_block(each, tokens, states, head) for each in (plain, native))
-    if not _reproduces("block drafter", found, expected, target, owns_head=head.shape.has_output):
+    if not _reproduces("block drafter", found, expected, target, owns_head=head.config.has_output):
         return plain
     release_matrices(head)
     return native
@@ -113,7 +114,7 @@ def medusa_logits(head: MedusaHead, target: Runtime) -> MedusaLogits:
     def native(states: Tensor, depth: int) -> Tensor:
         return vocabulary.to_target(forwards[depth].unembed(states, is_normalised=False))
 
-    states, depths = _probe_states(PROBE_WIDTH, head.target.width), range(head.shape.num_heads)
+    states, depths = _probe_states(PROBE_WIDTH, head.target.width), range(head.config.num_heads)
     with torch.inference_mode():
         expected = torch.cat([head.logits(states.to(head.target.dtype), depth) for depth in depths])
         found = torch.cat([native(states, depth) for depth in depths])
@@ -154,7 +155,7 @@ def _reproduces(
     name: str, found: Tensor, expected: Tensor, target: NativeRuntime, *, owns_head: bool
 ) -> bool:
     """Return whether the kernels' logits equal the module's within rounding, if there are any."""
-    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.of_head
+    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.head_format
     covered = expected.isfinite()  # the draft vocabulary
     return probe_passes(f"native ({name})", found[covered], expected[covered], PROBE_TOLERANCE[weight_format])
 
@@ -171,16 +172,16 @@ def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, he
     """Return the logits of blocks after two texts of different lengths."""
     lengths = (tokens.shape[1], tokens.shape[1] // 2)
     rows = [
-        Row(of_row[:length].tolist(), SamplingParams())
-        for of_row, length in zip(tokens, lengths, strict=True)
+        Row(row_tokens[:length].tolist(), SamplingParams())
+        for row_tokens, length in zip(tokens, lengths, strict=True)
     ]
     dtype = head.target.dtype
     received = [
-        {layer: of_layer[index, : length - 1].to(dtype) for layer, of_layer in states.items()}
+        {layer: layer_states[index, : length - 1].to(dtype) for layer, layer_states in states.items()}
         for index, length in enumerate(lengths)
     ]
     runtime.append(rows, received)
-    base = runtime.run(rows, head.shape.num_drafted).base
+    base = runtime.run(rows, head.config.num_drafted).base
     logits = runtime.add_markov_bias(base, tokens[:, : base.shape[1]])
     runtime.forget()
     return logits
@@ -215,16 +216,15 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         return self._draw(rows, requests, decision)
 
     def _chain_features(self, counts: Sequence[int]) -> Tensor:
-        of_rows = zip(self._forward_features, counts, strict=True)
-        return torch.cat([of_row[:count] for of_row, count in of_rows])
+        rows = zip(self._forward_features, counts, strict=True)
+        return torch.cat([features[:count] for features, count in rows])
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         last = (self.num_layers,) if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         layers, features = range(self.num_layers), self._forward_features
-        output = in_rows(
-            self._forward(self.cache, tokens, layout, step, layers, last, features=features), tokens
-        )
+        inputs = KernelInputs(tokens, layout, step, layers, last, features=features)
+        output = in_rows(self._forward(self.cache, inputs), tokens)
         hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
         return ForwardOutput(self._vocabulary.to_target(output.logits), hidden)
 
@@ -240,44 +240,44 @@ class NativeBlockRuntime(BlockRuntime):
     def __init__(self, head: DsparkHead, target: NativeDecoder, context_length: int) -> None:
         super().__init__(head, target.embedding.device)
         self._fusion = PackedLinear(head.fc, target)
-        self._layers = range(head.shape.num_layers)
+        self._layers = range(head.config.num_layers)
         # a block may extend beyond the context
-        longest = context_length + head.shape.block_size
+        longest = context_length + head.config.block_size
         self._forward = KernelForward(PackedBlockHead(head, target), longest, torch.bfloat16)
-        if head.shape.markov_rank:
+        if head.config.markov_rank:
             self._markov_embedding = head.markov_head.markov_w1.weight.detach().bfloat16()
             self._markov_bias = PackedLinear(head.markov_head.markov_w2, target)
-        if head.shape.has_confidence:
+        if head.config.has_confidence:
             self._confidence = PackedLinear(head.confidence_head.proj, target)
 
     def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
         joined = torch.cat(
-            [torch.cat([of_row[layer] for layer in self.hidden_layers], -1) for of_row in received]
+            [torch.cat([hidden[layer] for layer in self.hidden_layers], -1) for hidden in received]
         )
         features = self._fusion(joined).bfloat16()
-        counts = [len(of_row[self.hidden_layers[0]]) for of_row in received]
+        counts = [len(hidden[self.hidden_layers[0]]) for hidden in received]
         starts, num_keys = self.place_new(rows, max(counts))
         self._forward.write_caches(self.cache, features, counts, kernel_step(starts, num_keys), self._layers)
         self.advance(rows, counts)
 
     def run(self, rows: Sequence[Row], longest: int) -> Block:
-        size, last = self.shape.block_size, len(self._layers)
+        size, last = self.config.block_size, len(self._layers)
         starts, num_keys = self.place(rows, size)
-        tokens = torch.full((len(rows), size), self.shape.mask_token)
+        tokens = torch.full((len(rows), size), self.config.mask_token)
         tokens[:, 0] = torch.tensor([row.pending for row in rows])
-        first = size - self.shape.num_drafted
+        first = size - self.config.num_drafted
         layout = even_layout(len(rows), size, longest, first)
         step = kernel_step(starts, num_keys)
-        output = self._forward(self.cache, tokens, layout, step, self._layers, (last,))
+        output = self._forward(self.cache, KernelInputs(tokens, layout, step, self._layers, (last,)))
         hidden = in_rows(output, tokens).hidden[last][:, first : first + longest]
         return Block(hidden, output.logits)
 
     def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
-        if not self.shape.markov_rank:
+        if not self.config.markov_rank:
             return base
         return base + self._markov_bias(functional.embedding(previous, self._markov_embedding))
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        if self.shape.confidence_reads_markov:
+        if self.config.confidence_reads_markov:
             hidden = torch.cat((hidden, functional.embedding(previous, self._markov_embedding)), -1)
         return self._confidence(hidden)[..., 0]

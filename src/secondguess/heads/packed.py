@@ -63,29 +63,28 @@ class PackedHead(PackedDecoder):
         return library.Decoder(layers=array, num_layers=len(layers), **{**shared, **fields})
 
     def _describe_attention(
-        self, layers: Sequence[Any], shape: LayerConfig, **fields: Any
+        self, layers: Sequence[Any], config: LayerConfig, **fields: Any
     ) -> library.Decoder:
-        """Return a description of decoder layers of a shape, and set what their cache depends on."""
+        """Return a description of decoder layers of one configuration, and set what their cache depends on."""
         self.num_layers, self.num_key_heads, self.head_size = (
             len(layers),
-            shape.num_kv_heads,
-            shape.head_size,
+            config.num_kv_heads,
+            config.head_size,
         )
-        steps = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
-        self.rotaries = [Rotary(shape.rope_theta**-steps, 1.0, torch.bfloat16)]
+        self.rotaries = [Rotary(config.rotary_frequencies(), 1.0, torch.bfloat16)]
         return self._describe(
-            [self._layer(layer, shape) for layer in layers],
-            inner_width=shape.mlp_size,
-            num_queries=shape.num_heads,
-            num_keys=shape.num_kv_heads,
-            head_size=shape.head_size,
-            scaling=shape.head_size**-0.5,
+            [self._layer(layer, config) for layer in layers],
+            inner_width=config.mlp_size,
+            num_queries=config.num_heads,
+            num_keys=config.num_kv_heads,
+            head_size=config.head_size,
+            scaling=config.head_size**-0.5,
             **fields,
         )
 
-    def _layer(self, layer: Any, shape: LayerConfig) -> library.Layer:
+    def _layer(self, layer: Any, config: LayerConfig) -> library.Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        has_norms = shape.has_qk_norm
+        has_norms = config.has_qk_norm
         return library.Layer(
             attention_norm=self._norm(layer.input_layernorm),
             query_norm=self._norm(attention.q_norm) if has_norms else library.Norm(),
@@ -129,7 +128,7 @@ class PackedFeatureHead(PackedHead):
             fields["projection"] = self._linear(parts.projection)
         self.described = self._describe_attention(
             list(parts.layers),
-            head.shape,
+            head.layer_config,
             norm=self._norm(head.norm),
             joins_features=True,
             residual_is_normalised=parts.residual_is_normalised,
@@ -145,13 +144,13 @@ class PackedBlockHead(PackedHead):
 
     def __init__(self, head: DsparkHead, target: NativeDecoder) -> None:
         super().__init__(target)
-        fields = {"head": self._linear(head.lm_head)} if head.shape.has_output else {}
+        fields = {"head": self._linear(head.lm_head)} if head.config.has_output else {}
         self.described = self._describe_attention(
             list(head.layers),
-            head.shape.layer,
+            head.config.layer,
             norm=self._norm(head.norm),
             feature_norm=self._norm(head.hidden_norm),
-            attends_both_ways=True,
+            is_bidirectional=True,
             **fields,
         )
 

@@ -62,12 +62,12 @@ class FeatureRuntime(CachedRuntime):
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
         embedded = self.head.embed(tokens)
-        cos_sin = cos_sin_at(self.head.shape, step.query_positions, embedded.dtype)
+        cos_sin = cos_sin_at(self.head.layer_config, step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
         return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
 
-    def read_with(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
+    def probe_with_features(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:
@@ -75,7 +75,7 @@ class FeatureRuntime(CachedRuntime):
             features: `[row, query, feature]`, the feature of the token before each.
         """
         self._forward_features = features
-        return self.read(tokens)
+        return self.probe(tokens)
 
     def set_features(self, row: Row, start: int, features: Tensor) -> None:
         """Set the features `[position, width]` of a row's tokens from index `start` on."""

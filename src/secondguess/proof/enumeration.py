@@ -205,10 +205,10 @@ class EnumeratingNoise(Noise):
             )
         all_dists[rows], all_tokens[rows] = dists, tokens
 
-    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
-        answers = numpy.zeros(chances.shape, dtype=numpy.bool_)
-        for node, chance in enumerate(torch.from_numpy(chances).clamp(0, 1).unbind(1)):
-            chosen = self._decide("accept", node, torch.stack([1 - chance, chance], -1))
+    def accept(self, probs: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        answers = numpy.zeros(probs.shape, dtype=numpy.bool_)
+        for node, prob in enumerate(torch.from_numpy(probs).clamp(0, 1).unbind(1)):
+            chosen = self._decide("accept", node, torch.stack([1 - prob, prob], -1))
             answers[:, node] = chosen.numpy() > 0
         return answers
 

@@ -127,12 +127,12 @@ class DrawnChains(NamedTuple):
 
 
 KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
-"""Decides which chains go on: called with the rows in question, the logits `[row, vocab]` of their last nodes, which are
+"""Decides which chains continue: called with the rows in question, the logits `[row, vocab]` of their last nodes, which are
 valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
 no node at this depth are meaningless."""
 
 ChainDecision = KeepChains | StoppingRule | None
-"""Decides which chains go on, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
+"""Decides which chains continue, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -157,20 +157,20 @@ class KeyValueCache:
         blocks += [new.new_zeros(self.num_slots, 0, self.capacity, 0)] * missing
         if not blocks[layer_idx].shape[1]:
             blocks[layer_idx] = _empty(new, self.num_slots, self.capacity)
-        block, place = blocks[layer_idx], self.placement
-        if place.slots is not None:
-            block[place.slots[:, None], :, place.positions] = new.transpose(1, 2)
-            return block.narrow(2, 0, place.num_keys).index_select(0, place.slots)
-        whole = place.num_rows == block.shape[0]
-        rows = block if whole else block.narrow(0, place.first_slot, place.num_rows)
-        if place.start is not None:
-            rows.narrow(2, place.start, new.shape[2]).copy_(new)
+        block, placement = blocks[layer_idx], self.placement
+        if placement.slots is not None:
+            block[placement.slots[:, None], :, placement.positions] = new.transpose(1, 2)
+            return block.narrow(2, 0, placement.num_keys).index_select(0, placement.slots)
+        whole = placement.num_rows == block.shape[0]
+        rows = block if whole else block.narrow(0, placement.first_slot, placement.num_rows)
+        if placement.start is not None:
+            rows.narrow(2, placement.start, new.shape[2]).copy_(new)
         else:
-            row_index = torch.arange(place.num_rows, device=new.device)
-            rows[row_index[:, None], :, place.positions] = new.transpose(1, 2)
-        if place.keys is not None:
-            return rows.index_select(2, place.keys)
-        return rows.narrow(2, 0, place.num_keys)
+            row_index = torch.arange(placement.num_rows, device=new.device)
+            rows[row_index[:, None], :, placement.positions] = new.transpose(1, 2)
+        if placement.keys is not None:
+            return rows.index_select(2, placement.keys)
+        return rows.narrow(2, 0, placement.num_keys)
 
     def compact(self, slots: Sequence[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted paths of trees to consecutive positions.
@@ -206,16 +206,16 @@ class KeyValueCache:
             if slot < len(block):
                 block[slot, :, start:end] = 0
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         if not length:
             return
         for block in (*self.keys, *self.values, *self.indexes):
             block[target, :, :length] = block[source, :, :length]
 
-    def hand_over(self, source: int, target: int, length: int) -> None:
+    def move(self, source: int, target: int, length: int) -> None:
         """Move the first `length` positions of one slot to another; those that it had are undefined afterwards."""
-        self.move(source, target, length)
+        self.copy(source, target, length)
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
@@ -235,7 +235,7 @@ class KeyValueCache:
         self.keys, self.values, self.indexes, self.num_slots, self.capacity = [], [], [], 0, 0
 
     def num_tokens_to_allocate(self, num_slots: int, num_positions: int) -> int:
-        """Return the tokens to allocate for so many slots and positions, 0 if they fit already."""
+        """Return the number of tokens to allocate for this many slots and positions; 0 if they fit already."""
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return 0
         slots, capacity = self._grown_size(num_slots, num_positions)
@@ -246,7 +246,7 @@ class KeyValueCache:
         return slots, _doubled(self.capacity or MIN_CAPACITY, num_positions)
 
     def reserve(self, num_slots: int, num_positions: int, num_used: int | None = None) -> None:
-        """Grow the cache, if needed, to so many slots and positions.
+        """Grow the cache to `num_slots` slots of `num_positions` positions, unless they fit already.
 
         `num_used` is the number of positions that hold entries; None for all.
         """
@@ -292,11 +292,11 @@ class IndexedCache(KeyValueCache):
     def erase(self, slot: int, start: int, end: int | None = None) -> None:
         """Do nothing: see `is_finite`."""
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         if length:
-            super().move(self.blocks[source], self.blocks[target], length)
+            super().copy(self.blocks[source], self.blocks[target], length)
 
-    def hand_over(self, source: int, target: int, length: int) -> None:
+    def move(self, source: int, target: int, length: int) -> None:
         self.swap(source, target, length)
 
     def swap(self, first: int, second: int, length: int) -> None:

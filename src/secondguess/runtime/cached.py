@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from weakref import WeakValueDictionary
@@ -109,14 +110,15 @@ class CachedRuntime(Runtime):
         # and a single prompt keeps the processor busy.
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
-        self._stairs = tree.ChainMasks(device)
+        self._chain_masks = tree.ChainMasks(device)
         self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
 
     def request_hidden_states(self, layers: Sequence[int]) -> None:
         for layer in layers:
             if not -self.num_layers - 1 <= layer <= self.num_layers:
                 raise BadInputError(
-                    f"hidden layer must be in 0..{self.num_layers} (or negative), got {layer}"
+                    f"expected hidden layers from {-self.num_layers - 1} to {self.num_layers}, got {layer}; "
+                    "request an existing layer"
                 )
         self.hidden_layers = tuple(dict.fromkeys(layers))
 
@@ -145,7 +147,7 @@ class CachedRuntime(Runtime):
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
 
     @exclusive
-    def read(self, tokens: Tensor) -> ForwardOutput:
+    def probe(self, tokens: Tensor) -> ForwardOutput:
         """Run one forward pass over whole sequences without keeping them, for probes.
 
         Args:
@@ -169,16 +171,33 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
+        self._drop_partial_forward()
         self.cache = self.cache_class(self.device)
         self.slots = SlotTable(self.cache)
 
+    def _drop_partial_forward(self) -> None:
+        """Drop the first layers' output for a draft, if it is kept: the entries that it belongs to may change."""
+
+    def _hold_nodes(self, states: Sequence[CachedRow], counts: Iterable[int]) -> None:
+        """Have entries of nodes move with the rows' slots until the target overwrites them."""
+        for state, count in zip(states, counts, strict=True):
+            state.num_nodes = count
+
+    def _append_chains(
+        self, rows: Sequence[Row], states: Sequence[CachedRow], chains: Sequence[Sequence[int]]
+    ) -> None:
+        """Append chains to rows whose tokens but the last are cached by now."""
+        for row, state, chain in zip(rows, states, chains, strict=True):
+            row.tokens += chain
+            state.length = len(row.tokens) - 1
+
     @exclusive
     def reserve(self, num_rows: int, longest: int) -> None:
-        """Make room in the cache for so many rows of so many tokens."""
+        """Make room in the cache for `num_rows` rows of up to `longest` tokens."""
         self.cache.reserve(num_rows, longest)
 
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
-        """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
+        """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)
 
     @property
@@ -198,10 +217,12 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
+        self._drop_partial_forward()
         return [state.length for state in self.slots.admit(rows, reuse_limits)]
 
     @exclusive
     def release(self, row: Row) -> None:
+        self._drop_partial_forward()
         self.slots.release(row)
 
     @exclusive
@@ -210,6 +231,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        self._drop_partial_forward()
         for row, length in zip(rows, lengths, strict=True):
             state = self.slots[row]
             state.length = min(state.length, length)
@@ -320,6 +342,7 @@ class CachedRuntime(Runtime):
     def prefill(
         self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
     ) -> list[HiddenStates]:
+        self._drop_partial_forward()
         with_hidden = with_hidden and bool(self.hidden_layers)
         hidden = self._prefill([self.slots[row] for row in rows], max_tokens, with_hidden, can_copy=True)
         return [hidden.get(row, {}) for row in rows]
@@ -343,44 +366,61 @@ class CachedRuntime(Runtime):
         Returns:
             The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
         """
-        pieces: dict[Row, list[HiddenStates]] = {}
+        pieces: dict[Row, list[HiddenStates]] = defaultdict(list)
+        can_copy = can_copy and not with_hidden
         left = math.inf if max_tokens is None else max_tokens
         for state in filter(self._lacks_images, states):
-            if left > 0 and not (can_copy and not with_hidden and self.slots.extend(state)):
+            if left > 0 and not (can_copy and self.slots.extend(state)):
                 with torch.inference_mode():
                     pieces[state.row] = [self._prefill_images(state, with_hidden)]
                 state.length = state.row.num_prompt - 1
                 self.num_prefilled += state.length
                 left -= state.length
-        waiting = sorted(
-            (state for state in states if not self._lacks_images(state)), key=attrgetter("num_to_prefill")
-        )
-        while left > 0 and waiting and waiting[-1].num_to_prefill > 0:
-            if can_copy and not with_hidden and self.slots.extend(waiting[-1]):
-                waiting.sort(key=attrgetter("num_to_prefill"))
-                continue
-            most = int(min(left, self.prefill_chunk))
-            width = min(waiting[-1].num_to_prefill, most)
-            num_rows = most // width if self._prefills_together else 1
-            group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]
-            counts = [min(state.num_to_prefill, width) for state in group]
-            texts = [
-                state.row.tokens[state.length : state.length + count] + [0] * (width - count)
-                for state, count in zip(group, counts, strict=True)
-            ]
-            with torch.inference_mode():
-                hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
-            for place, (state, count) in enumerate(zip(group, counts, strict=True)):
-                state.length += count
-                self.num_prefilled += count
-                left -= count
-                if with_hidden:
-                    piece = {
-                        layer: states_of_layer[place, :count] for layer, states_of_layer in hidden.items()
-                    }
-                    pieces.setdefault(state.row, []).append(piece)
+        waiting = [state for state in states if not self._lacks_images(state)]
+        while left > 0:
             waiting.sort(key=attrgetter("num_to_prefill"))
-        return {row: join_hidden(of_row) for row, of_row in pieces.items()}
+            if not waiting or not waiting[-1].num_to_prefill:
+                break
+            if can_copy and self.slots.extend(waiting[-1]):
+                continue
+            group, counts = self._next_chunk(waiting, int(min(left, self.prefill_chunk)))
+            hidden = self._run_chunk(group, counts, with_hidden)
+            left -= sum(counts)
+            if with_hidden:
+                for state, piece in zip(group, hidden, strict=True):
+                    pieces[state.row].append(piece)
+        return {row: join_hidden(row_pieces) for row, row_pieces in pieces.items()}
+
+    def _next_chunk(self, waiting: Sequence[CachedRow], limit: int) -> tuple[list[CachedRow], list[int]]:
+        """Return rows to prefill in one forward pass, and the number of tokens of each.
+
+        Args:
+            waiting: by number of uncached tokens, in ascending order; the last one has some.
+            limit: largest number of tokens, padding included.
+        """
+        width = min(waiting[-1].num_to_prefill, limit)
+        num_rows = limit // width if self._prefills_together else 1
+        group = [state for state in waiting[-num_rows:] if state.num_to_prefill > 0]
+        return group, [min(state.num_to_prefill, width) for state in group]
+
+    def _run_chunk(
+        self, group: Sequence[CachedRow], counts: Sequence[int], with_hidden: bool
+    ) -> list[HiddenStates]:
+        """Cache the next `counts[i]` tokens of each row; return their hidden states, if requested."""
+        width = max(counts)
+        texts = [
+            state.row.tokens[state.length : state.length + count] + [0] * (width - count)
+            for state, count in zip(group, counts, strict=True)
+        ]
+        with torch.inference_mode():
+            hidden = self._prefill_forward(group, torch.tensor(texts, device=self.device), with_hidden)
+        for state, count in zip(group, counts, strict=True):
+            state.length += count
+            self.num_prefilled += count
+        return [
+            {layer: layer_states[index, :count] for layer, layer_states in hidden.items()}
+            for index, count in enumerate(counts)
+        ]
 
     def _lacks_images(self, state: CachedRow) -> bool:
         return self.takes_images and state.lacks_images
@@ -420,7 +460,7 @@ class CachedRuntime(Runtime):
             start = starts[0]
             positions = torch.arange(start, start + width, device=self.device)[None]
             nothing_hidden = width == 1 and start + 1 == num_keys
-            mask = None if nothing_hidden else self._stairs.mask(start, width, num_keys)
+            mask = None if nothing_hidden else self._chain_masks.mask(start, width, num_keys)
             return ForwardStep(mask, self._clamp_positions(positions, num_keys), num_keys, start=start)
         firsts = torch.tensor(starts, device=self.device)
         if queries.closure is None:
@@ -450,13 +490,13 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
         room = longest + draft.num_nodes
         tokens = token_tensor([[*row, *([0] * (room - len(row)))] for row in committed], device)
         if draft.num_nodes:
-            drop_first = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
-            tokens.scatter_(1, drop_first, draft.tokens)
+            node_columns = tree.query_slots(torch.tensor(num_uncached, device=device), draft.num_nodes)
+            tokens.scatter_(1, node_columns, draft.tokens)
     if draft.is_chain:
         return Queries(tokens, None)
     parents, lengths = draft.parents.tolist(), draft.lengths.tolist()
-    hung = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
-    return Queries(tokens, ancestor_closure(hung))
+    query_parents = torch.tensor(tree.attach_drafts(parents, lengths, num_uncached), device=device)
+    return Queries(tokens, ancestor_closure(query_parents))
 
 
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:

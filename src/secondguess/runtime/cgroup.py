@@ -48,10 +48,10 @@ def _each_memory_left(root: Path) -> Iterator[int]:
             if limit and used and limit != ["max"]:
                 words = _read(folder / "memory.stat")
                 statistics = dict(zip(words[::2], words[1::2], strict=False))
-                of_files = sum(
+                file_bytes = sum(
                     int(statistics.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive")
                 )
-                yield max(0, int(limit[0]) - max(0, int(used[0]) - of_files))
+                yield max(0, int(limit[0]) - max(0, int(used[0]) - file_bytes))
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

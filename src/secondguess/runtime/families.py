@@ -86,7 +86,7 @@ class LayerNorm(Norm):
 class GateClamp(NamedTuple):
     """Clamped SwiGLU of gpt-oss: `gate * sigmoid(alpha * gate) * (value + 1)`.
 
-    Gates are at most `limit`, and magnitudes of values.
+    Gates are clamped to at most `limit`, values to [-limit, limit].
     """
 
     alpha: float
@@ -198,7 +198,7 @@ class Family:
     Args:
         windows: function from the configuration to each layer's sliding window in tokens, None for
             full attention. A configuration may name windows that the family's module does not use.
-        own_fields: configuration fields that the description covers, beside `COMMON_FIELDS`.
+        own_fields: configuration fields that the description covers, in addition to `COMMON_FIELDS`.
         norm: class of the norms.
         norms: names of a layer's norms.
         has_qk_norm: whether queries and keys are normalised, per head (Qwen3) or all heads together
@@ -212,7 +212,7 @@ class Family:
             same states and are added together (Phi).
         rotaries: function from the configuration to the key of each layer's rotary table: None for
             the module's only one, a layer type that has its own (Gemma 3), or `NO_ROTARY`.
-        rotates_pairs: whether rotary positions turn neighbouring numbers (GLM), not halves.
+        is_interleaved: whether the rotary layout is interleaved (GLM), not half-split.
         rotates_in_float32: whether cosines and sines are float32 in any dtype (OLMo 2).
         scales_embeddings: whether the embedding module scales its output (Gemma).
         activation: name of the configuration field that holds the activation.
@@ -232,7 +232,7 @@ class Family:
     is_gated: bool = True
     is_parallel: Callable[[Any], bool] = lambda config: False
     rotaries: Callable[[Any], list[str | None]] = one_rotary
-    rotates_pairs: bool = False
+    is_interleaved: bool = False
     rotates_in_float32: bool = False
     scales_embeddings: bool = False
     activation: str = "hidden_act"
@@ -276,7 +276,7 @@ OLMO2 = Family(
 EXPERT_FIELDS = frozenset(
     {"num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef", "output_router_logits"}
 )
-GLM = Family(linears=LinearNames(mlp_inputs=("gate_up_proj",)), rotates_pairs=True)
+GLM = Family(linears=LinearNames(mlp_inputs=("gate_up_proj",)), is_interleaved=True)
 
 FAMILIES = {
     "llama": Family(),
@@ -387,7 +387,7 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
     if getattr(config, family.activation) not in ACTIVATIONS:
         return f"activation {getattr(config, family.activation)} is none of {', '.join(ACTIVATIONS)}"
     if family.rotaries is rotary_by_layer_type and any(
-        # Old configurations have the parameters of all layer types beside those of each.
+        # Old configurations have the parameters of all layer types in addition to those of each.
         isinstance(rope, Mapping) and rope.get("rope_type") in LENGTH_DEPENDENT_ROPE
         for rope in config.rope_parameters.values()
     ):

@@ -37,6 +37,21 @@ class FeedForward:
         self.activation, self.is_gated = activation, is_gated
         self.clamp = clamp
 
+    @classmethod
+    def joined(
+        cls,
+        inner: Sequence[Any],
+        output: Any,
+        activation: str,
+        *,
+        packed: bool,
+        is_gated: bool = True,
+        clamp: GateClamp | None = None,
+    ) -> FeedForward:
+        """Return the feed-forward part of a module's linear layers, the inner ones joined to one."""
+        joined = PackableLinear.joined(inner, packed)
+        return cls(joined, PackableLinear.joined([output], packed), activation, is_gated, clamp)
+
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
         return self.output(self.activate(self.inner(states)))
@@ -50,7 +65,7 @@ class FeedForward:
         return activate(gate) * up if self.clamp is None else self.clamp(gate, up)
 
     @property
-    def num_read(self) -> int:
+    def num_active_parameters(self) -> int:
         """Number of weights that one token reads."""
         return self.inner.weight.numel() + self.output.weight.numel()
 
@@ -77,12 +92,7 @@ class StoredExperts(nn.Module):
     def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted outputs, as `mix_experts`."""
         experts = [
-            FeedForward(
-                PackableLinear.joined(inner, packed=False),
-                PackableLinear.joined([output], packed=False),
-                self._activation,
-                clamp=self._clamp,
-            )
+            FeedForward.joined(inner, output, self._activation, packed=False, clamp=self._clamp)
             for inner, output in self.linears
         ]
         return mix_experts(experts, states, selected, weights)
@@ -101,11 +111,11 @@ class Experts:
         packed: whether to pack the weights.
 
     Attributes:
-        prescribed: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
-        agreement: share of the experts prescribed to the last tokens that these would have selected.
+        forced_experts: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
+        agreement: share of the experts forced on the last tokens that these would have selected.
     """
 
-    prescribed: Tensor | None = None
+    forced_experts: Tensor | None = None
     agreement = 1.0
 
     def __init__(
@@ -124,12 +134,7 @@ class Experts:
         self.normalises_routing_weights = description.normalises_routing_weights(config)
         self.rounds_routing_weights = description.rounds_routing_weights
         self.experts = [
-            FeedForward(
-                PackableLinear.joined(inner, packed),
-                PackableLinear.joined([output], packed),
-                activation,
-                clamp=clamp,
-            )
+            FeedForward.joined(inner, output, activation, packed=packed, clamp=clamp)
             for inner, output in _linears_of_experts(module.experts, description.is_transposed)
         ]
 
@@ -139,23 +144,23 @@ class Experts:
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the output for normalised states, `[..., width]`."""
-        of_tokens = states.flatten(0, -2)
-        probs = self.router(of_tokens).softmax(-1, dtype=torch.float32)
+        token_states = states.flatten(0, -2)
+        probs = self.router(token_states).softmax(-1, dtype=torch.float32)
         selected = self.select(probs)
-        if self.prescribed is not None:
-            chosen, selected = selected, self.prescribed
+        if self.forced_experts is not None:
+            chosen, selected = selected, self.forced_experts
             self.agreement = float((chosen[:, :, None] == selected[:, None, :]).any(-1).float().mean())
         weights = probs.gather(-1, selected)
         if self.normalises_routing_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.rounds_routing_weights:
             weights = weights.to(states.dtype)
-        return mix_experts(self.experts, of_tokens, selected, weights).view_as(states)
+        return mix_experts(self.experts, token_states, selected, weights).view_as(states)
 
     @property
-    def num_read(self) -> int:
+    def num_active_parameters(self) -> int:
         """Number of weights that one token reads."""
-        return self.router.weight.numel() + self.num_selected * self.experts[0].num_read
+        return self.router.weight.numel() + self.num_selected * self.experts[0].num_active_parameters
 
 
 def mix_experts(
@@ -174,8 +179,8 @@ def mix_experts(
     """
     mixed = torch.zeros_like(states) if output is None else output
     for expert in sorted(set(selected.flatten().tolist())):
-        tokens, places = torch.where(selected == expert)
-        added = experts[expert](states[tokens]) * weights[tokens, places, None]
+        tokens, ranks = torch.where(selected == expert)
+        added = experts[expert](states[tokens]) * weights[tokens, ranks, None]
         mixed = mixed.index_add(0, tokens, added.to(mixed.dtype))
     return mixed
 
@@ -188,12 +193,7 @@ def make_feed_forward(
     if family.experts is not None and family.has_experts(config)[index]:
         return Experts(layer.mlp, family.experts, config, activation, family.gate_clamp(config), packed)
     inner, output = mlp_linears(layer, family)
-    return FeedForward(
-        PackableLinear.joined(inner, packed),
-        PackableLinear.joined([output], packed),
-        activation,
-        family.is_gated,
-    )
+    return FeedForward.joined(inner, output, activation, packed=packed, is_gated=family.is_gated)
 
 
 def _linears_of_experts(experts: Any, is_transposed: bool) -> Iterator[tuple[list[Any], Any]]:

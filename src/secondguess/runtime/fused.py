@@ -75,10 +75,10 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
         expected, experts = _logits_and_experts(model, tokens, positions)
         decoder = _fused_decoder(model, packed)
         runtime, prefilled = FusedRuntime(decoder), tokens.shape[1] - 1
-        with _selecting(decoder, {layer: each[:, :prefilled] for layer, each in experts.items()}):
+        with _forcing_experts(decoder, {layer: each[:, :prefilled] for layer, each in experts.items()}):
             before = _prefill(runtime, tokens, positions, prefilled)
             agrees = _agrees(decoder)
-        with _selecting(decoder, {layer: each[:, prefilled:] for layer, each in experts.items()}):
+        with _forcing_experts(decoder, {layer: each[:, prefilled:] for layer, each in experts.items()}):
             found = torch.cat((before, _decode(runtime, tokens, positions)), 1)
     return decoder if agrees and _passes(found, expected) else None
 
@@ -100,11 +100,11 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
     with torch.inference_mode():
         expected, experts = _logits_and_experts(model, twice, positions)
         decoder = _fused_decoder(model, packed=False)
-        with _selecting(decoder, experts):
+        with _forcing_experts(decoder, experts):
             found = _prefill(FusedRuntime(decoder), twice, positions, tokens.shape[1])
             agrees = _agrees(decoder)
-    of_early = {layer: each[len(tokens) :] for layer, each in experts.items()}
-    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], of_early)
+    early_experts = {layer: each[len(tokens) :] for layer, each in experts.items()}
+    checked = CheckedDecoder(decoder, tokens, expected[len(tokens) :], early_experts)
     return checked if agrees and _passes(found, expected) else None
 
 
@@ -139,16 +139,16 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
 
 
 @contextmanager
-def _selecting(decoder: FusedDecoder, experts: Mapping[int, Tensor]) -> Iterator[None]:
-    """Prescribe experts to tokens, `[row, token, k]` by layer."""
+def _forcing_experts(decoder: FusedDecoder, experts: Mapping[int, Tensor]) -> Iterator[None]:
+    """Force the experts that tokens use, `[row, token, k]` by layer."""
     mixtures = _mixtures(decoder)
     for index, mixture in mixtures.items():
-        mixture.prescribed = experts[index].flatten(0, 1)
+        mixture.forced_experts = experts[index].flatten(0, 1)
     try:
         yield
     finally:
         for mixture in mixtures.values():
-            mixture.prescribed = None
+            mixture.forced_experts = None
 
 
 def _mixtures(decoder: FusedDecoder) -> dict[int, Experts]:
@@ -157,7 +157,7 @@ def _mixtures(decoder: FusedDecoder) -> dict[int, Experts]:
 
 
 def _agrees(decoder: FusedDecoder) -> bool:
-    """Return whether tokens would have selected the experts that were prescribed; log if they would not."""
+    """Return whether tokens would have selected the experts that were forced; log if they would not."""
     least = min((mixture.agreement for mixture in _mixtures(decoder).values()), default=1.0)
     if least < LEAST_AGREEMENT:
         logger.warning(
@@ -285,7 +285,7 @@ class FusedRuntime(LayeredRuntime):
         values = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype, device=self.device)
         self._shown, self._hidden = values
         group = decoder.num_heads_per_key
-        self._added_stairs = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
+        self._additive_chain_masks = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
 
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder = self.decoder
@@ -337,7 +337,7 @@ class FusedRuntime(LayeredRuntime):
         sees_all = window is None or step.num_keys <= window
         # The kernels of a GPU need masks that are aligned, as views of the table are not.
         if sees_all and step.mask is not None and step.start is not None and self.device.type == "cpu":
-            return LayerMask(self._added_stairs.mask(step.start, width, step.num_keys), causal=False)
+            return LayerMask(self._additive_chain_masks.mask(step.start, width, step.num_keys), causal=False)
         rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         allowed = step.visible(rule, window)
         if allowed is None:

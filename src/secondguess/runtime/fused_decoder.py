@@ -39,6 +39,12 @@ class LayerMask:
     causal: bool
 
 
+def embed(tokens: Tensor, weight: Tensor, scale: float | None) -> Tensor:
+    """Return the embeddings of tokens, `[..., width]`, scaled unless `scale` is None."""
+    states = functional.embedding(tokens, weight)
+    return states if scale is None else states * scale
+
+
 class AttentionHeads:
     """Number, size and score scaling of a layer's heads, which are joined as query, key, value.
 
@@ -66,7 +72,7 @@ class AttentionHeads:
         self.scaling = scaling
         self.cap, self.sinks = cap, sinks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, view: LayerMask) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_mask: LayerMask) -> Tensor:
         """Return the attention output `[row, query, head * size]`.
 
         Args:
@@ -75,13 +81,13 @@ class AttentionHeads:
         """
         rows, width = query.shape[:2]
         if self.cap is not None or self.sinks is not None:
-            mask = None if view.mask is None else view.mask[:, :, :: self.group]
-            mixed = explicit_attention(
+            mask = None if layer_mask.mask is None else layer_mask.mask[:, :, :: self.group]
+            attended = explicit_attention(
                 query.transpose(1, 2), key, value, mask, self.scaling, self.cap, self.sinks
             )
-            return mixed.reshape(rows, width, self.num_queries * self.size)
-        if view.causal:
-            mixed = functional.scaled_dot_product_attention(
+            return attended.reshape(rows, width, self.num_queries * self.size)
+        if layer_mask.causal:
+            attended = functional.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key,
                 value,
@@ -89,14 +95,14 @@ class AttentionHeads:
                 scale=self.scaling,
                 enable_gqa=self.group > 1,
             )
-            return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+            return attended.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
         # Query heads that share a key head are folded into the queries, those of one query
         # adjacent.
         folded = query.reshape(rows, width, self.num_keys, self.group * self.size).transpose(1, 2)
         folded = folded.reshape(rows, self.num_keys, width * self.group, self.size)
-        mixed = masked_attention(folded, key, value, view.mask, self.scaling)
-        mixed = mixed.reshape(rows, self.num_keys, width, self.group * self.size)
-        return mixed.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
+        attended = masked_attention(folded, key, value, layer_mask.mask, self.scaling)
+        attended = attended.reshape(rows, self.num_keys, width, self.group * self.size)
+        return attended.transpose(1, 2).reshape(rows, width, self.num_queries * self.size)
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class Layer:
         num_heads = sum(linear.out_features for linear in attention_inputs) // size
         self.window = window
         self.rotary_kind = rotary_kind
-        self.rotates_pairs = family.rotates_pairs
+        self.is_interleaved = family.is_interleaved
         cap = family.number(config, "attn_logit_softcapping")
         sinks = attention.sinks.detach() if family.has_sinks else None
         self.heads = AttentionHeads(
@@ -171,49 +177,49 @@ class Layer:
         self.feed_forward = make_feed_forward(module, index, family, config, packed)
 
     def forward(
-        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], layer_mask: LayerMask, cache: Any
     ) -> Tensor:
         """Return the output of this layer, `[row, query, width]`.
 
         Args:
             states: input of the layer, `[row, query, width]`.
             rotary: cos and sin from `Rotary.at`.
-            view: the attention mask.
+            layer_mask: the attention mask.
             cache: the `KeyValueCache`.
         """
-        attended = self._attend(states, index, rotary, view, cache)
+        attended = self._attend(states, index, rotary, layer_mask, cache)
         if self.is_parallel:
             return self._feed_forward(states) + attended + states
         states = states + attended
         return states + self._feed_forward(states)
 
     def _attend(
-        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], view: LayerMask, cache: Any
+        self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], layer_mask: LayerMask, cache: Any
     ) -> Tensor:
         rows, width, _ = states.shape
         heads = self.heads
         qkv = self.qkv(_normalised(self.attention_norm, states)).view(rows, width, -1, heads.size)
-        num_turned = heads.num_queries + heads.num_keys
-        turned = qkv[:, :, :num_turned]
+        num_rotated = heads.num_queries + heads.num_keys
+        rotated = qkv[:, :, :num_rotated]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = turned[:, :, : heads.num_queries], turned[:, :, heads.num_queries :]
+            query, key = rotated[:, :, : heads.num_queries], rotated[:, :, heads.num_queries :]
             normalised = _normalised_heads(self.query_norm, query), _normalised_heads(self.key_norm, key)
-            turned = torch.cat(normalised, 2)
-        turned = rotate(turned, *rotary, self.rotates_pairs)
+            rotated = torch.cat(normalised, 2)
+        rotated = rotate(rotated, *rotary, self.is_interleaved)
         keys, values = cache.update(
-            turned[:, :, heads.num_queries :].transpose(1, 2), qkv[:, :, num_turned:].transpose(1, 2), index
+            rotated[:, :, heads.num_queries :].transpose(1, 2), qkv[:, :, num_rotated:].transpose(1, 2), index
         )
-        mixed = heads.attend(turned[:, :, : heads.num_queries], keys, values, view)
-        return self._scaled(_normalised(self.attention_output_norm, self.output(mixed)))
+        attended = heads.attend(rotated[:, :, : heads.num_queries], keys, values, layer_mask)
+        return self._scaled(_normalised(self.attention_output_norm, self.output(attended)))
 
     def _feed_forward(self, states: Tensor) -> Tensor:
         output = self.feed_forward(_normalised(self.mlp_norm, states))
         return self._scaled(_normalised(self.mlp_output_norm, output))
 
     @property
-    def num_read(self) -> int:
+    def num_active_parameters(self) -> int:
         """Number of weights that one token reads."""
-        return self.qkv.weight.numel() + self.output.weight.numel() + self.feed_forward.num_read
+        return self.qkv.weight.numel() + self.output.weight.numel() + self.feed_forward.num_active_parameters
 
     def _scaled(self, added: Tensor) -> Tensor:
         return added if self.residual_scale is None else added * self.residual_scale
@@ -253,7 +259,7 @@ class FusedDecoder:
         windows, kinds = family.windows(config), family.rotaries(config)
         table_dtype = torch.float32 if family.rotates_in_float32 else dtype
         self.rotaries = {
-            kind: Rotary.of(body.rotary_emb, table_dtype, kind, family.rotates_pairs)
+            kind: Rotary.from_module(body.rotary_emb, table_dtype, kind, family.is_interleaved)
             for kind in dict.fromkeys(kinds)
         }
         self.layers: list[Layer] = []
@@ -276,8 +282,7 @@ class FusedDecoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
-        states = functional.embedding(tokens, self.embedding)
-        return states if self.embedding_scale is None else states * self.embedding_scale
+        return embed(tokens, self.embedding, self.embedding_scale)
 
     def unembed(self, states: Tensor) -> Tensor:
         """Return the logits of normalised hidden states."""

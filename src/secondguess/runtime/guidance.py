@@ -78,16 +78,16 @@ class GuidedRuntime(Runtime):
         return ForwardOutput(logits, {layer: states[: len(rows)] for layer, states in scores.hidden.items()})
 
     def keep(self, rows: Sequence[Row], paths: Sequence[Sequence[int]]) -> None:
-        of_twins = [path for row, path in zip(rows, paths, strict=True) if row in self._twins]
-        self._runtime.keep([*rows, *self._twins_of(rows)], [*paths, *of_twins])
+        twin_paths = [path for row, path in zip(rows, paths, strict=True) if row in self._twins]
+        self._runtime.keep([*rows, *self._twins_of(rows)], [*paths, *twin_paths])
 
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        of_twins = [
+        twin_lengths = [
             self._twins[row].num_prompt + length - row.num_prompt if length >= row.num_prompt else 0
             for row, length in zip(rows, lengths, strict=True)
             if row in self._twins
         ]
-        self._runtime.rewind([*rows, *self._twins_of(rows)], [*lengths, *of_twins])
+        self._runtime.rewind([*rows, *self._twins_of(rows)], [*lengths, *twin_lengths])
 
     def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
         self._runtime.erase([*rows, *self._twins_of(rows)], num_nodes)

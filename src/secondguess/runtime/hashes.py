@@ -54,26 +54,26 @@ def mix_integer(value: int) -> int:
     return value ^ value >> 31
 
 
-def hash_of(keys: IntArray, places: IntArray, purpose: int | IntArray) -> IntArray:
-    """Return the hashes of keys at places (positions, depths or node indices) for a purpose."""
-    return mix(keys ^ mix(places * len(Purpose) + purpose))
+def hash_of(keys: IntArray, indices: IntArray, purpose: int | IntArray) -> IntArray:
+    """Return the hashes of keys at indices (positions, depths or node indices) for a purpose."""
+    return mix(keys ^ mix(indices * len(Purpose) + purpose))
 
 
 @lru_cache(maxsize=4096)
-def place_hash(place: int, purpose: int) -> int:
+def index_hash(index: int, purpose: int) -> int:
     """Return the part of `hash_of` that all rows share, as an unsigned integer."""
-    return mix_integer(place * len(Purpose) + purpose)
+    return mix_integer(index * len(Purpose) + purpose)
 
 
-def scalar_uniforms(key: int, position: int, places: Sequence[int], purpose: int) -> list[float]:
-    """Return the uniforms of one row in the round that begins at a position, one per place.
+def scalar_uniforms(key: int, position: int, indices: Sequence[int], purpose: int) -> list[float]:
+    """Return the uniforms of one row in the round that begins at a position, one per index.
 
     They are the top 52 bits of a hash plus one half, strictly between 0 and 1; with 53 bits, adding one half
     would round up to 1.
     """
-    round_key = mix_integer((key & ALL_BITS) ^ place_hash(position, Purpose.ROUND))
+    round_key = mix_integer((key & ALL_BITS) ^ index_hash(position, Purpose.ROUND))
     return [
-        ((mix_integer(round_key ^ place_hash(place, purpose)) >> 12) + 0.5) * 2.0**-52 for place in places
+        ((mix_integer(round_key ^ index_hash(index, purpose)) >> 12) + 0.5) * 2.0**-52 for index in indices
     ]
 
 

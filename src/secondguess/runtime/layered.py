@@ -42,17 +42,17 @@ class PartialForward:
         Rows and cached lengths must be the same, and every node that was run must have kept its
         token and parent.
         """
-        num_read = self.states.shape[1] - 1
+        num_run = self.states.shape[1] - 1
         if [state.row for state in states] != self.rows or [state.length for state in states] != self.lengths:
             return False
-        if num_read > draft.num_nodes:
+        if num_run > draft.num_nodes:
             return False
         # Padding was run with another position and other ancestors than a node with the same
         # token.
-        same = self.draft.mask[:, :num_read].clone()
+        same = self.draft.mask[:, :num_run].clone()
         for now, then in ((draft.tokens, self.draft.tokens), (draft.parents, self.draft.parents)):
-            same &= now[:, :num_read] == then[:, :num_read]
-        return bool((same | ~draft.mask[:, :num_read]).all())
+            same &= now[:, :num_run] == then[:, :num_run]
+        return bool((same | ~draft.mask[:, :num_run]).all())
 
 
 def remaining_layers(skipped: Sequence[int], num_layers: int) -> list[int]:
@@ -101,42 +101,18 @@ class LayeredRuntime(CachedRuntime):
             num_layers: number of layers that have been run.
         """
 
-    # An interrupted round leaves `_partial` behind. It must be dropped below: rows, lengths and
-    # draft may match again after the cache has been overwritten.
-    @exclusive
-    def free(self) -> None:
+    def _drop_partial_forward(self) -> None:
+        # An interrupted round leaves it behind: rows, lengths and draft may match again after the
+        # cache has been overwritten.
         self._partial = None
-        super().free()
-
-    @exclusive
-    def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        self._partial = None
-        return super().admit(rows, reuse_limits)
-
-    @exclusive
-    def prefill(
-        self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
-    ) -> list[HiddenStates]:
-        self._partial = None
-        return super().prefill(rows, max_tokens, with_hidden)
-
-    @exclusive
-    def release(self, row: Row) -> None:
-        self._partial = None
-        super().release(row)
-
-    @exclusive
-    def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        self._partial = None
-        super().rewind(rows, lengths)
 
     @exclusive
     def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
         members = [self.slots[row] for row in rows]
-        places = self._order(members)
-        order = None if places is None else torch.tensor(places, device=self.device)
-        if places is not None and order is not None:
-            members, draft = [members[place] for place in places], draft.select(order)
+        indices = self._order(members)
+        order = None if indices is None else torch.tensor(indices, device=self.device)
+        if indices is not None and order is not None:
+            members, draft = [members[index] for index in indices], draft.select(order)
         if any(len(state.row.tokens) - state.length != 1 for state in members):
             raise BadInputError(
                 "expected rows of which all but the last token is cached, got others; score them first"
@@ -159,7 +135,7 @@ class LayeredRuntime(CachedRuntime):
         starts = [state.length for state in members]
         queries = build_queries(members, [1] * len(members), draft)
         tokens = queries.tokens
-        num_keys = -(-(max(starts) + draft.num_nodes + 1) // self._key_block) * self._key_block
+        num_keys = self._pad_keys(max(starts) + draft.num_nodes + 1)
         step = self._step(starts, queries, num_keys)
         num_known = 0 if known is None else known.shape[1]
         if known is not None and num_known == tokens.shape[1]:

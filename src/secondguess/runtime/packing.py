@@ -216,7 +216,7 @@ def _replace_linears(model: Any, weight_format: WeightFormat, dtype: torch.dtype
     wanted = [name for name, each in model.named_modules() if _is_linear(each) and each.weight.dtype == dtype]
     for name in wanted:
         linear = model.get_submodule(name)
-        encoding = weight_format.of_head if linear is head else weight_format
+        encoding = weight_format.head_format if linear is head else weight_format
         model.set_submodule(name, KernelLinear(linear, arena, encoding))
     return expected
 
@@ -253,13 +253,13 @@ class LinearCounts(NamedTuple):
     others: int
 
     @property
-    def are_most(self) -> bool:
-        """True if linear layers have most weights, embeddings and head left out."""
+    def is_majority(self) -> bool:
+        """True if linear layers hold most weights, not counting embeddings and head."""
         return self.in_layers > self.others
 
     def copy_bytes(self, weight_format: WeightFormat) -> int:
         """Return the bytes of these layers' weights in another encoding."""
-        in_head = self.in_head * weight_format.of_head.bytes_per_weight
+        in_head = self.in_head * weight_format.head_format.bytes_per_weight
         return int(self.in_layers * weight_format.bytes_per_weight + in_head)
 
 
@@ -289,14 +289,14 @@ def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
 
     Args:
         model: a module on a CPU with kernels.
-        weight_format: encoding of the weights; that of the head is its `of_head`.
+        weight_format: encoding of the weights; that of the head is its `head_format`.
 
     Raises:
         UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with other
             layers.
     """
     counts = count_linears(model)
-    if not counts.are_most:
+    if not counts.is_majority:
         raise few_linears_error(type(model).__name__, counts)
     if _reads_weights(model):
         raise _unquantised_error(model, "which computes with their weights in its own code")
@@ -370,7 +370,7 @@ def why_not_copied(model: Any) -> str:
         return "whose weights are not all on a CPU for which there are kernels"
     if any(each.weight_format.is_quantised for each in linears if isinstance(each, KernelLinear)):
         return "with quantised weights"
-    if not (counts := count_linears(model)).are_most:
+    if not (counts := count_linears(model)).is_majority:
         return f"with {counts.in_layers:,} weights in linear layers and {counts.others:,} others"
     try:
         opaque = {each: OpaqueLinear(each) for each in linears}
@@ -385,7 +385,7 @@ def why_not_copied(model: Any) -> str:
 
 
 def forget_copies(model: Any) -> None:
-    """Have the next copies of a model made anew, after a change of its weights."""
+    """Drop the copies of a model, after a change of its weights."""
     _copies.pop(model, None)
 
 
@@ -403,7 +403,7 @@ def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
         arena, head = Arena(), model.get_output_embeddings()
         quantised = {}
         for linear in _linears(model):
-            encoding = weight_format.of_head if linear is head else weight_format
+            encoding = weight_format.head_format if linear is head else weight_format
             quantised[linear] = (
                 linear.requantised(arena, encoding)
                 if isinstance(linear, KernelLinear)

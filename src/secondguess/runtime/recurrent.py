@@ -15,7 +15,7 @@ from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import UNLIMITED
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.recurrent_cache import FindStates, RecurrentCache, Snapshot
+from secondguess.runtime.recurrent_cache import ComputeStates, RecurrentCache, Snapshot
 from secondguess.runtime.row_by_row import Probe, RowByRowRuntime
 from secondguess.runtime.scans import MAX_RECORDED, recording, replace_functions
 from secondguess.runtime.slots import CachedRow
@@ -59,16 +59,16 @@ class RecurrentRuntime(RowByRowRuntime):
     def __init__(self, model: Any) -> None:
         self.single_steps = False
         self.records_states = True
-        self._ends: WeakKeyDictionary[CachedRow, dict[int, FindStates]] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[CachedRow, dict[int, ComputeStates]] = WeakKeyDictionary()
         """States after the nodes of the draft scored last, -1 for pending, as far as they are known."""
         self.cache_class = _cache_class_of(model)
         replace_functions(model)
         super().__init__(model)
 
     @exclusive
-    def read(self, tokens: Tensor) -> ForwardOutput:
+    def probe(self, tokens: Tensor) -> ForwardOutput:
         self.cache.begin({}, tokens.shape[1])
-        return super().read(tokens)
+        return super().probe(tokens)
 
     @property
     def description(self) -> str:
@@ -108,8 +108,8 @@ class RecurrentRuntime(RowByRowRuntime):
         Its length must be that of the text up to this node.
         """
         start = self.cache.restore(state.slot, len(state.row.tokens))
-        if (find_states := self._ends.get(state, {}).get(last)) is not None:
-            self.cache.add(state.slot, start, Snapshot(state.length, find_states))
+        if (compute_states := self._ends.get(state, {}).get(last)) is not None:
+            self.cache.add(state.slot, start, Snapshot(state.length, compute_states))
         state.length = self.cache.restore(state.slot, state.length)
 
     def _restore(self, state: CachedRow) -> int:
@@ -160,9 +160,9 @@ class RecurrentRuntime(RowByRowRuntime):
         )
         pending = len(state.row.tokens) - state.length - 1
         ends = {
-            query - pending - 1: find_states
-            for query, find_states in zip(path, after, strict=True)
-            if find_states is not None and query >= pending
+            query - pending - 1: compute_states
+            for query, compute_states in zip(path, after, strict=True)
+            if compute_states is not None and query >= pending
         }
         self._ends[state] = self._ends.get(state, {}) | ends
         return output
@@ -175,7 +175,7 @@ class RecurrentRuntime(RowByRowRuntime):
         tokens: Sequence[int],
         num_logits: int,
         is_prompt: bool = False,
-    ) -> tuple[ForwardOutput, list[FindStates | None]]:
+    ) -> tuple[ForwardOutput, list[ComputeStates | None]]:
         """Run tokens of one path from the snapshot after `start` tokens on.
 
         Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that
@@ -190,7 +190,7 @@ class RecurrentRuntime(RowByRowRuntime):
         if is_prompt and not (self.single_steps and start):
             width = len(tokens)
         outputs: list[ForwardOutput] = []
-        known: list[FindStates | None] = []
+        known: list[ComputeStates | None] = []
         for first in range(0, len(tokens), width):
             piece = tokens[first : first + width]
             self.cache.begin(states, len(piece), self.records_states and not is_prompt)
@@ -208,7 +208,7 @@ class RecurrentRuntime(RowByRowRuntime):
         with recording(self.cache.record if self.cache.records else None):
             return super().run(tokens, step, num_logits, with_hidden)
 
-    def _add(self, slot: int, start: int, length: int, known: Sequence[FindStates | None]) -> None:
+    def _add(self, slot: int, start: int, length: int, known: Sequence[ComputeStates | None]) -> None:
         """Add the states after the last of the tokens from `start` to `length` as a snapshot."""
         self.cache.add(slot, start, Snapshot(length, _last(known)))
 
@@ -230,7 +230,7 @@ class RecurrentRuntime(RowByRowRuntime):
             self.prefill_chunk = UNLIMITED  # as a second piece of a prompt would run in single tokens
 
 
-def _last(known: Sequence[FindStates | None]) -> FindStates:
+def _last(known: Sequence[ComputeStates | None]) -> ComputeStates:
     """Return the states after the last token, which are always known."""
     assert known[-1] is not None
     return known[-1]

@@ -23,7 +23,7 @@ StateKey = tuple[str, int, int]
 """Key of a state: its kind (`conv` or `recurrent`), its layer, and its index in the layer."""
 States = dict[StateKey, Tensor]
 """Recurrent states of one row after some token."""
-FindStates = Callable[[], States]
+ComputeStates = Callable[[], States]
 """Function that returns states, which are computed only then if they were not needed in the pass."""
 MAX_REWIND = 31
 """Number of tokens for which a row can be rewound without starting over, if it was never pruned."""
@@ -31,19 +31,19 @@ MAX_REWIND = 31
 
 @dataclass(eq=False)
 class Snapshot:
-    """Recurrent states of a row after its first `length` tokens, found when they are first used.
+    """Recurrent states of a row after its first `length` tokens, computed when they are first used.
 
-    Those after pending are replaced before that if drafts are accepted.
+    The snapshot after `pending` is replaced before its states are used if drafts are accepted.
     """
 
     length: int
-    find_states: FindStates
+    compute_states: ComputeStates
 
     @cached_property
     def states(self) -> States:
         """The states."""
-        states = self.find_states()
-        self.find_states = lambda: states  # frees what they were found from
+        states = self.compute_states()
+        self.compute_states = lambda: states  # frees what they were computed from
         return states
 
 
@@ -82,7 +82,7 @@ class RecurrentCache(KeyValueCache):
         """Take the recurrent states after each token but the last, before the layer writes the last."""
         self._recorded = states
 
-    def states_by_token(self) -> list[FindStates | None]:
+    def states_by_token(self) -> list[ComputeStates | None]:
         """Return the states after each token of the last pass, None where a layer has not kept them."""
         after, by_token = self._after, self._by_token
         known = by_token.keys() >= after.keys()
@@ -94,7 +94,7 @@ class RecurrentCache(KeyValueCache):
         return [*(partial(between, step) if known else None for step in steps), lambda: after]
 
     def states_at(self, slot: int, length: int) -> States:
-        """Return the states of a slot after so many tokens.
+        """Return the states of a slot after `length` tokens.
 
         Raises:
             SecondGuessError: if there is no such snapshot.
@@ -129,8 +129,8 @@ class RecurrentCache(KeyValueCache):
     def reusable(self, slot: int, length: int) -> int:
         return max((each.length for each in self.snapshots.get(slot, ()) if each.length <= length), default=0)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        super().move(source, target, length)
+    def copy(self, source: int, target: int, length: int) -> None:
+        super().copy(source, target, length)
         self.snapshots[target] = [each for each in self.snapshots.get(source, ()) if each.length <= length]
 
     def swap(self, first: int, second: int, length: int) -> None:
@@ -148,10 +148,10 @@ class RecurrentCache(KeyValueCache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._given(("conv", layer_idx, state_idx))
+        return self._initial_state(("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._given(("recurrent", layer_idx, state_idx))
+        return self._initial_state(("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -203,7 +203,7 @@ class RecurrentCache(KeyValueCache):
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def _given(self, key: StateKey) -> Tensor | None:
+    def _initial_state(self, key: StateKey) -> Tensor | None:
         """Return a state at the start of the pass; a pass over one token changes it in place."""
         state = self._before.get(key)
         if state is None or self._num_tokens > 1:
@@ -213,6 +213,6 @@ class RecurrentCache(KeyValueCache):
 
 
 def _padded(values: Tensor, num_tokens: int) -> Tensor:
-    """Return values with zeros before the first token, if there are fewer than so many tokens."""
+    """Return values with zeros before the first token, if there are fewer than `num_tokens` tokens."""
     missing = num_tokens - values.shape[-1]
     return pad(values, (missing, 0)) if missing > 0 else values

@@ -20,30 +20,34 @@ class Rotary:
             rotated, the first ones.
         scaling: factor on cosines and sines.
         dtype: dtype of the table.
-        pairs: whether neighbouring numbers are rotated together, not one of each half.
+        is_interleaved: whether the layout is interleaved, with pairs of neighbours, not half-split.
     """
 
-    def __init__(self, frequencies: Tensor, scaling: float, dtype: torch.dtype, pairs: bool = False) -> None:
+    def __init__(
+        self, frequencies: Tensor, scaling: float, dtype: torch.dtype, is_interleaved: bool = False
+    ) -> None:
         self.frequencies = frequencies.float()
         self.scaling = scaling
         self.dtype = dtype
-        self.pairs = pairs
+        self.is_interleaved = is_interleaved
         self._table = torch.empty(0)
 
     @classmethod
-    def of(cls, module: Any, dtype: torch.dtype, kind: str | None = None, pairs: bool = False) -> Rotary:
+    def from_module(
+        cls, module: Any, dtype: torch.dtype, kind: str | None = None, is_interleaved: bool = False
+    ) -> Rotary:
         """Return the table of a rotary embedding.
 
         Args:
             kind: layer type whose frequencies are used; None if the module has only one set, or
                 `NO_ROTARY` for a table that changes nothing.
-            pairs: as in the constructor.
+            is_interleaved: as in the constructor.
         """
         if kind == NO_ROTARY:
-            return cls(torch.zeros_like(module.inv_freq), 1.0, dtype, pairs)
+            return cls(torch.zeros_like(module.inv_freq), 1.0, dtype, is_interleaved)
         prefix = "" if kind is None else f"{kind}_"
         frequencies = getattr(module, f"{prefix}inv_freq")
-        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype, pairs)
+        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype, is_interleaved)
 
     def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
@@ -73,7 +77,7 @@ class Rotary:
         positions = torch.arange(count, dtype=torch.float32, device=self.frequencies.device)
         angles = torch.outer(positions, self.frequencies)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        join = _interleaved if self.pairs else torch.cat
+        join = _interleaved if self.is_interleaved else torch.cat
         return torch.cat((join((cos, cos), -1), join((-sin, sin), -1)), -1).to(self.dtype)
 
 
@@ -81,7 +85,7 @@ def _interleaved(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.stack(tuple(parts), dim).flatten(dim - 1)
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: bool = False) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:
     """Apply the rotary embedding to the first numbers of each head, rounding where the modules round.
 
     The modules negate half of the states; here the sine is negated, which gives the same bits.
@@ -89,10 +93,11 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: bool = False) -> Ten
     Args:
         states: `[..., head_size]`.
         cos, sin: `[..., size]` from `Rotary.at`.
-        pairs: as in `Rotary`.
+        is_interleaved: as in `Rotary`.
     """
     size = cos.shape[-1]
     part, rest = states[..., :size], states[..., size:]
-    other = part.reshape(*part.shape[:-1], -1, 2).flip(-1).flatten(-2) if pairs else part.roll(size // 2, -1)
-    turned = (part * cos + other * sin).to(states.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+    pairs = (*part.shape[:-1], -1, 2)
+    other = part.reshape(pairs).flip(-1).flatten(-2) if is_interleaved else part.roll(size // 2, -1)
+    rotated = (part * cos + other * sin).to(states.dtype)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

@@ -80,7 +80,7 @@ class RowByRowRuntime(TransformersRuntime):
 
     @property
     def description(self) -> str:
-        """Word for the passes of a batch, for people."""
+        """Short description of how rows are run, shown by `inspect`."""
         return "row by row"
 
     def _set_up_attention(self) -> None:
@@ -96,8 +96,8 @@ class RowByRowRuntime(TransformersRuntime):
             second = self._probe(rest, NUM_CACHED, is_prompt=True)
             several = [self._probe(rest[:width], NUM_CACHED) for width in PROBED_WIDTHS]
             single = [
-                self._probe([token], NUM_CACHED + place)
-                for place, token in enumerate(rest[: max(PROBED_WIDTHS)])
+                self._probe([token], NUM_CACHED + index)
+                for index, token in enumerate(rest[: max(PROBED_WIDTHS)])
             ]
         except Exception as error:  # of code that is not ours, so of any kind
             raise unsupported(

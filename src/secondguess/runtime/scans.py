@@ -116,8 +116,8 @@ class DeltaRuleScan(RecordedScan):
         **options: Any,
     ) -> tuple[Tensor, list[Tensor]]:
         outputs, states = [], [initial_state]
-        for place in range(g.shape[1]):
-            token = slice(place, place + 1)
+        for step in range(g.shape[1]):
+            token = slice(step, step + 1)
             parts = (each[:, token] for each in inputs)
             decays = {"g": g[:, token], "beta": beta[:, token]}
             output, state = self.step(*parts, **decays, initial_state=states[-1], **options)
@@ -159,9 +159,9 @@ class Mamba2Scan(RecordedScan):
         decay = spread(a)[..., None].expand(*a.shape, size, b.shape[-1])
         settings = {"z": None, "dt_bias": spread(dt_bias), "dt_softplus": True}
         outputs, states = [], [initial_states]
-        for place in range(inputs.shape[1]):
+        for step in range(inputs.shape[1]):
             state = states[-1].clone()
-            token = (inputs[:, place], spread(dt[:, place]), decay, b[:, place], c[:, place], spread(D))
+            token = (inputs[:, step], spread(dt[:, step]), decay, b[:, step], c[:, step], spread(D))
             outputs.append(self.step(state, *token, **settings))
             states.append(state)
         return torch.stack(outputs, dim=1), states[1:]

@@ -138,14 +138,14 @@ class SlotTable:
         return state
 
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
-        """Return by how many tokens the cache grows for so many rows, the longest of which has so many."""
+        """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         if self._is_cleared_for(num_rows, longest):
             held = self._cache.num_slots * self._cache.capacity
             return max(0, KeyValueCache(self._cache.device).num_tokens_to_allocate(num_rows, longest) - held)
         return self._cache.num_tokens_to_allocate(num_rows, longest)
 
     def _is_cleared_for(self, num_rows: int, longest: int) -> bool:
-        """Return whether the cache is freed when so many rows are admitted, as no other row uses it."""
+        """Return whether admitting such rows frees the cache first, because no row uses it and it is too large."""
         needed = KeyValueCache(self._cache.device).num_tokens_to_allocate(num_rows, longest)
         grown = self._cache.num_tokens_to_allocate(num_rows, longest)
         return not self._by_slot and grown > MAX_EXCESS * needed
@@ -174,7 +174,7 @@ class SlotTable:
         source = others[lengths.index(longest)]
         with torch.inference_mode():
             self._cache.reserve(state.slot + 1, longest)
-            self._cache.move(source.slot, state.slot, longest)
+            self._cache.copy(source.slot, state.slot, longest)
         state.length, state.position_offset = longest, source.position_offset
         return True
 
@@ -213,7 +213,7 @@ class SlotTable:
             if num_kept:
                 self._cache.swap(last.slot, released.slot, max(length + num_nodes, num_kept))
             else:
-                self._cache.hand_over(released.slot, last.slot, length + num_nodes)
+                self._cache.move(released.slot, last.slot, length + num_nodes)
         last.length, last.num_nodes = length, num_nodes
 
     def _num_used(self) -> int:
@@ -254,12 +254,12 @@ class SlotTable:
         text = remembered.pop(slot, [])
         if victim != slot:
             remembered.pop(victim, None)
-            self._cache.hand_over(slot, victim, len(text))
+            self._cache.move(slot, victim, len(text))
             remembered[victim] = text
             source = victim if source == slot else source
         if length:
             self._cache.reserve(slot + 1, length)
-            self._cache.move(source, slot, length)
+            self._cache.copy(source, slot, length)
 
     def _slot_to_overwrite(self, slot: int) -> int:
         """Return the free slot whose entries are given up for a new row in `slot`."""

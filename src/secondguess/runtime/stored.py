@@ -40,12 +40,12 @@ class GroupedWeight:
     @classmethod
     def rounded(cls, weight: Tensor) -> GroupedWeight:
         """Round a weight `[output, input]` to 8 bits, evenly spaced between the limits of each group."""
-        most = 255
+        last_code = 255
         groups = weight.float().view(len(weight), -1, GROUP)
         minimum = groups.amin(2).half().float()
         above = groups - minimum[:, :, None]
-        scale = (above.amax(2) / most).clamp_min(SMALLEST_HALF).half().float()
-        codes = (above / scale[:, :, None]).round().clamp(0, most).to(torch.uint8)
+        scale = (above.amax(2) / last_code).clamp_min(SMALLEST_HALF).half().float()
+        codes = (above / scale[:, :, None]).round().clamp(0, last_code).to(torch.uint8)
         return cls(codes.flatten(1), INT8_GROUPS.bits, scale, minimum)
 
     @classmethod

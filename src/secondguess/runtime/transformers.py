@@ -62,14 +62,14 @@ class TransformersRuntime(CachedRuntime):
             num_layers=config.num_hidden_layers,
             device=model.device,
         )
-        self.model = self._running = model
+        self.model = self._active_model = model
         parameters = inspect.signature(type(model).forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
         self._cache_parameter = next(name for name in CACHE_PARAMETERS if name in parameters)
-        self._found_attention = model.config._attn_implementation
-        self._found_training = {module: module.training for module in model.modules()}
+        self._original_attention = model.config._attn_implementation
+        self._original_modes = {module: module.training for module in model.modules()}
         self._set_up_attention()
         model.eval()
 
@@ -89,8 +89,8 @@ class TransformersRuntime(CachedRuntime):
 
     def close(self) -> None:
         """Restore the model's attention implementation and mode, and release the cache."""
-        self.model.set_attn_implementation(self._found_attention)
-        for module, training in self._found_training.items():
+        self.model.set_attn_implementation(self._original_attention)
+        for module, training in self._original_modes.items():
             module.training = training
         self.free()
 
@@ -125,15 +125,13 @@ class TransformersRuntime(CachedRuntime):
     def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         states = [self.slots[row] for row in rows]
         num_uncached = self._catch_up(states)
-        self._running = model
+        self._active_model = model
         try:
             with without_gradients():
                 logits = self._run_new_queries(states, num_uncached, draft, num_known)
         finally:
-            self._running = self.model
-        for state in states:
-            # moved with the row's slot until the target overwrites them
-            state.num_nodes = draft.num_nodes + 1
+            self._active_model = self.model
+        self._hold_nodes(states, [draft.num_nodes + 1] * len(states))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run_new_queries(
@@ -200,7 +198,7 @@ class TransformersRuntime(CachedRuntime):
             options["position_ids"] = positions.expand_as(tokens)
         if with_hidden:
             options["output_hidden_states"] = True
-        output = self._running(input_ids=tokens, use_cache=True, **options)
+        output = self._active_model(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
         return ForwardOutput(output.logits, hidden)
 

@@ -38,7 +38,7 @@ class WeightFormat:
         return self.bits < 16
 
     @property
-    def of_head(self) -> WeightFormat:
+    def head_format(self) -> WeightFormat:
         """Encoding of the language-modelling head, which loses more than other weights in 4 bits."""
         return INT8 if self.bits < INT8.bits and not self.keeps_others else self
 

@@ -354,10 +354,10 @@ def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible
         tokens = nodes[index].tolist()
         masks = [row.grammar.allowed(tuple(compress(tokens, seen))) for seen in visible[index].tolist()]
         banned = numpy.zeros((len(masks), width), numpy.bool_)
-        for of_query, mask in zip(banned, masks, strict=True):
+        for query_bans, mask in zip(banned, masks, strict=True):
             if mask is not None:
-                of_query[: len(mask)] = ~mask[:width]
-                of_query[len(mask) :] = True
+                query_bans[: len(mask)] = ~mask[:width]
+                query_bans[len(mask) :] = True
         own.masked_fill_(torch.from_numpy(banned).to(own.device), -math.inf)
         for query, largest in enumerate(own.amax(-1).tolist()):
             if largest == -math.inf and masks[query] is not None:

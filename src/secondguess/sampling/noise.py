@@ -93,7 +93,7 @@ class Noise(ABC):
         return None
 
     @abstractmethod
-    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+    def accept(self, probs: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
         """Return `[row, node]` decisions, each True with its probability; both on the host."""
 
     @abstractmethod
@@ -163,13 +163,13 @@ class KeyedNoise(Noise):
         if self.all_greedy:
             return most_likely(dists)
         nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(dists)
-        places = [[each] for each in nodes]
+        indices = [[each] for each in nodes]
         if not self.any_coupled:
-            return self._sample(dists, places, Purpose.DRAFT)
+            return self._sample(dists, indices, Purpose.DRAFT)
         raced = self._race(dists, torch.full((len(dists),), depth), token_ids)
         if self.all_coupled:
             return raced
-        return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, places, Purpose.DRAFT))
+        return torch.where(self.coupled.to(dists.device), raced, self._sample(dists, indices, Purpose.DRAFT))
 
     def of_rows(self) -> list[RowNoise]:
         return self._of_rows
@@ -179,11 +179,9 @@ class KeyedNoise(Noise):
         rows = zip(self.keys, self.positions, self.coupled.tolist(), strict=True)
         return [RowNoise(key & ALL_BITS, position, is_coupled) for key, position, is_coupled in rows]
 
-    def accept(self, chances: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
-        num_rows, num_nodes = chances.shape
-        accepted: NDArray[numpy.bool_] = (
-            self.uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < chances
-        )
+    def accept(self, probs: NDArray[numpy.float64]) -> NDArray[numpy.bool_]:
+        num_rows, num_nodes = probs.shape
+        accepted: NDArray[numpy.bool_] = self.uniforms([range(num_nodes)] * num_rows, Purpose.ACCEPT) < probs
         return accepted
 
     def draw(self, dists: Tensor, depths: Tensor) -> Tensor:
@@ -208,21 +206,21 @@ class KeyedNoise(Noise):
         keys, positions = [self.keys[row] for row in members], [self.positions[row] for row in members]
         return KeyedNoise(keys, positions, self.coupled[rows], self.greedy[rows], self.device)
 
-    def _sample(self, dists: Tensor, places: Places, purpose: Purpose) -> Tensor:
-        """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by place."""
-        uniforms = self.uniforms(places, purpose)
+    def _sample(self, dists: Tensor, indices: Indices, purpose: Purpose) -> Tensor:
+        """Draw tokens `[row]` or `[row, query]` from `dists` `[..., vocab]`, keyed by index."""
+        uniforms = self.uniforms(indices, purpose)
         return draw_by_inversion(dists, uniforms[:, 0] if dists.ndim == 2 else uniforms)
 
-    def uniforms(self, places: Places, purpose: Purpose) -> NDArray[numpy.float64]:
-        """Return `[row, i]` uniforms, one per place (a depth or node index) of this round."""
+    def uniforms(self, indices: Indices, purpose: Purpose) -> NDArray[numpy.float64]:
+        """Return `[row, i]` uniforms, one per index (a depth or node index) of this round."""
         # For a few numbers, the overhead of an array exceeds the computation.
-        if sum(map(len, places)) > _MAX_SCALAR_HASHES:
+        if sum(map(len, indices)) > _MAX_SCALAR_HASHES:
             keys = hash_of(numpy.array(self.keys), numpy.array(self.positions), Purpose.ROUND)
-            # Rows often share one sequence of places, and converting it takes longer than hashing.
-            shared = all(row is places[0] for row in places)
-            hashes = hash_of(keys[:, None], numpy.array(places[:1] if shared else places), purpose)
+            # Rows often share one sequence of indices, and converting it takes longer than hashing.
+            shared = all(row is indices[0] for row in indices)
+            hashes = hash_of(keys[:, None], numpy.array(indices[:1] if shared else indices), purpose)
             return (shift_right(hashes, 12).astype(numpy.float64) + 0.5) * 2.0**-52
-        rows = zip(self.keys, self.positions, places, strict=True)
+        rows = zip(self.keys, self.positions, indices, strict=True)
         return numpy.array([scalar_uniforms(key, position, own, purpose) for key, position, own in rows])
 
     def _race(self, dists: Tensor, depths: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -259,7 +257,7 @@ def _bool_tensor(values: tuple[bool, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.bool)
 
 
-Places = Sequence[Sequence[int]]
+Indices = Sequence[Sequence[int]]
 """Depths or node indices that need random numbers, per row; equally many for each row."""
 
 _MAX_SCALAR_HASHES = 64

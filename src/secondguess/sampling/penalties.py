@@ -37,10 +37,12 @@ class LogitProcessors:
     has_grammar: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> LogitProcessors:
+    def from_params(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+    ) -> LogitProcessors:
         has_min_tokens = any(each.min_tokens for each in params)
         has_grammar = any(each.grammar is not None for each in params)
-        bias, penalties = _bias(params, vocab_size, device), Penalties.of(params, device)
+        bias, penalties = _bias(params, vocab_size, device), Penalties.from_params(params, device)
         return cls(bias, penalties, has_min_tokens, has_grammar)
 
     def change_logits(self, rows: Sequence[Row]) -> bool:
@@ -85,7 +87,7 @@ class Penalties:
     presence: Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
+    def from_params(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
         rows = [
             index
             for index, each in enumerate(params)
@@ -106,15 +108,15 @@ class Penalties:
         tokens, in_text, in_output = _padded_tokens([rows[row] for row in self.rows], logits)
         # Tokens whose logits may change. A node outside of this vocabulary becomes token 0 and is
         # not counted.
-        places = torch.cat([tokens, nodes.masked_fill(nodes >= logits.shape[-1], 0)], 1)
+        affected = torch.cat([tokens, nodes.masked_fill(nodes >= logits.shape[-1], 0)], 1)
         counts = torch.zeros(2, len(self.rows), logits.shape[-1], dtype=logits.dtype, device=logits.device)
         counts[0].scatter_add_(1, tokens, in_text)
         counts[1].scatter_add_(1, tokens, in_output)
-        # A token that occurs twice has equal counts at both places, so the same value is written.
-        drafted = (places[:, :, None] == nodes[:, None]).to(logits.dtype)
+        # A token that occurs twice has equal counts at both indices, so the same value is written.
+        drafted = (affected[:, :, None] == nodes[:, None]).to(logits.dtype)
         drafted = visible.to(logits.dtype) @ drafted.transpose(1, 2)
-        num_seen, num_output = (counts.gather(2, places.expand(2, -1, -1))[:, :, None] + drafted).unbind(0)
-        every = places[:, None].expand(-1, logits.shape[1], -1)
+        num_seen, num_output = (counts.gather(2, affected.expand(2, -1, -1))[:, :, None] + drafted).unbind(0)
+        every = affected[:, None].expand(-1, logits.shape[1], -1)
         own = logits[self.index]
         scores = own.gather(2, every)
         repetition, frequency, presence = (
@@ -127,7 +129,7 @@ class Penalties:
 
 
 def _padded_tokens(rows: Sequence[Row], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows' tokens `[row, place]`, and weights for the text and for the output alone.
+    """Return the rows' tokens `[row, position]`, and weights for the text and for the output alone.
 
     A weight is 1 where the token counts. Padding and tokens outside of this vocabulary are token 0
     with weight 0.

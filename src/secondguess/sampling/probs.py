@@ -67,18 +67,18 @@ def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> 
     if not scores.is_cpu:
         largest, ids = scores.max(-1)
         # one copy, which waits for the device once
-        *places, are_finite = torch.cat((ids.flatten(), largest.isfinite().all()[None])).tolist()
+        *flat, are_finite = torch.cat((ids.flatten(), largest.isfinite().all()[None])).tolist()
         if not are_finite:
             raise _no_token_error(logits)
         num_queries = ids.shape[1]
-        return [places[first : first + num_queries] for first in range(0, len(places), num_queries)]
+        return [flat[first : first + num_queries] for first in range(0, len(flat), num_queries)]
     tokens: list[list[int]] = most_likely(scores).tolist()
     # A few elements are read faster one by one than by a tensor operation.
     values = scores.numpy()
     if not all(
         math.isfinite(values[row, query, token])
-        for row, of_row in enumerate(tokens)
-        for query, token in enumerate(of_row)
+        for row, row_tokens in enumerate(tokens)
+        for query, token in enumerate(row_tokens)
     ):
         raise _no_token_error(logits)
     return tokens
@@ -195,7 +195,7 @@ def _setting_tensors(
     params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device
 ) -> tuple[LogitProcessors, Rule]:
     """Convert settings to tensors; cached while the same requests decode together."""
-    return LogitProcessors.of(params, vocab_size, device), make_rule(params, device)
+    return LogitProcessors.from_params(params, vocab_size, device), make_rule(params, device)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ def largest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return ordered.values, ordered.indices
     if width * 16 <= logits.shape[-1]:
         candidates = _candidates(logits, width)
-        places = logits.gather(-1, candidates).topk(width, sorted=False).indices
-        tokens = candidates.gather(-1, places)
+        indices = logits.gather(-1, candidates).topk(width, sorted=False).indices
+        tokens = candidates.gather(-1, indices)
     else:
         tokens = logits.topk(width, sorted=False).indices
     tokens = tokens.sort(-1).values

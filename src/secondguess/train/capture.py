@@ -177,7 +177,7 @@ def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
 def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
     """Return a batch with hidden states per row, padded with zeros, all on one device."""
     layers = {
-        layer: pad_sequence([of_row[layer].float() for of_row in hidden], batch_first=True).to(device)
+        layer: pad_sequence([row_hidden[layer].float() for row_hidden in hidden], batch_first=True).to(device)
         for layer in hidden[0]
     }
     return TrainingBatch(batch.tokens.to(device), batch.counts.to(device), layers)

@@ -95,7 +95,7 @@ class HeadTrainer:
         recipe: learning rate, batch size and weights of the losses by depth.
         budget: minutes, steps or both.
         folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
-        seed: seed of the order of the texts and of the learner's random numbers.
+        seed: seed of the order of the texts and of the head's random numbers.
         evaluate_steps: steps between evaluations on the held-out texts.
         patience: evaluations without improvement after which the run ends; 0 for no early end.
         progress: called after every step.
@@ -103,8 +103,8 @@ class HeadTrainer:
             written then.
 
     Raises:
-        BadInputError: a learner without trainable weights.
-        CheckpointError: a checkpoint that cannot be read or belongs to another learner.
+        BadInputError: a head without trainable weights.
+        CheckpointError: a checkpoint that cannot be read or belongs to another head.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class HeadTrainer:
         self.capture, self.held_out_capture = capture, held_out_capture
         self._budget, self.folder, self._seed = budget, folder, seed
         self._evaluate_steps, self._patience = evaluate_steps, patience
-        self._tell, self._pause = progress, pause
-        self.standing = RunState()
+        self._report_progress, self._pause = progress, pause
+        self.state = RunState()
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
@@ -143,12 +143,12 @@ class HeadTrainer:
     @property
     def share(self) -> float:
         """Share of the budget that is spent, 0 to 1."""
-        return self._budget.progress(self.standing.seconds, self.standing.step)
+        return self._budget.progress(self.state.seconds, self.state.step)
 
     def run(self) -> RunState:
         """Train until the budget is spent or the score stops improving.
 
-        The learner then has the weights with the best score.
+        The head then has the weights with the best score.
 
         Raises:
             CheckpointError: a loss that is not finite.
@@ -158,26 +158,24 @@ class HeadTrainer:
         self._cut_log()
         with (self.folder / LOG).open("ab") as log:
             self._run(log)
-            if self.standing.evaluated_step != self.standing.step:
+            if self.state.evaluated_step != self.state.step:
                 self._evaluate(log)
             self.save(log)
         self.trainable.load_state_dict(self._best)
         self.trainable.eval()
-        return self.standing
+        return self.state
 
     def _run(self, log: BinaryIO) -> None:
-        standing = self.standing
-        batches = iter(
-            training_batches(self.texts.training, self._recipe.batch_size, self._seed, standing.step)
-        )
+        state = self.state
+        batches = iter(training_batches(self.texts.training, self._recipe.batch_size, self._seed, state.step))
         last_save = time.monotonic()
         while self.share < 1.0 and not self._out_of_patience():
             begun = time.monotonic()
             self._take_step(next(batches), log)
-            if standing.step % self._evaluate_steps == 0:
+            if state.step % self._evaluate_steps == 0:
                 self._evaluate(log)
             now = time.monotonic()
-            standing.seconds += now - begun
+            state.seconds += now - begun
             if now - last_save > CHECKPOINT_SECONDS:
                 self.save(log)
                 last_save = time.monotonic()
@@ -188,23 +186,25 @@ class HeadTrainer:
                 raise
 
     def _out_of_patience(self) -> bool:
-        return 0 < self._patience <= self.standing.num_disappointments
+        return 0 < self._patience <= self.state.num_disappointments
 
     def _take_step(self, batch: Batch, log: BinaryIO) -> None:
         begun = time.monotonic()
         self.trainable.train()
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
-            torch.manual_seed(self._seed * 1_000_003 + self.standing.step)
+            torch.manual_seed(self._seed * 1_000_003 + self.state.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
-            marks = self.trainable.learn(training_batch, self.target, self._objective)
-            loss = torch.stack(marks.losses).sum() + (0 if marks.extra is None else marks.extra)
+            depth_losses = self.trainable.learn(training_batch, self.target, self._objective)
+            loss = torch.stack(depth_losses.losses).sum()
+            if depth_losses.extra is not None:
+                loss = loss + depth_losses.extra
             loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
             raise CheckpointError(
-                f"expected a finite loss, got {value} in step {self.standing.step}; the last checkpoint stands: "
-                "resume it with a lower learning rate"
+                f"expected a finite loss, got {value} in step {self.state.step}; resume from the last "
+                "checkpoint with a lower learning rate"
             )
         nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip)
         for optimizer in self.optimizers:
@@ -212,15 +212,15 @@ class HeadTrainer:
                 group["lr"] = self._recipe.learning_rate * self._rate()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.standing.step += 1
+        self.state.step += 1
         num_tokens = sum(batch.lengths)
-        self.standing.tokens += num_tokens
-        accepted = [float(each) for each in marks.accepted]
-        _write_line(log, {"step": self.standing.step, "loss": value, "accepted": accepted})
+        self.state.tokens += num_tokens
+        accepted = [float(each) for each in depth_losses.accepted]
+        _write_line(log, {"step": self.state.step, "loss": value, "accepted": accepted})
         seconds = max(time.monotonic() - begun, 1e-9)
-        self._tell(
+        self._report_progress(
             Progress(
-                self.standing.step,
+                self.state.step,
                 self.share,
                 value,
                 accepted,
@@ -231,25 +231,25 @@ class HeadTrainer:
 
     def _seconds_left(self) -> float:
         share = self.share
-        return self.standing.seconds * (1 - share) / share if share else math.inf
+        return self.state.seconds * (1 - share) / share if share else math.inf
 
     def _thinned(self, training_batch: TrainingBatch) -> TrainingBatch:
         """Return a batch with a random share of its counted positions and a random number of depths."""
-        lots = torch.rand(training_batch.counts.shape).to(training_batch.counts.device)
+        random_keys = torch.rand(training_batch.counts.shape).to(training_batch.counts.device)
         deepest = float(torch.rand(()))
         return replace(
             training_batch,
-            counts=training_batch.counts & (lots < self._recipe.places),
+            counts=training_batch.counts & (random_keys < self._recipe.places),
             num_depths=sum(deepest < weight for weight in self._recipe.weights(MAX_DRAFT_LENGTH)),
         )
 
     def _rate(self) -> float:
         """Return the factor on the learning rate: linear warm-up, half a cosine down to zero."""
-        warm = min(1.0, (self.standing.step + 1) / max(1, self._recipe.warmup_steps))
+        warm = min(1.0, (self.state.step + 1) / max(1, self._recipe.warmup_steps))
         return warm * 0.5 * (1 + math.cos(math.pi * self.share))
 
     def _evaluate(self, log: BinaryIO) -> None:
-        standing = self.standing
+        state = self.state
         accepted = held_out_acceptance(
             self.trainable,
             self.target,
@@ -259,25 +259,25 @@ class HeadTrainer:
             self._recipe.batch_size,
         )
         score = acceptance_length(accepted)
-        standing.evaluated_step = standing.step
-        if not standing.best_accepted or score > acceptance_length(standing.best_accepted):
-            standing.best_step, standing.best_accepted = standing.step, accepted
-            standing.num_disappointments = 0
+        state.evaluated_step = state.step
+        if not state.best_accepted or score > acceptance_length(state.best_accepted):
+            state.best_step, state.best_accepted = state.step, accepted
+            state.num_disappointments = 0
             self._best = copy.deepcopy(self.trainable.state_dict())
         else:
-            standing.num_disappointments += 1
-        _write_line(log, {"step": standing.step, "held_out_accepted": accepted, "score": score})
+            state.num_disappointments += 1
+        _write_line(log, {"step": state.step, "held_out_accepted": accepted, "score": score})
 
     def save(self, log: BinaryIO) -> None:
         """Write the whole state; the log is written first, so that it is never behind it."""
         log.flush()
         os.fsync(log.fileno())
-        self.standing.log_bytes = log.tell()
+        self.state.log_bytes = log.tell()
         content = {
             "learner": self.trainable.state_dict(),
             "best": self._best,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "standing": vars(self.standing),
+            "standing": vars(self.state),
         }
         with write_atomically(self.folder / CHECKPOINT) as stream:
             torch.save(content, stream)
@@ -287,21 +287,21 @@ class HeadTrainer:
         try:
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             self.trainable.load_state_dict(content["learner"])
-            for optimizer, state in zip(self.optimizers, content["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            self.standing = RunState(**content["standing"])
+            for optimizer, optimizer_state in zip(self.optimizers, content["optimizers"], strict=True):
+                optimizer.load_state_dict(optimizer_state)
+            self.state = RunState(**content["standing"])
             self._best = content["best"]
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"expected the checkpoint of such a run in {path}, got: {first}; choose another --out, or delete the file "
-                "to start anew"
+                f"expected the checkpoint of a run of this head in {path}, got: {first}; choose another --out, or delete "
+                "the file to start anew"
             ) from error
 
     def _cut_log(self) -> None:
         """Remove the log lines that a killed run wrote after its last checkpoint."""
         with (self.folder / LOG).open("ab") as log:
-            log.truncate(min(log.tell(), self.standing.log_bytes))
+            log.truncate(min(log.tell(), self.state.log_bytes))
 
 
 def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
@@ -337,8 +337,8 @@ def held_out_acceptance(
     trainable.eval()
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
-        marks = trainable.learn(capture.training_batch(batch), target, objective)
-        accepted = torch.stack([each.float().cpu() for each in marks.accepted])
+        depth_losses = trainable.learn(capture.training_batch(batch), target, objective)
+        accepted = torch.stack([each.float().cpu() for each in depth_losses.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted
     return (total / max(1, num_counted)).tolist()
@@ -354,7 +354,7 @@ def acceptance_length(accepted: Sequence[float]) -> float:
     1.75
     """
     expected, reached = 1.0, 1.0
-    for chance in accepted:
-        reached *= chance
+    for prob in accepted:
+        reached *= prob
         expected += reached
     return expected

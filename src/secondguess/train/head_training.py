@@ -211,7 +211,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
         learnt = _write_texts(job, documents, run / "texts", show)
     texts = TextSplit.split(learnt)
     show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
-    trainable, standing = _learn(job, llm, texts, run, show)
+    trainable, state = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
     trainable.to(_saved_dtype(read_config(llm.target.path).to_dict()))
     trainable.save(job.out, public_name(job.model))
@@ -221,8 +221,8 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     del trainable, llm
     show.line("measuring the speed")
     speed = measure_speed(job.model, f"{job.drafter}:{job.out}", texts.held_out, job.dtype, job.device)
-    figures = _figures(job, standing) | speed
-    provenance = _provenance(job, Path(path), texts, standing, figures, num_words)
+    figures = _figures(job, state) | speed
+    provenance = _provenance(job, Path(path), texts, state, figures, num_words)
     usage = f"secondguess generate PROMPT --model {public_name(job.model)} --drafter {job.drafter}:FOLDER"
     write_card(job.out, provenance, usage)
     return provenance
@@ -246,7 +246,7 @@ def _write_texts(
 def _untrained(job: HeadJob, llm: LLM, token_counts: torch.Tensor) -> tuple[TargetModel, TrainableHead]:
     """Return the target in the form in which heads learn from it, and a head for it."""
     runtime = llm.target.runtime
-    target = TargetModel.of(runtime, frozen_float32_embedding_and_head(runtime))
+    target = TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
     config = read_config(llm.target.path).to_dict()
     facts = TargetInfo(config=config, model=target, token_counts=token_counts, seed=job.seed)
     return target, job.recipe.fresh(facts).float().to(runtime.device)
@@ -295,10 +295,10 @@ def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return found
 
 
-def _figures(job: HeadJob, standing: RunState) -> dict[str, Any]:
-    accepted = standing.best_accepted
+def _figures(job: HeadJob, state: RunState) -> dict[str, Any]:
+    accepted = state.best_accepted
     figures: dict[str, Any] = {"held_out_acceptance": [round(each, 4) for each in accepted]}
-    if job.recipe.guesses_alone:
+    if job.recipe.has_one_distribution:
         accepted = [*accepted, *[accepted[-1]] * (PREDICTED_DRAFT_LENGTH - len(accepted))]
     return figures | {
         "predicted_nodes": len(accepted),
@@ -310,7 +310,7 @@ def _provenance(
     job: HeadJob,
     target: Path,
     texts: TextSplit,
-    standing: RunState,
+    state: RunState,
     figures: dict[str, Any],
     vocab_size: int,
 ) -> Provenance:
@@ -331,10 +331,10 @@ def _provenance(
         "loss": job.loss,
         "recipe": asdict(job.recipe),
         "answers": asdict(job.answers),
-        "steps": standing.step,
-        "best_step": standing.best_step,
-        "tokens": standing.tokens,
-        "minutes": round(standing.seconds / 60, 2),
+        "steps": state.step,
+        "best_step": state.best_step,
+        "tokens": state.tokens,
+        "minutes": round(state.seconds / 60, 2),
         "seed": job.seed,
         **{
             name: value

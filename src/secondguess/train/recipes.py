@@ -26,7 +26,7 @@ from secondguess.train.draft_model import DraftModel
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """Properties of a target that are needed to create a learner.
+    """Properties of a target that are needed to create a head.
 
     Args:
         config: the target's configuration in Transformers format.
@@ -61,7 +61,7 @@ class Recipe(ABC):
 
     Attributes:
         kind: kind of drafter; also the name of the command.
-        guesses_alone: True if one distribution serves all depths, so that the last measured
+        has_one_distribution: True if one distribution serves all depths, so that the last measured
             acceptance rate also applies to deeper nodes.
         runs_first_layers: True if the drafter runs the first layers of the target, which not
             every runtime supports.
@@ -78,7 +78,7 @@ class Recipe(ABC):
     places: float = _within(0.001, 1, 0.25)
 
     kind: ClassVar[str]
-    guesses_alone: ClassVar[bool] = False
+    has_one_distribution: ClassVar[bool] = False
     runs_first_layers: ClassVar[bool] = False
     keeps_tokenizer: ClassVar[bool] = False
 
@@ -91,7 +91,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def fresh(self, target: TargetInfo) -> TrainableHead:
-        """Return an untrained learner, determined by the seed."""
+        """Return an untrained head, determined by the seed."""
 
     def weights(self, num_depths: int) -> list[float]:
         """Return the weights of the losses by depth, from 1 downwards."""
@@ -125,7 +125,7 @@ class DraftRecipe(Recipe):
     width: int = _within(0, 8192, 0)
 
     kind = "draft"
-    guesses_alone = True
+    has_one_distribution = True
     keeps_tokenizer = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
@@ -145,7 +145,7 @@ class EarlyExitRecipe(Recipe):
     mlp_size: int = _within(0, 1_000_000, 0)
 
     kind = "early-exit"
-    guesses_alone = True
+    has_one_distribution = True
     runs_first_layers = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:

@@ -21,7 +21,7 @@ from secondguess.errors import BadInputError
 from secondguess.heads.learning import overlap
 from secondguess.runtime.fused import FusedRuntime
 
-MOST_NODES = 12
+MAX_NODES = 12
 Report = Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ def best_draft_length(acceptance: float, cost_ratio: float) -> tuple[int, float]
     6
     """
     speeds = []
-    for length in range(MOST_NODES + 1):
+    for length in range(MAX_NODES + 1):
         tokens = sum(acceptance**depth for depth in range(length + 1))
         speeds.append((tokens / (length * cost_ratio + 1), -length))
     speed, negative = max(speeds)
@@ -77,14 +77,14 @@ class SkipSearch:
             )
         self._target = target
         self._texts = texts
-        self._expected = target.read(texts).logits
+        self._expected = target.probe(texts).logits
         self._known: dict[tuple[int, ...], Candidate] = {}
 
     def candidate(self, skipped: Iterable[int]) -> Candidate:
         """Evaluate skipping these layers; results are cached."""
         key = tuple(sorted(skipped))
         if key not in self._known:
-            logits = self._target.skip_layers(key).read(self._texts).logits
+            logits = self._target.skip_layers(key).probe(self._texts).logits
             acceptance = float(overlap(self._expected, logits).mean())
             cost = self._cost_ratio(key)
             self._known[key] = Candidate(key, acceptance, cost, *best_draft_length(acceptance, cost))
@@ -119,7 +119,7 @@ class SkipSearch:
 
     def _cost_ratio(self, skipped: Sequence[int]) -> float:
         decoder = self._target.decoder
-        layers = [layer.num_read for layer in decoder.layers]
+        layers = [layer.num_active_parameters for layer in decoder.layers]
         total = sum(layers) + decoder.head.weight.numel()
         return (total - sum(layers[index] for index in skipped)) / total
 

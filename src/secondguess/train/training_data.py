@@ -140,7 +140,7 @@ class Batch:
     lengths: list[int]
 
     @classmethod
-    def of(cls, members: Sequence[tuple[int, TrainingText]]) -> Batch:
+    def from_texts(cls, members: Sequence[tuple[int, TrainingText]]) -> Batch:
         lengths = [len(text.tokens) for _, text in members]
         tokens: NDArray[numpy.int64] = numpy.zeros((len(members), max(lengths)), numpy.int64)
         counts = numpy.zeros(tokens.shape, numpy.bool_)
@@ -162,21 +162,21 @@ def training_batches(
     for step in count(first_step):
         order = range(step * batch_size, (step + 1) * batch_size)
         indices = [shuffled_index(seed, _ORDER, position, len(texts)) for position in order]
-        yield Batch.of([(index, texts[index]) for index in indices])
+        yield Batch.from_texts([(index, texts[index]) for index in indices])
 
 
 def batches_in_order(texts: Sequence[TrainingText], batch_size: int) -> Iterator[Batch]:
     """Return batches of all texts, once and in order."""
     numbered = list(enumerate(texts))
-    return (Batch.of(numbered[at : at + batch_size]) for at in range(0, len(texts), batch_size))
+    return (Batch.from_texts(numbered[at : at + batch_size]) for at in range(0, len(texts), batch_size))
 
 
 def shuffled_index(seed: int, purpose: int, index: int, size: int) -> int:
     """Return an element of an endless sequence that visits ``range(size)`` once per epoch."""
-    epoch, place = divmod(index, size)
+    epoch, position = divmod(index, size)
     # An affine map with a factor coprime to ``size`` is a permutation that need not be stored.
     generator = numpy.random.default_rng((seed, purpose, epoch))
     multiple = int(generator.integers(1, size + 1))
     while numpy.gcd(multiple, size) != 1:
         multiple += 1
-    return int((place * multiple + int(generator.integers(size))) % size)
+    return int((position * multiple + int(generator.integers(size))) % size)

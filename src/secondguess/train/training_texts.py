@@ -175,7 +175,7 @@ def texts_as_they_stand(
 
 
 def require_room(target: LoadedModel, length: int) -> None:
-    """Check that texts of so many tokens fit into the target's context.
+    """Check that texts of `length` tokens fit into the target's context.
 
     Raises:
         BadInputError: they do not.
@@ -276,8 +276,8 @@ def _answered(
     llm: LLM, documents: Sequence[Document], first: int, settings: AnswerSettings
 ) -> list[TrainingText]:
     """Return prompts with answers; `first` is the index of the first document among all."""
-    most = settings.length - settings.max_tokens
-    prompts = [prompt_ids(llm.target, document)[-most:] for document in documents]
+    max_prompt = settings.length - settings.max_tokens
+    prompts = [prompt_ids(llm.target, document)[-max_prompt:] for document in documents]
     params = [
         SamplingParams(
             max_tokens=settings.max_tokens,

@@ -223,12 +223,12 @@ def test_an_installed_head_has_no_copies_of_the_targets_weights(tmp_path: Path) 
     installed = head_path("eagle")
     assert installed is not None
     target = Checkpoint.resolve("builtin", dtype="float32").load().runtime
-    head = EagleHead.fresh(TargetModel.of(target)).bfloat16()
+    head = EagleHead.fresh(TargetModel.from_runtime(target)).bfloat16()
     head.save(tmp_path / "out", "builtin")
     for name in ("README.md", "secondguess.json"):
         (tmp_path / "out" / name).write_bytes((installed / name).read_bytes())
     install_head(tmp_path / "out", tmp_path / "box")
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "box")]
     assert sizes[0] - sizes[1] == pytest.approx(2 * 6144 * 256 * 2, abs=1000)
-    again = load_eagle(tmp_path / "box", TargetModel.of(target)).bfloat16()
+    again = load_eagle(tmp_path / "box", TargetModel.from_runtime(target)).bfloat16()
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())

@@ -259,7 +259,7 @@ class CostController(Controller):
         answers = [False] * len(rows)
         if not self._decision.proposals:
             return answers
-        confidences = draft_probs.chances
+        confidences = draft_probs.acceptance_estimates
         chances: list[tuple[float, DraftProposal]] = []
         for proposal in self._decision.proposals:
             if proposal.deterministic or not proposal.goes_on:

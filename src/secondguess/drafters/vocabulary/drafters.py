@@ -206,8 +206,8 @@ class StringDrafter(TranslatingDrafter):
             raced = [index for index in active if _is_raced(rows[index])]
             if raced:
                 noises = [noise.select(torch.tensor([index])) for index in raced]
-                params, of_rows = [rows[index].params for index in raced], [depths[index] for index in raced]
-                drawn = self._race(params, logits[raced], noises, of_rows)
+                params = [rows[index].params for index in raced]
+                drawn = self._race(params, logits[raced], noises, [depths[index] for index in raced])
                 for index, token in zip(raced, drawn, strict=True):
                     tokens[index] = token
             for index in active:
@@ -266,7 +266,7 @@ def make_translating_drafter(
     runtime: Runtime, name: str, vocab_size: int, pair: VocabularyPair, shape: TreeShape | None
 ) -> TranslatingDrafter:
     """Return the drafter of a pair's method; arguments as in `TranslatingDrafter`."""
-    shown = f"{name},vocab={pair.method}"
+    full_name = f"{name},vocab={pair.method}"
     if pair.method == "string":
-        return StringDrafter(runtime, shown, vocab_size, pair)
-    return IntersectionDrafter(runtime, shown, vocab_size, pair, shape)
+        return StringDrafter(runtime, full_name, vocab_size, pair)
+    return IntersectionDrafter(runtime, full_name, vocab_size, pair, shape)

@@ -78,7 +78,7 @@ class VocabularyPair:
     text_share: float
 
     @classmethod
-    def of(cls, target: Vocabulary, draft: Vocabulary, method: Method | None = None) -> Self:
+    def from_vocabularies(cls, target: Vocabulary, draft: Vocabulary, method: Method | None = None) -> Self:
         """Compare two vocabularies.
 
         Args:
@@ -87,8 +87,8 @@ class VocabularyPair:
         Raises:
             BadInputError: the intersection of vocabularies without a shared token.
         """
-        of_target, of_draft = _preferred(target), _preferred(draft)
-        shared = {index: of_draft[data] for data, index in of_target.items() if data in of_draft}
+        target_tokens, draft_tokens = _preferred(target), _preferred(draft)
+        shared = {index: draft_tokens[data] for data, index in target_tokens.items() if data in draft_tokens}
         sample = target.encode(SAMPLE_TEXT, begins=True).ids
         text_share = sum(token in shared for token in sample) / max(len(sample), 1)
         if method == "intersection" and not shared:

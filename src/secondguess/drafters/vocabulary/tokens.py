@@ -62,7 +62,7 @@ class Vocabulary:
                 self.tokens[index] = self._bytes_of(token)
 
     @classmethod
-    def of(cls, tokenizer: Any, name: str) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Any, name: str) -> Vocabulary:
         """Return the vocabulary of a Transformers tokenizer.
 
         Raises:

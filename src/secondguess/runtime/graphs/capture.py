@@ -126,11 +126,11 @@ class StaticInputs:
         self._sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         parts = torch.split(self._buffer, self._sizes)
-        slots, starts, *of_tokens, self.integers, floats = (
+        slots, starts, *token_fields, self.integers, floats = (
             part[:size] for part, size in zip(parts, sizes, strict=True)
         )
         self.floats = floats.view(torch.float64)
-        tokens, positions, ancestors = (each.view(num_rows, width) for each in of_tokens)
+        tokens, positions, ancestors = (each.view(num_rows, width) for each in token_fields)
         num_finished = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
         self.inputs = PassInputs(slots, starts, tokens, positions, ancestors, num_finished)
 

@@ -25,7 +25,7 @@ MAX_CATCH_UP = 2
 MAX_DRAWN_BYTES = 2**27
 """Largest size of the logits and probabilities that a graph returns which draws more than one node."""
 SEGMENT = 4
-"""Largest number of nodes that one graph draws, after which the host decides whether to go on."""
+"""Largest number of nodes that one graph draws, after which the host decides whether to continue."""
 UNDECIDED_SEGMENT = 8
 """The same where there is nothing to decide."""
 
@@ -75,7 +75,7 @@ def draw_chains(
     if len(states) > ROWS[-1]:
         return None
     keep_drafting = decide_by(decision) if isinstance(decision, StoppingRule) else decision
-    modes = Modes.of(requests)
+    modes = Modes.from_requests(requests)
     longest = _segment(len(states), requests[0].vocab_size, keep_drafting is not None)
     chains: list[list[int]] = [[] for _ in states]
     probs: list[list[Tensor]] = [[] for _ in states]
@@ -100,24 +100,24 @@ def draw_chains(
         tokens, confidences = drawn.on_host()
         _require_confidences(drawn, confidences, len(active))
         kept = None if drawn.probs is None else drawn.probs.clone()  # the next segment overwrites them
-        places = dict(enumerate(active))
+        open_rows = dict(enumerate(active))
         for node in range(count):
-            for place, index in places.items():
-                chains[index].append(tokens[node][place])
+            for number, index in open_rows.items():
+                chains[index].append(tokens[node][number])
                 if kept is not None:
-                    probs[index].append(kept[node, place])
-            open_places = [
-                place for place, index in places.items() if depth + node + 1 < requests[index].num_nodes
+                    probs[index].append(kept[node, number])
+            open_numbers = [
+                number for number, index in open_rows.items() if depth + node + 1 < requests[index].num_nodes
             ]
-            if open_places and keep_drafting is not None:
+            if open_numbers and keep_drafting is not None:
                 # Rows that ended in this segment are asked about, too, but their answers do not count.
-                of_rows = slice(len(active))
-                kept_on = keep_drafting(
-                    active, drawn.logits[node, of_rows], depth + node, confidences[node][of_rows]
+                in_batch = slice(len(active))
+                continues = keep_drafting(
+                    active, drawn.logits[node, in_batch], depth + node, confidences[node][in_batch]
                 )
-                open_places = [place for place in open_places if kept_on[place]]
-            places = {place: places[place] for place in open_places}
-        active = list(places.values())
+                open_numbers = [number for number in open_numbers if continues[number]]
+            open_rows = {number: open_rows[number] for number in open_numbers}
+        active = list(open_rows.values())
     return DrawnChains(chains, None if modes.all_greedy else _padded(probs))
 
 
@@ -184,7 +184,7 @@ def can_draw(requests: Sequence[ChainRequest], vocab_size: int) -> bool:
 
 def _require_confidences(drawn: Draws, confidences: Sequence[Sequence[float]], num_rows: int) -> None:
     """Raise an error if a confidence is NaN."""
-    if any(math.isnan(each) for of_node in confidences for each in of_node[:num_rows]):
+    if any(math.isnan(each) for node_confidences in confidences for each in node_confidences[:num_rows]):
         require_finite(drawn.logits, "the drafter")
         raise SecondGuessError(
             "expected a finite logit from the draft model, got none; its weights are broken, or overflow in this "

@@ -33,7 +33,7 @@ class Draws(NamedTuple):
     def on_host(self) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and confidences, per node and row."""
         tokens, confidences = self.chosen.tolist()
-        return [[int(token) for token in of_node] for of_node in tokens], confidences
+        return [[int(token) for token in node_tokens] for node_tokens in tokens], confidences
 
 
 class Modes(NamedTuple):
@@ -49,7 +49,7 @@ class Modes(NamedTuple):
     races: bool
 
     @classmethod
-    def of(cls, requests: Sequence[ChainRequest]) -> Modes:
+    def from_requests(cls, requests: Sequence[ChainRequest]) -> Modes:
         """Return the rules for requests whose sampled rows are all drawn by races, or none."""
         temperatures = [request.settings.temperature for request in requests]
         races = any(request.noise.races for request in requests if request.settings.temperature > 0)
@@ -63,24 +63,24 @@ def draw_parameters(
 
     Args:
         nums_read: number of tokens of each row, then of padding.
-        nodes: places of the nodes in their chains.
+        nodes: indices of the nodes in their chains.
         modes: how they are drawn.
     """
     padding = len(nums_read) - len(requests)
     noises = [request.noise for request in requests]
     keys = [noise.key - (1 << 64) if noise.key >= 1 << 63 else noise.key for noise in noises]
-    places = [noise.position + nodes.start for noise in noises]
-    integers = [*nums_read, *keys, *([0] * padding), *places, *([0] * padding)]
+    positions = [noise.position + nodes.start for noise in noises]
+    integers = [*nums_read, *keys, *([0] * padding), *positions, *([0] * padding)]
     if modes.all_greedy:
         return integers, [1.0] * 2 * len(nums_read)
-    of_rows = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
+    row_uniforms = [scalar_uniforms(noise.key, noise.position, nodes, Purpose.DRAFT) for noise in noises]
     settings = [
         *(request.settings.temperature for request in requests),
         *([1.0] * padding),
         *(request.settings.log_min_p for request in requests),
         *([-math.inf] * padding),
     ]
-    uniforms = [value for of_node in zip(*of_rows, strict=True) for value in (*of_node, *([0.5] * padding))]
+    uniforms = [each for own in zip(*row_uniforms, strict=True) for each in (*own, *([0.5] * padding))]
     return integers, settings + uniforms
 
 
@@ -103,7 +103,7 @@ def draw_nodes(
     """
     inputs = static.inputs
     num_rows = len(inputs.slots)
-    num_read, keys, places = static.integers.view(3, num_rows)
+    num_read, keys, positions = static.integers.view(3, num_rows)
     temperatures, log_min_ps, *uniforms = static.floats.view(-1, num_rows)
     found: list[Tensor] = []
     dists: list[Tensor] = []
@@ -112,8 +112,8 @@ def draw_nodes(
     for node in range(count):
         if node:
             inputs = _following(inputs, drawn[-1], num_read if node == 1 else torch.ones_like(num_read))
-        of_tokens = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
-        logits = of_tokens[:, 0] if inputs.tokens.shape[1] == 1 else _last(of_tokens, num_read)
+        query_logits = run(inputs)[:, :vocab_size].view(*inputs.tokens.shape, -1)
+        logits = query_logits[:, 0] if inputs.tokens.shape[1] == 1 else _last(query_logits, num_read)
         logits = logits.float().contiguous()
         found.append(logits)
         largest, confidence = most_likely(logits, inputs.num_finished)
@@ -127,7 +127,7 @@ def draw_nodes(
             probs = torch.where(temperatures[:, None] == 0, first, probs)
         dists.append(probs)
         if modes.races:
-            hashes = hash_of(keys, places + node, Purpose.RACE)
+            hashes = hash_of(keys, positions + node, Purpose.RACE)
             times = -uniform_per_token_on_device(hashes, vocab_size).log() / probs
             drawn.append(times.argmin(-1))
         else:
@@ -136,9 +136,9 @@ def draw_nodes(
     return Draws(chosen, torch.stack(found), torch.stack(dists) if dists else None)
 
 
-def _last(of_tokens: Tensor, num_read: Tensor) -> Tensor:
+def _last(query_logits: Tensor, num_read: Tensor) -> Tensor:
     """Return `[row, ...]`, that of each row's last token, of values `[row, token, ...]`."""
-    return of_tokens[torch.arange(len(of_tokens), device=of_tokens.device), num_read - 1]
+    return query_logits[torch.arange(len(query_logits), device=query_logits.device), num_read - 1]
 
 
 def _following(inputs: PassInputs, tokens: Tensor, num_read: Tensor) -> PassInputs:
@@ -161,16 +161,16 @@ def _probs(logits: Tensor, temperatures: Tensor, log_min_ps: Tensor) -> Tensor:
 def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the tokens `[row]` drawn by inverting the cumulative sum; any token if it is NaN."""
     totals = probs.cumsum(-1, dtype=torch.float64)
-    places = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
-    return places[:, 0].clamp(max=probs.shape[-1] - 1)
+    tokens = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
+    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def decide_by(rule: StoppingRule) -> KeepChains:
     """Return the decision about the only row by a rule."""
-    return lambda _, logits, depth, confidences: [_goes_on(rule, depth, confidences[0])]
+    return lambda _, logits, depth, confidences: [_continues(rule, depth, confidences[0])]
 
 
-def _goes_on(rule: StoppingRule, depth: int, confidence: float) -> bool:
+def _continues(rule: StoppingRule, depth: int, confidence: float) -> bool:
     rule.groups.append(bisect_right(rule.edges, confidence))
     groups = rule.groups[-depth - 1 :]
     return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

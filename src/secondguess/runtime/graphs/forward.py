@@ -62,8 +62,8 @@ def _run(
     states = decoder.embed(inputs.tokens.flatten())
     levels = [states]
     for index, layer in enumerate(decoder.layers):
-        of_layer = LayerCache(cache.keys[index], cache.values[index])
-        states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], of_layer, inputs)
+        layer_cache = LayerCache(cache.keys[index], cache.values[index])
+        states = _run_layer(layer, states, decoder.rotaries[layer.rotary_kind], layer_cache, inputs)
         levels.append(states)
     read = states if with_logits else states[:0]
     logits = decoder.logit_scaling(linear(read, decoder.head, inputs.num_finished, decoder.norm))
@@ -79,13 +79,13 @@ def _run_layer(layer: Layer, states: Tensor, rotary: Rotary, cache: LayerCache, 
     if norms is not None and not all(_is_per_head(norm, layer.heads.size) for norm in norms):
         qkv, norms = _normalised(qkv, norms, layer), None
     queries = rotate_and_store(qkv, layer.heads, norms, rotary, cache, inputs)
-    mixed = attention(queries, layer.heads, layer.window, cache, inputs)
-    attended = _add(mixed, layer.output, layer.attention_output_norm, states, scale, inputs)
+    attended = attention(queries, layer.heads, layer.window, cache, inputs)
+    residual = _add(attended, layer.output, layer.attention_output_norm, states, scale, inputs)
     # A parallel layer's feed-forward part reads the input of the layer.
     part = layer.feed_forward
     assert isinstance(part, FeedForward)
-    inner = _inner(part, states if layer.is_parallel else attended, layer.mlp_norm, inputs)
-    return _add(inner, part.output, layer.mlp_output_norm, attended, scale, inputs)
+    inner = _inner(part, states if layer.is_parallel else residual, layer.mlp_norm, inputs)
+    return _add(inner, part.output, layer.mlp_output_norm, residual, scale, inputs)
 
 
 def _is_per_head(norm: Norm, size: int) -> bool:

@@ -152,7 +152,7 @@ def rotate_and_store(
     if norms is not None:
         queries, keys = norms[0](queries), norms[1](keys)
     cos, sin = rotary.table(0)[inputs.positions].unsqueeze(-2).chunk(2, -1)
-    queries, keys = (rotate(each, cos, sin, rotary.pairs) for each in (queries, keys))
+    queries, keys = (rotate(each, cos, sin, rotary.is_interleaved) for each in (queries, keys))
     for row, start in enumerate(inputs.starts.tolist()):
         if start >= 0:
             slot, cells = inputs.slots[row], slice(start, start + width)
@@ -177,9 +177,10 @@ def attention(
     num_rows, width = inputs.tokens.shape
     outputs = []
     for row, start in enumerate(inputs.starts.tolist()):
-        of_row = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1].transpose(1, 2)
+        row_queries = queries.view(num_rows, width, heads.num_queries, heads.size)[row : row + 1]
+        row_queries = row_queries.transpose(1, 2)
         if start < 0:
-            outputs.append(torch.zeros_like(of_row.transpose(1, 2)))
+            outputs.append(torch.zeros_like(row_queries.transpose(1, 2)))
             continue
         slot, total = int(inputs.slots[row]), start + width
         nodes = torch.arange(width, device=queries.device)
@@ -188,10 +189,12 @@ def attention(
             seen = (inputs.ancestors[row][:, None] >> nodes) & 1 == 1
         mask = torch.cat((seen.new_ones(width, start), seen), 1)
         if window is not None:
-            of_keys = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
-            mask &= inputs.positions[row][:, None] - of_keys < window
+            key_positions = torch.cat((torch.arange(start, device=nodes.device), inputs.positions[row]))
+            mask &= inputs.positions[row][:, None] - key_positions < window
         keys, values = (each[slot : slot + 1, :, :total] for each in cache)
-        outputs.append(explicit_attention(of_row, keys, values, mask[None, None], heads.scaling, heads.cap))
+        outputs.append(
+            explicit_attention(row_queries, keys, values, mask[None, None], heads.scaling, heads.cap)
+        )
     return torch.cat(outputs).reshape(num_rows * width, -1)
 
 
@@ -309,8 +312,8 @@ def _parts(tile: Tile, num_tiles: int, num_inputs: int, device: torch.device) ->
 
     Each reads at least four blocks.
     """
-    most = min(tile.programs * num_processors(device) // num_tiles, num_inputs // tile.inputs // 4)
-    return 1 << max(0, most.bit_length() - 1)
+    limit = min(tile.programs * num_processors(device) // num_tiles, num_inputs // tile.inputs // 4)
+    return 1 << max(0, limit.bit_length() - 1)
 
 
 def _rotate_kernel(
@@ -341,7 +344,7 @@ def _rotate_kernel(
         ROTATED=table.shape[1] // 2,
         BLOCK=_power_of_two(heads.size),
         HAS_NORM=norms is not None,
-        ROTATES_PAIRS=rotary.pairs,
+        IS_INTERLEAVED=rotary.is_interleaved,
         num_warps=1,
     )
     return queries

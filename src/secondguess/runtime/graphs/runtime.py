@@ -77,7 +77,7 @@ def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
     """
     runtime = GraphRuntime(checked.decoder)
     try:
-        found = runtime.read_twice(checked.tokens)
+        found = runtime.probe_both_paths(checked.tokens)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler's errors are of many kinds
@@ -159,18 +159,18 @@ class GraphRuntime(FusedRuntime):
         width = min(PROBE_WIDTH, self.context_length)
         tokens = torch.arange(2 * width, device=self.device).remainder(self.vocab_size).view(2, width)
         try:
-            found = self.read_twice(tokens)
+            found = self.probe_both_paths(tokens)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler's errors are of many kinds
             return f"the kernels fail on this device ({type(error).__name__}: {error})"
-        expected = FusedRuntime(self.decoder).read(tokens).logits.expand_as(found)
+        expected = FusedRuntime(self.decoder).probe(tokens).logits.expand_as(found)
         tolerance = PROBE_TOLERANCE[torch.bfloat16]  # states are rounded in products with weights in 4 bits
         return "" if probe_passes("graphs", found, expected, tolerance) else "the kernels give other logits"
 
     def _lend_cache(self, copy: GraphRuntime) -> GraphRuntime:
         """Have a copy run in this runtime's cache from now on."""
-        self._partial = None  # its cache entries will be overwritten
+        self._drop_partial_forward()
         copy.cache, copy.slots = self.cache, self.slots
         return copy
 
@@ -189,7 +189,7 @@ class GraphRuntime(FusedRuntime):
         return self._lend_cache(model).draw_after_pending(rows, requests, decision)
 
     @exclusive
-    def read_twice(self, tokens: Tensor) -> Tensor:
+    def probe_both_paths(self, tokens: Tensor) -> Tensor:
         """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
 
         Args:
@@ -273,8 +273,8 @@ class GraphRuntime(FusedRuntime):
             static = StaticInputs(size, num_queries, self.device)
             static.set(fields)
             output = run_decoder(self.decoder, self.cache, static.inputs, layers)
-        of_rows = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
-        return ForwardOutput(output.logits.view(size, num_queries, -1), of_rows)
+        hidden = {layer: each.view(size, num_queries, -1) for layer, each in output.hidden.items()}
+        return ForwardOutput(output.logits.view(size, num_queries, -1), hidden)
 
     def _prefill_forward(
         self, states: Sequence[CachedRow], tokens: Tensor, with_hidden: bool
@@ -288,7 +288,7 @@ class GraphRuntime(FusedRuntime):
         inputs = PassInputs(slots, firsts, tokens, positions, None, self._num_finished())
         layers = self.hidden_layers if with_hidden else ()
         hidden = run_decoder(self.decoder, self.cache, inputs, layers, with_logits=False).hidden
-        return {layer: of_tokens.view(num_rows, width, -1) for layer, of_tokens in hidden.items()}
+        return {layer: token_states.view(num_rows, width, -1) for layer, token_states in hidden.items()}
 
     def _num_finished(self) -> Tensor:
         return torch.zeros(MAX_TILES, dtype=torch.int32, device=self.device)
@@ -335,8 +335,7 @@ class GraphRuntime(FusedRuntime):
                 logits = self._run_queries(states, [1] * len(states), draft)[0][:, num_known:]
             else:
                 logits = _kept(output.logits[: len(rows), : draft.num_nodes + 1 - num_known])
-        for state in states:
-            state.num_nodes = draft.num_nodes + 1  # moved with the row's slot until the owner overwrites them
+        self._hold_nodes(states, [draft.num_nodes + 1] * len(states))
         return logits
 
     def draw_after_pending(
@@ -350,8 +349,7 @@ class GraphRuntime(FusedRuntime):
             return None
         drawn = self._draw_chains(states, requests, decision)
         if drawn is not None:
-            for state, chain in zip(states, drawn.tokens, strict=True):
-                state.num_nodes = len(chain)  # moved with the row's slot until the owner overwrites them
+            self._hold_nodes(states, map(len, drawn.tokens))
         return drawn
 
     @exclusive
@@ -360,15 +358,13 @@ class GraphRuntime(FusedRuntime):
     ) -> DrawnChains | None:
         if not can_draw(requests, self.vocab_size):
             return None
-        self._partial = None
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         if max(self._catch_up(states)) > MAX_CATCH_UP:
             return None
         drawn = self._draw_chains(states, requests, decision)
         if drawn is not None:
-            for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-                row.tokens += chain
-                state.length = len(row.tokens) - 1
+            self._append_chains(rows, states, drawn.tokens)
         return drawn
 
     def _draw_chains(
@@ -393,11 +389,11 @@ def _kept(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True)
 
 
-def _columns(of_rows: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
+def _columns(values: Tensor, num_uncached: Sequence[int], num_nodes: int) -> Tensor:
     """Return those of pending and the nodes, `[row, node + 1, ...]`, of padded values `[row, query, ...]`."""
     first = num_uncached[0] - 1
     if all(count == num_uncached[0] for count in num_uncached):
-        return of_rows[: len(num_uncached), first : first + num_nodes + 1]
-    firsts = torch.tensor(num_uncached, device=of_rows.device)[:, None] - 1
-    rows = torch.arange(len(num_uncached), device=of_rows.device)[:, None]
-    return of_rows[rows, firsts + torch.arange(num_nodes + 1, device=of_rows.device)]
+        return values[: len(num_uncached), first : first + num_nodes + 1]
+    firsts = torch.tensor(num_uncached, device=values.device)[:, None] - 1
+    rows = torch.arange(len(num_uncached), device=values.device)[:, None]
+    return values[rows, firsts + torch.arange(num_nodes + 1, device=values.device)]

@@ -311,7 +311,7 @@ def rotate_kernel(
     ROTATED: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    ROTATES_PAIRS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
 ):
     """Normalise and rotate a token's queries and keys; write keys and values to the cache.
 
@@ -324,7 +324,7 @@ def rotate_kernel(
     source = qkv + (token * (NUM_QUERIES + 2 * NUM_KEYS) + head) * SIZE
     found = tl.load(source + places, mask=mask, other=0.0).to(tl.float32)
     if head < NUM_QUERIES + NUM_KEYS:
-        others = places ^ 1 if ROTATES_PAIRS else (places + ROTATED // 2) % ROTATED
+        others = places ^ 1 if IS_INTERLEAVED else (places + ROTATED // 2) % ROTATED
         is_rotated = places < ROTATED
         other = tl.load(source + others, mask=is_rotated, other=0.0).to(tl.float32)
         if HAS_NORM:
@@ -413,7 +413,7 @@ def attention_kernel(
             visible_nodes = tl.load(ancestors + token, mask=is_query, other=0)
         largest = tl.full((BLOCK_QUERIES,), -float("inf"), tl.float32)
         weights = tl.zeros((BLOCK_QUERIES,), tl.float32)
-        mixed = tl.zeros((BLOCK_QUERIES, BLOCK_SIZE), tl.float32)
+        attended = tl.zeros((BLOCK_QUERIES, BLOCK_SIZE), tl.float32)
         first = low
         if HAS_WINDOW:
             # positions never fall along a row's queries' paths below its start
@@ -439,8 +439,8 @@ def attention_kernel(
                 bits = visible_nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]
                 visible = ((node < 0)[None, :] | ((bits & 1) == 1)) & is_cell[None, :]
             if HAS_WINDOW:
-                of_node = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
-                key_position = tl.where(node < 0, cells, of_node)
+                node_positions = tl.load(positions + row * width + node, mask=(node >= 0) & is_cell, other=0)
+                key_position = tl.where(node < 0, cells, node_positions)
                 visible = visible & (position[:, None] - key_position[None, :] < window)
             scores = tl.where(visible, scores, -float("inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
@@ -449,14 +449,16 @@ def attention_kernel(
             decay = tl.exp(largest - shift)
             weights = weights * decay + tl.sum(probs, 1)
             value = tl.load(values + block, mask=block_mask, other=0.0)
-            mixed = mixed * decay[:, None]
-            mixed = tl.dot(probs.to(value.dtype), value, mixed, input_precision="ieee")
+            attended = attended * decay[:, None]
+            attended = tl.dot(probs.to(value.dtype), value, attended, input_precision="ieee")
             largest = larger
         into = heads.to(tl.int64) * num_chunks + chunk
         tl.store(statistics + into * 2, largest, mask=is_query)
         tl.store(statistics + into * 2 + 1, weights, mask=is_query)
         tl.store(
-            sums + into[:, None] * SIZE + places[None, :], mixed, mask=is_query[:, None] & is_place[None, :]
+            sums + into[:, None] * SIZE + places[None, :],
+            attended,
+            mask=is_query[:, None] & is_place[None, :],
         )
 
 
@@ -479,26 +481,26 @@ def merge_kernel(
     start = tl.load(starts + token // width)
     places, chunks = tl.program_id(2) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_CHUNKS)
     is_place = places < SIZE
-    mixed = tl.zeros((BLOCK_SIZE,), tl.float32)
+    attended = tl.zeros((BLOCK_SIZE,), tl.float32)
     largest = -float("inf")
     weight = 0.0
     at = (token * NUM_HEADS + head).to(tl.int64) * num_chunks
     num_read = tl.where(start < 0, 0, tl.cdiv(start + width, chunk_size))
     for first in range(0, num_read, BLOCK_CHUNKS):
-        of_chunks, is_read = at + first + chunks, first + chunks < num_read
-        maxima = tl.load(statistics + of_chunks * 2, mask=is_read, other=-float("inf"))
-        totals = tl.load(statistics + of_chunks * 2 + 1, mask=is_read, other=0.0)
-        block = of_chunks[:, None] * SIZE + places
+        chunk_index, is_read = at + first + chunks, first + chunks < num_read
+        maxima = tl.load(statistics + chunk_index * 2, mask=is_read, other=-float("inf"))
+        totals = tl.load(statistics + chunk_index * 2 + 1, mask=is_read, other=0.0)
+        block = chunk_index[:, None] * SIZE + places
         found = tl.load(sums + block, mask=is_read[:, None] & is_place, other=0.0)
         larger = tl.maximum(largest, tl.max(maxima, 0))
         shift = tl.where(larger == -float("inf"), 0.0, larger)
         kept, factors = tl.exp(largest - shift), tl.exp(maxima - shift)
-        mixed = mixed * kept + tl.sum(factors[:, None] * found, 0)
+        attended = attended * kept + tl.sum(factors[:, None] * found, 0)
         weight = weight * kept + tl.sum(factors * totals, 0)
         largest = larger
-    mixed = tl.where(weight > 0, mixed / weight, 0.0)
+    attended = tl.where(weight > 0, attended / weight, 0.0)
     into = output + (token * NUM_HEADS + head) * SIZE + places
-    tl.store(into, mixed.to(output.dtype.element_ty), mask=is_place)
+    tl.store(into, attended.to(output.dtype.element_ty), mask=is_place)
 
 
 @triton.jit
@@ -534,11 +536,11 @@ def most_likely_kernel(
     if tl.atomic_add(num_finished + row, 1, sem="acq_rel") == PARTS - 1:
         tl.store(num_finished + row, 0)
         parts = tl.arange(0, triton.next_power_of_2(PARTS))
-        of_parts, is_part = partial + (row * PARTS + parts) * 3, parts < PARTS
+        part_address, is_part = partial + (row * PARTS + parts) * 3, parts < PARTS
         # Past the cache of the multiprocessor, which does not see what others have written.
-        maxima = tl.load(of_parts, mask=is_part, other=-float("inf"), cache_modifier=".cg")
-        candidates = tl.load(of_parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-        totals = tl.load(of_parts + 2, mask=is_part, other=0.0, cache_modifier=".cg")
+        maxima = tl.load(part_address, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+        candidates = tl.load(part_address + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+        totals = tl.load(part_address + 2, mask=is_part, other=0.0, cache_modifier=".cg")
         largest = tl.max(maxima, 0)
         token = tl.min(tl.where(maxima == largest, candidates.to(tl.int32), num_logits), 0)
         tl.store(tokens + row, tl.minimum(token, num_logits - 1).to(tl.int64))

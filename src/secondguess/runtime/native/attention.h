@@ -64,12 +64,12 @@ constexpr int64_t LARGEST_HEAD = 512;
 // Rotary embedding of the first `size` numbers of a head, rounded where the Transformers modules
 // round: after each operation, or once if the table is float32. `cos_sin` holds the cosines, then
 // the sines, negated for the first number of each pair. A pair is one number of each half or, with
-// `pairs`, two neighbours.
+// `is_interleaved`, two neighbours.
 template <class Number>
-inline void rotate(const bf16* from, int64_t size, bool pairs, const Number* cos_sin, bf16* to) {
-    bf16 other[LARGEST_HEAD], turned[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
+inline void rotate(const bf16* from, int64_t size, bool is_interleaved, const Number* cos_sin, bf16* to) {
+    bf16 other[LARGEST_HEAD], rotated_part[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
     const int64_t half = size / 2;
-    if (pairs) {
+    if (is_interleaved) {
         for (int64_t i = 0; i < size; i++) other[i] = from[i ^ 1];
     } else {
         std::memcpy(other, from + half, half * sizeof(bf16));
@@ -80,9 +80,9 @@ inline void rotate(const bf16* from, int64_t size, bool pairs, const Number* cos
         const Lanes part = lanes(size - i);
         const Floats straight = load(from + i, part) * load(cos_sin + i, part);
         const Floats crossed = load(other + i, part) * load(cos_sin + size + i, part);
-        store(turned + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
+        store(rotated_part + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
     }
-    std::memcpy(to, turned, size * sizeof(bf16));
+    std::memcpy(to, rotated_part, size * sizeof(bf16));
 }
 
 // Soft cap, which keeps numbers between -cap and cap; `round` rounds the result of each operation.
@@ -94,7 +94,7 @@ inline Floats capped(Floats x, float cap, Round round) {
 constexpr int QUERIES_AT_ONCE = NUM_SUMS >= 16 ? 4 : 2;
 constexpr int64_t NUM_PARTS = NUM_SUMS / QUERIES_AT_ONCE;  // vectors of sums of each of these queries
 constexpr int64_t BLOCK_KEYS = 16 * NUM_PARTS;             // keys of a block: with their values they fit into the first cache
-constexpr int64_t MOST_QUERIES = 64;                       // queries that read a block together
+constexpr int64_t MAX_QUERIES = 64;                        // queries that read a block together
 
 // Attention of some queries of one key head, block by block of their keys, with a running softmax (Milakov
 // and Gimelshein, arXiv 1805.02867; Dao and others, arXiv 2205.14135). Blocks are counted from the first key
@@ -108,9 +108,9 @@ class Attention {
     std::vector<Pairs> packed_values;  // [pair of keys][16 numbers]
     std::vector<bf16> queries;         // [query][padded]
     std::vector<float> sums;           // [query][padded], weighted values
-    alignas(64) float totals[MOST_QUERIES][16], scores[MOST_QUERIES][BLOCK_KEYS];
-    bf16 shares[MOST_QUERIES][BLOCK_KEYS];
-    float most[MOST_QUERIES], factors[MOST_QUERIES];
+    alignas(64) float totals[MAX_QUERIES][16], scores[MAX_QUERIES][BLOCK_KEYS];
+    bf16 shares[MAX_QUERIES][BLOCK_KEYS];
+    float maxima[MAX_QUERIES], factors[MAX_QUERIES];
 
     void pack(const bf16* keys, const bf16* values, const int32_t* positions, int64_t count) {
         const auto place = [&](int64_t i) { return positions[std::min(i, count - 1)] * size; };
@@ -133,8 +133,8 @@ class Attention {
     template <int COUNT>
     void score(int64_t first, const bf16* next) {
         Floats found[COUNT][NUM_PARTS];
-        for (auto& of_query : found)
-            for (Floats& each : of_query) each = zeros();
+        for (auto& query_values : found)
+            for (Floats& each : query_values) each = zeros();
         const Pairs* keys = packed_keys.data();
         const bf16* numbers = &queries[first * padded];
         for (int64_t n = 0; n < size; n += 2, keys += NUM_PARTS) {
@@ -149,15 +149,15 @@ class Attention {
 
     // Turn the scores of the first `count` keys into weights, relative to the largest score so far.
     void weigh(int64_t query, int64_t count) {
-        Floats seen[NUM_PARTS], highest = all(most[query]);
+        Floats seen[NUM_PARTS], highest = all(maxima[query]);
         for (int64_t group = 0; group < NUM_PARTS; group++) {
             Floats found = load(scores[query] + group * 16);
             if (cap) found = capped(found, cap, [](Floats x) { return x; });
             seen[group] = keep(lanes(count - group * 16), found, all(-INFINITY));
             highest = largest(highest, seen[group]);
         }
-        const float before = most[query];
-        highest = all(most[query] = largest_of(highest));
+        const float before = maxima[query];
+        highest = all(maxima[query] = largest_of(highest));
         float each[16];
         store(each, exponential(all(before) - highest));
         factors[query] = before == -INFINITY ? 0 : each[0];
@@ -195,13 +195,13 @@ class Attention {
         if (size == head_size) return;
         size = 0, padded = (head_size + 63) / 64 * 64;
         packed_keys.resize(padded / 2 * NUM_PARTS), packed_values.resize(BLOCK_KEYS / 2 * padded / 16);
-        queries.assign(MOST_QUERIES * padded, 0), sums.resize(MOST_QUERIES * padded);
+        queries.assign(MAX_QUERIES * padded, 0), sums.resize(MAX_QUERIES * padded);
         size = head_size;
     }
 
     // Begin a query; returns where to write it. `sink` is the score of a key without a value, -infinity for none.
     bf16* begin(int64_t query, float sink) {
-        most[query] = sink;
+        maxima[query] = sink;
         store(totals[query], zeros());
         if (sink != -INFINITY) totals[query][0] = 1;
         std::fill_n(&sums[query * padded], padded, 0.0f);

@@ -8,7 +8,7 @@
 // Decides which chains get another node after the ones at this depth, given the probability of the most likely
 // token there before any sampling setting (`Chains::confidences`). The answers are written to `Chains::answers`.
 using KeepDrafting = void (*)(int64_t depth);
-enum Answer { NO_ANSWER = 0, STOP = 1, GO_ON = 2 };
+enum Answer { NO_ANSWER = 0, STOP = 1, CONTINUE = 2 };
 
 // Rule that draws another node after the one at depth d if own[b0] * ... * own[bd] * following[bd] > least[d],
 // with bi the group of node i: the number of edges up to its confidence (`core.StoppingRule`).
@@ -93,8 +93,8 @@ class Drawing {
 
     // Remove the rows whose chains end with the node at this depth; returns 0 or a failure.
     int64_t decide(int64_t depth) {
-        const auto keep = [&](auto goes_on) {
-            active.erase(std::remove_if(active.begin(), active.end(), [&](int64_t row) { return !goes_on(row); }), active.end());
+        const auto keep = [&](auto continues) {
+            active.erase(std::remove_if(active.begin(), active.end(), [&](int64_t row) { return !continues(row); }), active.end());
         };
         keep([&](int64_t row) {
             chains.lengths[row] = depth + 1;
@@ -112,7 +112,7 @@ class Drawing {
             std::fill_n(chains.answers, num_rows, NO_ANSWER);
             chains.keeps_drafting(depth);
             if (chains.answers[active[0]] == NO_ANSWER) return CHAIN_INTERRUPTED;
-            keep([&](int64_t row) { return chains.answers[row] == GO_ON; });
+            keep([&](int64_t row) { return chains.answers[row] == CONTINUE; });
         }
         return 0;
     }

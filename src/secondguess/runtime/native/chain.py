@@ -17,7 +17,7 @@ from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.native.verification import noises_of_rows, settings_of_rows
 
 NOT_FINITE, INTERRUPTED = 3, 4
-STOP, GO_ON = 1, 2
+STOP, CONTINUE = 1, 2
 
 
 class ChainCall:
@@ -25,7 +25,7 @@ class ChainCall:
 
     Args:
         requests: one per row.
-        decision: which chains go on (`Runtime.draft_chains`).
+        decision: which chains continue (`Runtime.draft_chains`).
         logits: `[row, vocab]`, which the kernels compute at every node.
 
     Attributes:
@@ -136,7 +136,7 @@ class ChainCall:
         try:
             rows = range(self._num_rows)
             kept = decide(rows, self._logits, depth, self._confidences[:])
-            answers = [GO_ON if goes_on else STOP for goes_on in kept]
+            answers = [CONTINUE if continues else STOP for continues in kept]
             self._numbers[len(rows) : 2 * len(rows)] = answers  # type: ignore[assignment]
         except BaseException as error:  # it cannot pass through the kernels
             self._errors.append(error)

@@ -38,7 +38,7 @@ struct Decoder {
     const bf16* embedding;
     Norm norm;
     Weight head;
-    // Drafter heads that read a feature beside each token (EAGLE, MTP). Both parts are normalised
+    // Drafter heads that read a feature with each token (EAGLE, MTP). Both parts are normalised
     // and joined. The joined rows are projected to the input of the first layer; without a
     // projection they are the input of its queries, keys and values (EAGLE-3).
     int64_t joins_features;
@@ -46,10 +46,10 @@ struct Decoder {
     int64_t output_is_raw;           // the last level of `Forward::hidden` is not normalised
     Norm token_norm, feature_norm;
     Weight projection;
-    int64_t attends_both_ways;  // each token attends to all tokens of its row's step (block drafters)
+    int64_t is_bidirectional;  // each token attends to all tokens of its row's step (block drafters)
     // Differences of families from Llama; 0 for none.
     int64_t rotary_size;           // numbers of a head that are rotated, 0 for all
-    int64_t rotates_pairs;         // neighbouring numbers are rotated together, not one of each half
+    int64_t is_interleaved;        // rotary layout with pairs of neighbours, not half-split
     int64_t rotary_is_float32;     // dtype of `Forward::cos_sin`
     int64_t joins_heads_in_norms;  // query and key norms are over all heads together
     int64_t is_parallel;           // attention and feed-forward read the same states
@@ -75,7 +75,7 @@ struct Forward {
     int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [token]
     const bf16* states;          // [token][width], input of the first layer; null: embeddings
-    const bf16* features;        // [token][width], read beside the tokens
+    const bf16* features;        // [token][width], read with the tokens
     const int64_t* firsts;       // [row + 1], first token of each row, then the number of tokens
     const int64_t* starts;       // [row], cached positions before index 0
     const int64_t* slots;        // [row]
@@ -269,7 +269,7 @@ struct Worker {
         int64_t count = 0;
         for (int64_t key = oldest; key < start; key++) positions[count++] = key;
         const uint8_t* line = ancestors(row, index);
-        const int64_t last = decoder.attends_both_ways ? num_tokens_of(row) - 1 : index;
+        const int64_t last = decoder.is_bidirectional ? num_tokens_of(row) - 1 : index;
         for (int64_t other = 0; other <= last; other++)
             if ((!line || line[other]) && (oldest <= start || position(row, other) >= oldest))
                 positions[count++] = start + other;
@@ -292,9 +292,9 @@ struct Worker {
         const int64_t at = std::min(position(row, index), forward.context_length - 1) * 2 * size;
         const void* table = forward.cos_sin[layer.rotary];
         if (decoder.rotary_is_float32)
-            rotate(from, size, decoder.rotates_pairs, (const float*)table + at, to);
+            rotate(from, size, decoder.is_interleaved, (const float*)table + at, to);
         else
-            rotate(from, size, decoder.rotates_pairs, (const bf16*)table + at, to);
+            rotate(from, size, decoder.is_interleaved, (const bf16*)table + at, to);
         if (to != from) std::memcpy(to + size, from + size, (decoder.head_size - size) * sizeof(bf16));
     }
 
@@ -324,8 +324,8 @@ struct Worker {
     // Attention of tokens `first` to `last - 1` for the query heads of one key head.
     void attend_tokens(const Layer& layer, int64_t index, int64_t row, int64_t head, int64_t first, int64_t last) const {
         const int64_t group = decoder.num_queries / decoder.num_keys;
-        for (int64_t query = first * group; query < last * group; query += MOST_QUERIES)
-            attend_queries(layer, index, row, head, query, std::min(query + MOST_QUERIES, last * group));
+        for (int64_t query = first * group; query < last * group; query += MAX_QUERIES)
+            attend_queries(layer, index, row, head, query, std::min(query + MAX_QUERIES, last * group));
     }
 
     // Attention of some queries of one key head, counted over the heads of its tokens.
@@ -340,11 +340,11 @@ struct Worker {
             rotate_head(layer, space.qkv.row(line(query)) + column(query), layer.query_norm, row, index_of(query),
                         attention.begin(query - first, layer.sinks ? layer.sinks[head * group + query % group] : -INFINITY));
         int32_t* positions = space.positions[thread].data();
-        int64_t counts[MOST_QUERIES], common = 0;
+        int64_t counts[MAX_QUERIES], common = 0;
         if (!layer.window) {
             // All see the cached tokens, chains also those before them in the step.
             for (int64_t query = first; query < last; query++) {
-                const int64_t end = decoder.attends_both_ways ? num_tokens_of(row) : index_of(query) + 1;
+                const int64_t end = decoder.is_bidirectional ? num_tokens_of(row) : index_of(query) + 1;
                 counts[query - first] = start + (forward.closure ? 0 : end);
             }
             common = forward.closure ? start / BLOCK_KEYS * BLOCK_KEYS : counts[last - 1 - first];
@@ -375,11 +375,11 @@ struct Worker {
             return;
         }
         wait();
-        const int64_t most = std::max<int64_t>(1, MOST_QUERIES * decoder.num_keys / decoder.num_queries);
+        const int64_t limit = std::max<int64_t>(1, MAX_QUERIES * decoder.num_keys / decoder.num_queries);
         for (int64_t item = 0; item < num_heads; item++) {
             // pieces alternate between threads, because later tokens attend to more keys
             const int64_t row = item / decoder.num_keys, count = num_tokens_of(row);
-            const int64_t piece = std::min(most, (count + num_threads - 1) / num_threads);
+            const int64_t piece = std::min(limit, (count + num_threads - 1) / num_threads);
             for (int64_t token = thread * piece; token < count; token += num_threads * piece)
                 attend_tokens(layer, index, row, item % decoder.num_keys, token, std::min(count, token + piece));
         }

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from secondguess.runtime.families import Norm, why_not_fused
 from secondguess.runtime.feed_forward import Experts, FeedForward
-from secondguess.runtime.fused_decoder import FusedDecoder, Layer
+from secondguess.runtime.fused_decoder import FusedDecoder, Layer, embed
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks, requantise
@@ -94,7 +93,7 @@ class NativeDecoder(PackedDecoder):
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
         weight_format: encoding of the weights of linear layers; that of the LM head is its
-            `of_head`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
+            `head_format`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
         unit: as in `PackedDecoder`.
     """
 
@@ -113,7 +112,7 @@ class NativeDecoder(PackedDecoder):
         self.embedding_scale = decoder.embedding_scale
         self.logit_scaling = decoder.logit_scaling
         self.norm = decoder.norm
-        # A tied head is also kept in plain layout, which takes no memory beside the embeddings.
+        # A tied head is also kept in plain layout, which takes no memory in addition to the embeddings.
         tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
         self.tied_head = copy.copy(decoder.head) if tied else None
         first = decoder.layers[0]
@@ -125,7 +124,7 @@ class NativeDecoder(PackedDecoder):
         for index in range(self.num_layers):
             layers[index] = self._layer(decoder.layers[index], kinds)
         rotary = self.rotaries[0]
-        self.head = self._weight(decoder.head, weight_format.of_head)
+        self.head = self._weight(decoder.head, weight_format.head_format)
         packed = [each.weight.encoding for each in self._kept if isinstance(each, Blocks)]
         if weight_format.keeps_others and not any(packed):  # none had a form that the kernels keep
             self.weight_format = BFLOAT16
@@ -144,7 +143,7 @@ class NativeDecoder(PackedDecoder):
             norm=self._norm(decoder.norm),
             head=self.head.weight,
             rotary_size=2 * len(rotary.frequencies),
-            rotates_pairs=rotary.pairs,
+            is_interleaved=rotary.is_interleaved,
             rotary_is_float32=rotary.dtype == torch.float32,
             joins_heads_in_norms=first.query_norm is not None and len(first.query_norm.weight) != heads.size,
             is_parallel=first.is_parallel,
@@ -203,15 +202,14 @@ class NativeDecoder(PackedDecoder):
             )
             for index in range(layer.router.num_outputs):
                 round_weights(layer.experts[index], ("gate_up", "down"))
-        rounded.head = round_weight(self.head.weight, weight_format.of_head)
+        rounded.head = round_weight(self.head.weight, weight_format.head_format)
         rounded.described = library.Decoder.from_buffer_copy(self.described)
         rounded.described.layers, rounded.described.head = layers, rounded.head.weight
         return rounded
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
-        states = functional.embedding(tokens, self.embedding)
-        return states if self.embedding_scale is None else states * self.embedding_scale
+        return embed(tokens, self.embedding, self.embedding_scale)
 
     def read_weights(self, num_threads: int) -> int:
         """Read all weights; return their size in bytes.

@@ -35,10 +35,10 @@ struct Selection {
     // weights are softmax probabilities over all experts, divided by their sum if `normalises`.
     void select(int64_t token, bool normalises, const int32_t* given) {
         float* const all_of_token = logits.data() + token * num_experts;
-        const float most = *std::max_element(all_of_token, all_of_token + num_experts);
-        float total = 0, of_selected = 0;
+        const float largest = *std::max_element(all_of_token, all_of_token + num_experts);
+        float total = 0, selected_total = 0;
         for (int64_t expert = 0; expert < num_experts; expert++)
-            total += all_of_token[expert] = std::exp(all_of_token[expert] - most);
+            total += all_of_token[expert] = std::exp(all_of_token[expert] - largest);
         int32_t* const chosen = experts.data() + token * num_selected;
         float* const to = routing_weights.data() + token * num_selected;
         for (int64_t place = 0; place < num_selected; place++) {
@@ -47,9 +47,9 @@ struct Selection {
                 if (std::find(chosen, chosen + place, expert) == chosen + place && (best < 0 || all_of_token[expert] > all_of_token[best]))
                     best = expert;
             chosen[place] = (int32_t)best;
-            of_selected += to[place] = all_of_token[best];
+            selected_total += to[place] = all_of_token[best];
         }
-        for (int64_t place = 0; place < num_selected; place++) to[place] /= normalises ? of_selected : total;
+        for (int64_t place = 0; place < num_selected; place++) to[place] /= normalises ? selected_total : total;
     }
 
     // Sort the assignments of all tokens.

@@ -53,7 +53,7 @@ class Layout:
     num_columns: int
 
     @classmethod
-    def of(
+    def from_lists(
         cls, firsts: Sequence[int], selected: Sequence[int], places: Sequence[int], num_columns: int
     ) -> Layout:
         return cls(_array(firsts), _array(selected), _array(places), num_columns)
@@ -68,7 +68,9 @@ def even_layout(num_rows: int, width: int, num_logits: int, first: int | None = 
     """Return the layout of rows of one width, with logits of the last columns or from `first` on; cached."""
     first = width - num_logits if first is None else first
     selected = [row * width + first + column for row in range(num_rows) for column in range(num_logits)]
-    return Layout.of(range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits)
+    return Layout.from_lists(
+        range(0, (num_rows + 1) * width, width), selected, range(len(selected)), num_logits
+    )
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +83,9 @@ def uneven_layout(counts: tuple[int, ...], lengths: tuple[int, ...], num_nodes: 
     firsts = [0, *accumulate(counts)]
     queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
     selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
-    return Layout.of(firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1)
+    return Layout.from_lists(
+        firsts, selected, [row * (num_nodes + 1) + node for row, node in queries], num_nodes + 1
+    )
 
 
 @lru_cache(maxsize=256)
@@ -95,7 +99,7 @@ def num_keys_of_chains(
 ) -> int:
     """Return the largest number of positions that chains need, but for their last nodes, which are not run."""
     rows = zip(starts, tokens, requests, strict=True)
-    return max(start + len(of_row) + request.num_nodes - 1 for start, of_row, request in rows)
+    return max(start + len(row_tokens) + request.num_nodes - 1 for start, row_tokens, request in rows)
 
 
 def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
@@ -105,20 +109,46 @@ def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
     )
 
 
-def in_columns(of_tokens: Tensor, layout: Layout) -> Tensor:
+def in_columns(token_values: Tensor, layout: Layout) -> Tensor:
     """Return hidden states `[row, column, width]` of the selected tokens, zeros where there is none.
 
     Args:
-        of_tokens: `[token, width]`.
+        token_values: `[token, width]`.
     """
     num_rows, num_selected = len(layout.firsts) - 1, len(layout.selected)
-    if num_selected < len(of_tokens):
-        of_tokens = of_tokens[torch.tensor(layout.selected[:])]
+    if num_selected < len(token_values):
+        token_values = token_values[torch.tensor(layout.selected[:])]
     if num_selected < num_rows * layout.num_columns:
-        selected = of_tokens
-        of_tokens = selected.new_zeros(num_rows * layout.num_columns, selected.shape[-1])
-        of_tokens[torch.tensor(layout.places[:])] = selected
-    return of_tokens.view(num_rows, layout.num_columns, -1)
+        selected = token_values
+        token_values = selected.new_zeros(num_rows * layout.num_columns, selected.shape[-1])
+        token_values[torch.tensor(layout.places[:])] = selected
+    return token_values.view(num_rows, layout.num_columns, -1)
+
+
+class KernelInputs(NamedTuple):
+    """Inputs of a forward pass of the kernels.
+
+    Args:
+        tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
+            None with `states`.
+        layout: the tokens of each row, and those whose logits are returned.
+        step: starts and ancestors of all tokens of the step.
+        layers: layers that are run.
+        wanted: layers whose hidden states are returned: the input of the first of `layers`, or
+            any of their outputs.
+        num_known: number of preceding tokens of each row that these layers have run already.
+        states: input of the first of `layers`; None for the embeddings of `tokens`.
+        features: `[..., width]` in bfloat16, read with the tokens by a drafter head.
+    """
+
+    tokens: Tensor | None
+    layout: Layout
+    step: ForwardStep
+    layers: range
+    wanted: Sequence[int] = ()
+    num_known: int = 0
+    states: Tensor | None = None
+    features: Tensor | None = None
 
 
 class PreparedCall(NamedTuple):
@@ -174,7 +204,7 @@ class KernelForward:
 
     @contextmanager
     def with_experts(self, selected: Mapping[int, Tensor]) -> Iterator[None]:
-        """Prescribe the experts that tokens select in a forward pass, for a probe.
+        """Force the experts that tokens use in a forward pass, for a probe.
 
         Args:
             selected: `[token, k]` by layer.
@@ -224,48 +254,29 @@ class KernelForward:
         """
         self._arguments.caches_only = True
         try:
-            layout = Layout.of([0, *accumulate(counts)], (), (), 0)
-            self(cache, None, layout, step, layers, (), states=states)
+            layout = Layout.from_lists([0, *accumulate(counts)], (), (), 0)
+            self(cache, KernelInputs(None, layout, step, layers, states=states))
         finally:
             self._arguments.caches_only = False
 
-    def __call__(
-        self,
-        cache: KeyValueCache,
-        tokens: Tensor | None,
-        layout: Layout,
-        step: ForwardStep,
-        layers: range,
-        wanted: Sequence[int],
-        num_known: int = 0,
-        states: Tensor | None = None,
-        features: Tensor | None = None,
-    ) -> ForwardOutput:
+    def __call__(self, cache: KeyValueCache, inputs: KernelInputs) -> ForwardOutput:
         """Run some layers in one call of the kernels; return hidden states `[token, width]`.
 
         Args:
             cache: keys and values, written at its placement.
-            tokens: tokens of all rows, in order; `num_known` other tokens of a row's step precede it.
-                None with `states`.
-            layout: the tokens of each row, and those whose logits are returned.
-            step: starts and ancestors of all tokens of the step.
-            wanted: layers whose hidden states are returned: the input of the first of `layers`, or
-                any of their outputs.
-            num_known: number of preceding tokens of each row that these layers have run already.
-            states: input of the first of `layers`; None for the embeddings of `tokens`.
-            features: `[..., width]` in bfloat16, read beside the tokens by a drafter head.
 
         Raises:
             OutOfMemoryError: no memory for the workspace.
             BadInputError: a token id outside the vocabulary.
         """
-        call = self._prepare(cache, tokens, layout, step, layers, wanted, num_known, states, features)
+        call = self._prepare(cache, inputs)
         failure = self._kernels.secondguess_run(self.decoder.described, self._arguments, self._workspace)
-        self._check(failure, tokens, layout.firsts[-1])
+        self._check(failure, inputs.tokens, inputs.layout.firsts[-1])
         if call.shown is None:
             return ForwardOutput(call.logits)
-        of_levels = dict(zip(call.levels, call.shown.unbind(), strict=True))
-        return ForwardOutput(call.logits, {layer: of_levels[self._level(layer)] for layer in wanted})
+        level_states = dict(zip(call.levels, call.shown.unbind(), strict=True))
+        hidden = {layer: level_states[self._level(layer)] for layer in inputs.wanted}
+        return ForwardOutput(call.logits, hidden)
 
     def draft_chains(
         self,
@@ -283,7 +294,7 @@ class KernelForward:
             tokens: uncached tokens of each row, at least one.
             starts: number of cached tokens before them, per row.
             requests: one per row; `vocab_size` is at most the width of the logits.
-            features: `[token, width]` of the tokens of all rows, as in `__call__`; those of nodes are the outputs of a
+            features: `[token, width]` of the tokens of all rows, as in `KernelInputs`; those of nodes are the outputs of a
                 drafter head.
 
         Raises:
@@ -291,13 +302,14 @@ class KernelForward:
             BadInputError: a token id outside the vocabulary.
             SecondGuessError: logits that are not finite.
         """
-        flat = [token for of_row in tokens for token in of_row]
-        layout = last_token_layout(tuple([len(of_row) for of_row in tokens]))
+        flat = [token for row_tokens in tokens for token in row_tokens]
+        layout = last_token_layout(tuple([len(row_tokens) for row_tokens in tokens]))
         step = kernel_step(starts, cache.placement.num_keys)
         layers, num_layers = range(self.decoder.num_layers), self.decoder.num_layers
         output = () if features is None else (num_layers,)
-        inputs = token_tensor(flat, torch.device("cpu"))
-        call = self._prepare(cache, inputs, layout, step, layers, output, features=features)
+        flat_tokens = token_tensor(flat, torch.device("cpu"))
+        inputs = KernelInputs(flat_tokens, layout, step, layers, output, features=features)
+        call = self._prepare(cache, inputs)
         with ChainCall(requests, decision, call.logits[:, 0, : requests[0].vocab_size]) as drawing:
             failure: int = self._kernels.secondguess_draft_chains(
                 self.decoder.described, self._arguments, self._workspace, drawing.chains
@@ -320,19 +332,9 @@ class KernelForward:
                 f"or {int(tokens.min())}; is it the tokenizer of another model?"
             )
 
-    def _prepare(
-        self,
-        cache: KeyValueCache,
-        tokens: Tensor | None,
-        layout: Layout,
-        step: ForwardStep,
-        layers: range,
-        wanted: Sequence[int] = (),
-        num_known: int = 0,
-        states: Tensor | None = None,
-        features: Tensor | None = None,
-    ) -> PreparedCall:
-        """Set the arguments of a call, as in `__call__`."""
+    def _prepare(self, cache: KeyValueCache, inputs: KernelInputs) -> PreparedCall:
+        """Set the arguments of a call."""
+        tokens, layout, step, layers, wanted, num_known, states, features = inputs
         rows, num_tokens = len(layout.firsts) - 1, layout.firsts[-1]
         tokens = None if tokens is None else tokens.contiguous()
         self._reach_cache(cache)

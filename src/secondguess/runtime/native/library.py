@@ -92,7 +92,7 @@ class Decoder(Structure):
         *_fields(c_int64, "joins_features residual_is_normalised output_is_raw"),
         *_fields(Norm, "token_norm feature_norm"),
         ("projection", Weight),
-        *_fields(c_int64, "attends_both_ways rotary_size rotates_pairs rotary_is_float32"),
+        *_fields(c_int64, "is_bidirectional rotary_size is_interleaved rotary_is_float32"),
         *_fields(c_int64, "joins_heads_in_norms is_parallel has_no_gates"),
         *_fields(c_float, "residual_scale score_cap logit_cap logit_divisor"),
         *_fields(c_int64, "num_experts num_selected expert_width normalises_routing_weights"),
@@ -217,7 +217,7 @@ def units() -> tuple[Unit, ...]:
     Empty if the kernels were not built, or the processor supports none of them.
 
     Raises:
-        SecondGuessError: if the kernels were built from other sources than those beside them.
+        SecondGuessError: if the kernels were built from other sources than those next to them.
     """
     opened = {kind: _open(kind) for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
     found = [Unit(kind, kernels) for kind, kernels in opened.items() if kernels]
@@ -253,7 +253,7 @@ def _open(kind: str) -> ctypes.CDLL | None:
         return None  # built on another machine, for libraries that are missing here
     if not _is_current(kernels, hash_sources(folder)):
         raise SecondGuessError(
-            f"expected kernels built from the sources beside them, got others in {built}; rebuild them with "
+            f"expected kernels built from the sources next to them, got others in {built}; rebuild them with "
             "`python setup.py build_ext --inplace --force`, or delete the file to compute with torch"
         )
     for name, (result, arguments) in SIGNATURES.items():

@@ -48,8 +48,8 @@ class KernelLinear(nn.Module):
         rows = values.to(torch.bfloat16).contiguous()
         dtype = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
         product = torch.empty(*values.shape[:-1], num_outputs, dtype=dtype)
-        places = (rows.data_ptr(), rows.numel() // width, width, product.data_ptr())
-        to_run = (*places, int(dtype == torch.float32), int(self._unit.has_tiles), num_threads())
+        arguments = (rows.data_ptr(), rows.numel() // width, width, product.data_ptr())
+        to_run = (*arguments, int(dtype == torch.float32), int(self._unit.has_tiles), num_threads())
         if self._unit.kernels.secondguess_linear(self._blocks.weight, *to_run):
             raise OutOfMemoryError(f"expected memory for {rows.numel()} numbers of a linear layer, got none")
         return product.to(values.dtype)

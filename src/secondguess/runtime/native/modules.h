@@ -134,15 +134,15 @@ struct StateSpace {
             float* line = after + first;
             if (after != before) std::memcpy(line, before + first, state_size * sizeof(float));
             for (int64_t token = 0; token < num_tokens; token++) {
-                const int64_t place = token * num_heads + head, of_group = (token * num_groups + group) * state_size;
+                const int64_t place = token * num_heads + head, group_offset = (token * num_groups + group) * state_size;
                 const float x = inputs[place * head_size + number];
                 const Floats decay = all(decays[token]), added = all(x * own_steps[token]);
                 Floats found = zeros();
                 for (int64_t i = 0; i < state_size; i += 16) {
                     const Lanes part = lanes(state_size - i);
-                    const Floats next = add_product(load(line + i, part) * decay, added, load(writes + of_group + i, part));
+                    const Floats next = add_product(load(line + i, part) * decay, added, load(writes + group_offset + i, part));
                     store(line + i, next, part);
-                    found = add_product(found, next, load(reads + of_group + i, part));
+                    found = add_product(found, next, load(reads + group_offset + i, part));
                 }
                 outputs[place * head_size + number] = sum_of(found) + skips[head] * x;
             }

@@ -61,13 +61,13 @@ struct RowPacker {
 
     // Round to 8 bits with the largest magnitude at 127; returns the scale, and the sum of the numbers.
     float pack_int8(int32_t& sum) const {
-        Floats most = zeros();
+        Floats maxima = zeros();
         bool is_defined = true;
         for (int64_t start = 0; start < weight.num_inputs; start += 16) {
-            most = largest(most, absolute(numbers(start)));
+            maxima = largest(maxima, absolute(numbers(start)));
             is_defined &= !has_nan(numbers(start));
         }
-        const float scale = is_defined ? std::max(largest_of(most), FLT_MIN) / 127 : NAN;
+        const float scale = is_defined ? std::max(largest_of(maxima), FLT_MIN) / 127 : NAN;
         sum = 0;
         for (int64_t step = 0; step < weight.num_steps(); step++) {
             int8_t small[64];
@@ -81,18 +81,18 @@ struct RowPacker {
     // Round each group to evenly spaced levels of 8 bits between its limits, as `GroupedWeight.rounded` does; a group
     // with NaN has the scale NaN.
     void pack_groups() const {
-        const float most = 255, shift = 128;
+        const float last_code = 255, shift = 128;
         for (int64_t group = 0; group < weight.num_steps(); group++) {
             const Floats low = numbers(group * GROUP), high = numbers(group * GROUP + 16);
             const uint16_t least = to_half(0.0f - largest_of(zeros() - smallest(low, high)));
             const Floats minimum = all(from_half(least));
             const Floats above[2] = {low - minimum, high - minimum};
             const bool is_defined = !has_nan(low) && !has_nan(high);
-            const uint16_t scale = to_half(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / most, 0x1p-24f));
+            const uint16_t scale = to_half(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / last_code, 0x1p-24f));
             const float step = from_half(scale);
             int8_t codes[GROUP];
             for (int half = 0; half < 2; half++) {
-                const Floats level = smallest(largest(nearest_whole(above[half] / all(step)), zeros()), all(most));
+                const Floats level = smallest(largest(nearest_whole(above[half] / all(step)), zeros()), all(last_code));
                 store_small(codes + half * 16, level - all(shift));
             }
             uint16_t* parameters = (uint16_t*)(block + (group + 1) * weight.step_bytes()) - 2 * BLOCK;
@@ -125,12 +125,12 @@ struct LevelGroups {
 
     // Find `scale`.
     void round() {
-        Floats most = zeros(), least = zeros(), finite = zeros();
+        Floats maxima = zeros(), minima = zeros(), finite = zeros();
         for (const Floats each : numbers) {
-            most = largest(most, each), least = smallest(least, each);
+            maxima = largest(maxima, each), minima = smallest(minima, each);
             finite = add_product(finite, each, zeros());
         }
-        const Floats limit = where_less(most, zeros() - least, least, most) + finite;
+        const Floats limit = where_less(maxima, zeros() - minima, minima, maxima) + finite;
         Floats least_error = all(INFINITY);
         scale = rounded(limit * all(1.0f / (NearestLevels::LAST - zero_of(INT4))));
         for (const float last : {0.95f, 1.0f, 1.05f, -1.1f}) {
@@ -172,9 +172,9 @@ inline void pack_levels(const Weight& weight, char* block, int tile, Function ro
         alignas(64) float numbers[GROUP][TILE];
         for (int output = 0; output < TILE; output++) {
             const auto row = row_of(tile * TILE + output);
-            float of_row[GROUP];
-            for (int start = 0; start < GROUP; start += 16) store(of_row + start, row.numbers(group * GROUP + start));
-            for (int input = 0; input < GROUP; input++) numbers[input][output] = of_row[input];
+            float row_numbers[GROUP];
+            for (int start = 0; start < GROUP; start += 16) store(row_numbers + start, row.numbers(group * GROUP + start));
+            for (int input = 0; input < GROUP; input++) numbers[input][output] = row_numbers[input];
         }
         LevelGroups groups;
         for (int input = 0; input < GROUP; input++) groups.numbers[input] = load(numbers[input]);

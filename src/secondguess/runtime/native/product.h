@@ -88,7 +88,7 @@ struct GroupValues {
     const int32_t* offsets;
     int64_t stride, num_groups;  // numbers, and sums and offsets, per row
 
-    GroupValues of_group(int64_t group) const {
+    GroupValues at_group(int64_t group) const {
         return {numbers + group * GROUP, sums + group, offsets + group, stride, num_groups};
     }
     GroupValues from_row(int64_t row) const {
@@ -125,8 +125,8 @@ inline void with_count(int count, Function function) {
 }
 
 // Split rows evenly: 6 rows, at most 5 at once, are 3 and 3, which is faster than 5 and 1.
-inline int even_share(int64_t left, int most) {
-    const int64_t parts = (left + most - 1) / most;
+inline int even_share(int64_t left, int limit) {
+    const int64_t parts = (left + limit - 1) / limit;
     return (int)((left + parts - 1) / parts);
 }
 
@@ -214,9 +214,9 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
 
 // Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale.
 inline float quantise(const bf16* row, int64_t count, int8_t* to) {
-    Floats most = zeros();
-    for (int64_t i = 0; i < count; i += 16) most = largest(most, absolute(load(row + i)));
-    const float scale = std::max(largest_of(most), 1e-30f) / 127;
+    Floats maxima = zeros();
+    for (int64_t i = 0; i < count; i += 16) maxima = largest(maxima, absolute(load(row + i)));
+    const float scale = std::max(largest_of(maxima), 1e-30f) / 127;
     const Floats factor = all(1 / scale);
     for (int64_t i = 0; i < count; i += 16) store_small(to + i, load(row + i) * factor);
     return scale;

@@ -12,7 +12,7 @@ template <int COUNT, class Finish>
     UNROLLED for (int row = 0; row < COUNT; row++) finish(first + row, whole[row]);
 }
 
-// Call `finish(row, sums)` with the sums of the products of some rows, at most MOST_ROWS, with a group of one tile.
+// Call `finish(row, sums)` with the sums of the products of some rows, at most MAX_ROWS, with a group of one tile.
 template <Encoding ENCODING, class Finish>
 [[gnu::always_inline]] inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
     if constexpr (ENCODING == INT8_GROUPS) {
@@ -31,7 +31,7 @@ template <Encoding ENCODING, class Finish>
         const __m256i codes_of_half = _mm256_and_si256(found, half_byte);
         return has_levels(ENCODING) ? _mm256_shuffle_epi8(levels, codes_of_half) : codes_of_half;
     };
-    __m256i before[MOST_ROWS][2];  // sums of the first half
+    __m256i before[MAX_ROWS][2];  // sums of the first half
     UNROLLED for (int half = 0; half < 2; half++) {
         __m256i fours[2][4];  // 4 inputs of 8 outputs
         UNROLLED for (int part = 0; part < 2; part++)

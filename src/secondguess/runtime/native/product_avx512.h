@@ -82,18 +82,18 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
     UNROLLED for (int row = 0; row < COUNT; row++) totals[0][row] = totals[1][row] = zeros();
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
-        const GroupValues of_group = values.of_group(group);
+        const GroupValues group_values = values.at_group(group);
         const auto request = [data](int64_t place) {
             if (COUNT > 2) _mm_prefetch(data + PREFETCH_BYTES + place, _MM_HINT_T1);
         };
         __m512i whole[2][COUNT];
         UNROLLED for (int row = 0; row < COUNT; row++)
-            whole[0][row] = whole[1][row] = _mm512_set1_epi32(of_group.offset(row));
+            whole[0][row] = whole[1][row] = _mm512_set1_epi32(group_values.offset(row));
         UNROLLED for (int four = 0; four < 8; four++) {
             UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += LINE_BYTES) request(line);
             const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + LINE_BYTES, four);
             UNROLLED for (int row = 0; row < COUNT; row++) {
-                const __m512i all_four = _mm512_set1_epi32(four_bytes(of_group.numbers + row * values.stride + four * 4));
+                const __m512i all_four = _mm512_set1_epi32(four_bytes(group_values.numbers + row * values.stride + four * 4));
                 whole[0][row] = _mm512_dpbusd_epi32(whole[0][row], first, all_four);
                 whole[1][row] = _mm512_dpbusd_epi32(whole[1][row], second, all_four);
             }
@@ -101,9 +101,9 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const uint16_t* parameters = (const uint16_t*)(data + CODES);
         UNROLLED for (int tile = 0; tile < 2; tile++) {
             if (CODES + tile * LINE_BYTES < BYTES) request(CODES + tile * LINE_BYTES);
-            const Parameters<ENCODING> of_tile(parameters + tile * TILE);
+            const Parameters<ENCODING> tile_parameters(parameters + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++)
-                totals[tile][row] = of_tile.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), of_group.sums[row * values.num_groups]);
+                totals[tile][row] = tile_parameters.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_values.sums[row * values.num_groups]);
         }
     }
     UNROLLED for (int row = 0; row < COUNT; row++) {

@@ -27,10 +27,10 @@ inline void sum_group_of_rows(const char* codes, const GroupValues& values, Fini
     UNROLLED for (int row = 0; row < COUNT; row++) finish(row, whole[row]);
 }
 
-// Call `finish(row, sums)` with the sums of the products of some rows, at most MOST_ROWS, with a group of one tile.
+// Call `finish(row, sums)` with the sums of the products of some rows, at most MAX_ROWS, with a group of one tile.
 template <Encoding ENCODING, class Finish>
 inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
-    with_count<MOST_ROWS>(count, [&](auto rows_at_once) {
+    with_count<MAX_ROWS>(count, [&](auto rows_at_once) {
         sum_group_of_rows<ENCODING, decltype(rows_at_once)::value>(codes, values, finish);
     });
 }

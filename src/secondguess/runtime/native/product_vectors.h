@@ -2,7 +2,7 @@
 // tiles of a block, or of up to six rows with one tile.
 #pragma once
 
-constexpr int MOST_ROWS = 6;
+constexpr int MAX_ROWS = 6;
 constexpr int STEPS_AT_ONCE = 2;  // steps of one tile before the other: as far ahead as lines are prefetched
 
 #ifdef __aarch64__
@@ -88,13 +88,13 @@ template <Encoding ENCODING, class Count>
     std::fill_n(sums, count * BLOCK, 0.0f);
     for (int64_t group = 0; group < num_groups; group++) {
         const char* data = block + group * BYTES;
-        const GroupValues of_group = values.of_group(group);
+        const GroupValues group_values = values.at_group(group);
         for (int64_t line = 0; line < BYTES; line += LINE_BYTES) __builtin_prefetch(data + PREFETCH_BYTES + line);
         UNROLLED for (int tile = 0; tile < BLOCK / TILE; tile++) {
             const Parameters<ENCODING> parameters((const uint16_t*)(data + code_bytes(ENCODING)) + tile * TILE);
-            sum_group<ENCODING>(data + tile * LINE_BYTES, of_group, count, [&](int row, Wholes whole) {
+            sum_group<ENCODING>(data + tile * LINE_BYTES, group_values, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
-                store(to, parameters.add_to(load(to), to_floats(whole), of_group.sums[row * of_group.num_groups]));
+                store(to, parameters.add_to(load(to), to_floats(whole), group_values.sums[row * group_values.num_groups]));
             });
         }
     }
@@ -109,7 +109,7 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
 }
 
 struct VectorUnit {
-    static constexpr int ROWS = MOST_ROWS, ROWS_IN_GROUPS = MOST_ROWS;
+    static constexpr int ROWS = MAX_ROWS, ROWS_IN_GROUPS = MAX_ROWS;
     static int next(int64_t left) { return even_share(left, ROWS); }
     static constexpr int32_t SHIFT = 0;
     static constexpr bool WIDE = true;

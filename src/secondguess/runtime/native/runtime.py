@@ -28,6 +28,7 @@ from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     KernelForward,
+    KernelInputs,
     even_layout,
     in_columns,
     in_rows,
@@ -49,7 +50,7 @@ def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -
         weight_format: as in `NativeDecoder`.
     """
     native = NativeDecoder(checked.decoder, weight_format)
-    found = NativeRuntime(native).read_with_experts(checked.tokens, checked.experts)
+    found = NativeRuntime(native).probe_with_experts(checked.tokens, checked.experts)
     name = f"native ({weight_format.name})"
     return native if probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format]) else None
 
@@ -87,9 +88,7 @@ class KernelRuntime(CachedRuntime):
         self._catch_up(states)
         uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
         drawn = self._draw_after(self._forward, states, uncached, requests, decision)
-        for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
+        self._append_chains(rows, states, drawn.tokens)
         return drawn
 
     def _draw_after(
@@ -128,11 +127,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
         self._differentiable_head: Tensor | None = None
 
-    def read_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
+    def probe_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
         """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
-        of_tokens = {layer: each.flatten(0, 1) for layer, each in selected.items()}
-        with self._forward.with_experts(of_tokens):
-            return self.read(tokens).logits
+        token_experts = {layer: each.flatten(0, 1) for layer, each in selected.items()}
+        with self._forward.with_experts(token_experts):
+            return self.probe(tokens).logits
 
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
@@ -174,7 +173,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     @exclusive
     def run_copy(self, model: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        self._partial = None  # its cache entries are overwritten
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         starts, num_queries = [state.length for state in states], draft.num_nodes + 1
         num_new, num_keys = num_queries - num_known, max(starts) + num_queries
@@ -183,9 +182,9 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             self._place(states, [start + num_known for start in starts], num_new, num_keys)
             tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
             layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
-            output = model(self.cache, tokens, layout, step, layers, (), num_known)
-        for state in states:
-            state.num_nodes = num_queries  # moved with the row's slot until the target overwrites them
+            inputs = KernelInputs(tokens, layout, step, layers, num_known=num_known)
+            output = model(self.cache, inputs)
+        self._hold_nodes(states, [num_queries] * len(states))
         return output.logits
 
     @exclusive
@@ -194,7 +193,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
     ) -> DrawnChains | None:
         if requests[0].vocab_size > self.vocab_size:
             return None
-        self._partial = None
+        self._drop_partial_forward()
         return self._draw(rows, requests, decision)
 
     @exclusive
@@ -205,19 +204,17 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         requests: Sequence[ChainRequest],
         decision: ChainDecision,
     ) -> DrawnChains:
-        self._partial = None  # its cache entries are overwritten
+        self._drop_partial_forward()
         states = [self.slots[row] for row in rows]
         drawn = self._draw_after(model, states, [[row.pending] for row in rows], requests, decision)
-        for state, chain in zip(states, drawn.tokens, strict=True):
-            state.num_nodes = len(chain)  # moved with the row's slot until the target overwrites them
+        self._hold_nodes(states, map(len, drawn.tokens))
         return drawn
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         wanted = self.hidden_layers if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
-        return in_rows(
-            self._forward(self.cache, tokens, layout, step, range(self.num_layers), wanted), tokens
-        )
+        inputs = KernelInputs(tokens, layout, step, range(self.num_layers), wanted)
+        return in_rows(self._forward(self.cache, inputs), tokens)
 
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
@@ -232,7 +229,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             padded, step = self._prepare(states, num_uncached, draft)
             tokens = padded[torch.arange(padded.shape[1]) < torch.tensor(counts)[:, None]]
         layout = uneven_layout(tuple(counts), tuple(lengths), draft.num_nodes)
-        output = self._forward(self.cache, tokens, layout, step, range(self.num_layers), self.hidden_layers)
+        inputs = KernelInputs(tokens, layout, step, range(self.num_layers), self.hidden_layers)
+        output = self._forward(self.cache, inputs)
         hidden = {layer: in_columns(each, layout) for layer, each in output.hidden.items()}
         return output.logits, hidden
 
@@ -251,10 +249,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         layout = even_layout(*tokens.shape, 0)
-        output = self._forward(
-            self.cache, tokens, layout, step, range(num_layers), (num_layers,), num_known=num_known
-        )
-        return in_rows(output, tokens).hidden[num_layers]
+        inputs = KernelInputs(tokens, layout, step, range(num_layers), (num_layers,), num_known)
+        return in_rows(self._forward(self.cache, inputs), tokens).hidden[num_layers]
 
     def run_remaining_layers(
         self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
@@ -262,13 +258,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         layout = even_layout(*tokens.shape, tokens.shape[1])
-        output = self._forward(
-            self.cache, tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16)
-        )
-        output = in_rows(output, tokens)
-        of_tokens = {
+        inputs = KernelInputs(tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16))
+        output = in_rows(self._forward(self.cache, inputs), tokens)
+        embedded = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
             if layer not in wanted
         }
-        return ForwardOutput(output.logits, output.hidden | of_tokens)
+        return ForwardOutput(output.logits, output.hidden | embedded)

@@ -38,14 +38,14 @@ inline double sum_over(int64_t width, Function function) {
 
 // NaN if one of the numbers is.
 inline float largest_in(const float* from, int64_t width) {
-    Floats most = all(-INFINITY);
+    Floats maxima = all(-INFINITY);
     bool is_defined = true;
     for_each_vector(0, width, [&](int64_t i, Lanes part) {
-        const Floats numbers = keep(part, load(from + i, part), most);
+        const Floats numbers = keep(part, load(from + i, part), maxima);
         is_defined &= !has_nan(numbers);
-        most = largest(most, numbers);
+        maxima = largest(maxima, numbers);
     });
-    return is_defined ? largest_of(most) : NAN;
+    return is_defined ? largest_of(maxima) : NAN;
 }
 
 struct Scored {
@@ -100,17 +100,17 @@ inline void collect_from(float least, const float* from, int64_t start, int64_t 
 // The `count` largest finite logits, and those equal to the last of them, in any order.
 inline void collect_largest(const float* from, int64_t width, int64_t count, std::vector<Scored>& found) {
     float least = -FLT_MAX;
-    size_t most = 2 * count + NUM_SUMMED;
+    size_t limit = 2 * count + NUM_SUMMED;
     const auto reduce = [&] {
         if (found.size() <= (size_t)count) return;
         std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), comes_first);
         least = found[count - 1].logit;
         found.erase(std::remove_if(found.begin(), found.end(), [&](const Scored& each) { return each.logit < least; }), found.end());
-        most = 2 * found.size() + NUM_SUMMED;
+        limit = 2 * found.size() + NUM_SUMMED;
     };
     for (int64_t start = 0; start < width; start += NUM_SUMMED) {
         collect_from(least, from, start, std::min(start + NUM_SUMMED, width), found);
-        if (found.size() > most) reduce();
+        if (found.size() > limit) reduce();
     }
     reduce();
 }
@@ -304,11 +304,11 @@ struct RowNoise {
 };
 enum Purpose { DRAFT = 1, ACCEPT = 2, DRAW = 3, RACE = 4, ROUND = 5, NUM_PURPOSES = 5 };
 
-inline uint64_t hash_of(uint64_t key, int64_t place, Purpose purpose) {
+inline uint64_t hash_of(uint64_t key, int64_t index, Purpose purpose) {
     const uint64_t step = 0x9E3779B97F4A7C15u;
-    return mixed((key ^ mixed((uint64_t)(place * NUM_PURPOSES + purpose) + step)) + step);
+    return mixed((key ^ mixed((uint64_t)(index * NUM_PURPOSES + purpose) + step)) + step);
 }
 
-inline double uniform_of(const RowNoise& noise, int64_t place, Purpose purpose) {
-    return ((hash_of(hash_of(noise.key, noise.position, ROUND), place, purpose) >> 12) + 0.5) * 0x1p-52;
+inline double uniform_of(const RowNoise& noise, int64_t index, Purpose purpose) {
+    return ((hash_of(hash_of(noise.key, noise.position, ROUND), index, purpose) >> 12) + 0.5) * 0x1p-52;
 }

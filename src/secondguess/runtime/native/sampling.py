@@ -152,8 +152,8 @@ def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor
     if kernels is not None:
         width, numbers = dists.shape[-1], uniforms.ravel().tolist()
         drawn = [
-            kernels.secondguess_draw(place, width, uniform)
-            for place, uniform in zip(_places(dists), numbers, strict=True)
+            kernels.secondguess_draw(address, width, uniform)
+            for address, uniform in zip(_addresses(dists), numbers, strict=True)
         ]
         return _shaped(drawn, uniforms.shape)
     totals = dists.cumsum(-1, dtype=torch.float64)
@@ -178,8 +178,8 @@ def first_arrivals(
     ids = None if token_ids is None else token_ids.data_ptr()
     numbers = hashes.view(numpy.uint64).ravel().tolist()
     found = [
-        kernels.secondguess_race(place, dists.shape[-1], number, ids)
-        for place, number in zip(_places(dists), numbers, strict=True)
+        kernels.secondguess_race(address, dists.shape[-1], number, ids)
+        for address, number in zip(_addresses(dists), numbers, strict=True)
     ]
     return _shaped(found, hashes.shape)
 
@@ -197,10 +197,10 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
         dists = (weights[..., None] * p).sub_(q).clamp_min_(0.0)
         return dists, dists.sum(-1).cpu().numpy().astype(numpy.float64)
     dists = p.new_empty(p.shape)
-    places = zip(factors.ravel().tolist(), _places(p), _places(q), _places(dists), strict=True)
+    arguments = zip(factors.ravel().tolist(), _addresses(p), _addresses(q), _addresses(dists), strict=True)
     masses = [
         kernels.secondguess_residual(factor, own, other, p.shape[-1], left)
-        for factor, own, other, left in places
+        for factor, own, other, left in arguments
     ]
     return dists, numpy.array(masses).reshape(factors.shape)
 
@@ -210,7 +210,7 @@ def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(numpy.array(tokens, numpy.int64).reshape(shape))
 
 
-def _places(dists: Tensor) -> list[int]:
+def _addresses(dists: Tensor) -> list[int]:
     """Return the addresses of distributions `[..., vocab]`, in order."""
     start = dists.data_ptr()
     if dists.numel() == dists.shape[-1]:

@@ -106,26 +106,26 @@ class ThreadLimit {
     int64_t next = 0;       // time at which one more thread is tried
     int64_t last_busy = 0;  // `busy_until` when it was last read
 
-    void lower(int most, int64_t now) {
+    void lower(int max_threads, int64_t now) {
         hold = now < next ? std::min(2 * hold, LONGEST_HOLD) : BUSY_TIME;
-        limit = std::max(1, (limit ? std::min(limit, most) : most) - 1);
+        limit = std::max(1, (limit ? std::min(limit, max_threads) : max_threads) - 1);
         next = now + hold;
     }
 
-    void raise(int most, int64_t now) {
-        limit = limit < most ? limit + 1 : 0;
+    void raise(int max_threads, int64_t now) {
+        limit = limit < max_threads ? limit + 1 : 0;
         next = now + hold;
     }
 
   public:
     // The number of threads of a call at the time `now`, which wants `wanted`, of a team that has had
-    // calls of up to `most`. `busy` is `busy_until`.
-    int of(int wanted, int most, int64_t busy, int64_t now) {
+    // calls of up to `max_threads`. `busy` is `busy_until`.
+    int of(int wanted, int max_threads, int64_t busy, int64_t now) {
         if (busy != last_busy) {
-            if (now < next || busy - last_busy < 2 * BUSY_TIME) lower(most, now);
+            if (now < next || busy - last_busy < 2 * BUSY_TIME) lower(max_threads, now);
             last_busy = busy;
         } else if (limit && now >= next) {
-            raise(most, now);
+            raise(max_threads, now);
         }
         return limit ? std::min(limit, wanted) : wanted;
     }
@@ -133,7 +133,7 @@ class ThreadLimit {
 
 class Team {
     using Function = void (*)(void* argument, int thread, int num_threads);
-    static constexpr int MOST_THREADS = 1023;
+    static constexpr int MAX_THREADS = 1023;
 
     std::mutex one_at_a_time;
     Signal started;  // number of threads of the call in the low 10 bits, number of calls above
@@ -148,7 +148,7 @@ class Team {
         for (;;) {
             started.wait_for_change(seen);
             seen = started.get();
-            const int threads = seen & MOST_THREADS;
+            const int threads = seen & MAX_THREADS;
             if (thread >= threads) continue;
             function(argument, thread, threads);
             barrier();
@@ -197,9 +197,9 @@ class Team {
     template <class Callable>
     void run(int64_t wanted, Callable callable) {
         const std::lock_guard<std::mutex> lock(one_at_a_time);
-        grow(std::min<int64_t>(wanted, MOST_THREADS) - 1);
-        const int most = num_workers + 1;
-        num_threads = limit.of(std::min<int64_t>(wanted, most), most, busy_until.load(std::memory_order_relaxed), nanoseconds_now());
+        grow(std::min<int64_t>(wanted, MAX_THREADS) - 1);
+        const int max_threads = num_workers + 1;
+        num_threads = limit.of(std::min<int64_t>(wanted, max_threads), max_threads, busy_until.load(std::memory_order_relaxed), nanoseconds_now());
         function = [](void* argument, int thread, int count) { (*(Callable*)argument)(thread, count); };
         argument = &callable;
         const uint32_t num_calls = (started.get() >> 10) + 1;

@@ -22,7 +22,7 @@ struct Verification {
     int64_t* samples;                         // [row][node + 1], for the rule `MATCH`: the token sampled at each query
 };
 
-constexpr int64_t MOST_KEPT = 1 << 24;        // probabilities, of all threads
+constexpr int64_t MAX_KEPT = 1 << 24;         // probabilities, of all threads
 
 struct VerificationRoom {
     std::vector<float> probs;               // [query][vocab_size], target probabilities
@@ -54,12 +54,12 @@ inline int64_t verify_block(const Verification& it, int64_t row, VerificationRoo
     secondguess_chain_weights(probs, draft_probs, tokens, num_nodes, width, room.weights.data(), room.masses.data());
     int64_t accepted = 0;
     for (int64_t length = 1; length <= num_nodes; length++) {
-        double chance = weights[length];
+        double prob = weights[length];
         if (length < num_nodes) {
             const double mass = masses[length], total = mass + 1 - weights[length];
-            chance = total > 0 ? mass / total : 1;
+            prob = total > 0 ? mass / total : 1;
         }
-        if (uniform_of(noise, length - 1, ACCEPT) < chance) accepted = length;
+        if (uniform_of(noise, length - 1, ACCEPT) < prob) accepted = length;
     }
     const float* next = probs + accepted * width;
     if (accepted < num_nodes) {
@@ -103,7 +103,7 @@ inline int64_t verify_row(const Verification& it, int64_t row) {
     static thread_local VerificationRoom kept;  // as every round needs it
     VerificationRoom large;
     const int64_t num_queries = it.rules[row] == Rule::MATCH ? 1 : it.lengths[row] + 1;
-    VerificationRoom& room = num_queries * it.vocab_size <= MOST_KEPT / std::max<int64_t>(it.num_threads, 4) ? kept : large;
+    VerificationRoom& room = num_queries * it.vocab_size <= MAX_KEPT / std::max<int64_t>(it.num_threads, 4) ? kept : large;
     try {
         return it.rules[row] == Rule::MATCH ? verify_match(it, row, room) : verify_block(it, row, room);
     } catch (const std::exception&) {  // no memory

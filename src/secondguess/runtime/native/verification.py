@@ -77,22 +77,22 @@ def verify_chains(
     Returns:
         None where the kernels cannot be used, a distribution is not defined, or it lacks a token.
     """
-    of_draft = [] if draft_probs is None else [draft_probs]
-    kernels, (num_rows, num_queries, vocab_size) = kernels_for(logits, *of_draft), logits.shape
+    draft_dists = [] if draft_probs is None else [draft_probs]
+    kernels, (num_rows, num_queries, vocab_size) = kernels_for(logits, *draft_dists), logits.shape
     num_nodes = num_queries - 1
     if kernels is None or tokens.shape != (num_rows, num_nodes):
         return None
     if not tokens.dtype == lengths.dtype == torch.int64:
         return None
-    if any([each.shape != (num_rows, num_nodes, vocab_size) for each in of_draft]):
+    if any([each.shape != (num_rows, num_nodes, vocab_size) for each in draft_dists]):
         return None
     if not (tokens.is_contiguous() and lengths.is_contiguous()):
         return None
-    probs_stride = of_draft[0].stride(0) if of_draft else 0
-    if any([each.stride(1) != vocab_size for each in of_draft]):
+    probs_stride = draft_dists[0].stride(0) if draft_dists else 0
+    if any([each.stride(1) != vocab_size for each in draft_dists]):
         return None
     per_row, per_query = c_int64 * num_rows, c_int64 * (num_rows * num_queries)
-    accepted, next_tokens, samples, of_rules = per_row(), per_row(), per_query(), per_row(*rules)
+    accepted, next_tokens, samples, row_rules = per_row(), per_row(), per_query(), per_row(*rules)
     row_noises = noises_of_rows(noises)
     verification = library.Verification(
         num_rows,
@@ -107,7 +107,7 @@ def verify_chains(
         lengths.data_ptr(),
         *[
             ctypes.addressof(each)
-            for each in (of_rules, settings, row_noises, accepted, next_tokens, samples)
+            for each in (row_rules, settings, row_noises, accepted, next_tokens, samples)
         ],
     )
     kernels.secondguess_verify(verification)
@@ -115,8 +115,8 @@ def verify_chains(
     if min(found) < 0:
         return None
     sampled, starts = samples[:], range(0, num_rows * num_queries, num_queries)
-    of_rows = [
+    row_samples = [
         sampled[start : start + length + 1] if rule is KernelRule.MATCH else []
         for start, length, rule in zip(starts, lengths.tolist(), rules, strict=True)
     ]
-    return KernelVerdict(found, next_tokens[:], of_rows)
+    return KernelVerdict(found, next_tokens[:], row_samples)

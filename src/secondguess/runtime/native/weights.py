@@ -75,7 +75,7 @@ def pack_blocks(
 ) -> Blocks:
     """Return a linear layer's weight in the layout of the kernels.
 
-    Beside a weight in bfloat16 or float32 and its blocks little memory is needed.
+    Little memory is needed in addition to a weight in bfloat16 or float32 and its blocks.
 
     Args:
         weight: `[output, input]`, or in groups as `GroupedWeight.in_bytes` returns it.
