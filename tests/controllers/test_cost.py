@@ -32,7 +32,7 @@ from secondguess.controllers.cost.loss_limits import (
     LossGuard,
     ProbeBudget,
 )
-from secondguess.controllers.cost.round_buffers import MOST_DRAFTED
+from secondguess.controllers.cost.round_buffers import MAX_DRAFTED_ROUNDS
 from secondguess.controllers.cost.round_times import (
     MAX_PLAIN_AGE,
     NUM_CHECKS,
@@ -724,7 +724,7 @@ def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_c
 def test_ended_rows_are_released() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
-    for _ in range(3 * MOST_DRAFTED):
+    for _ in range(3 * MAX_DRAFTED_ROUNDS):
         plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
         verdict = Verdict.from_chain([0], [0])
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))

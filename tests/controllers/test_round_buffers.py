@@ -7,8 +7,8 @@ from simulation import FixedConfidences, Simulation
 
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.round_buffers import (
+    MAX_DRAFTED_ROUNDS,
     MAX_UNBOOKED,
-    MOST_DRAFTED,
     Decision,
     DraftedRoundBuffer,
 )
@@ -52,7 +52,7 @@ def num_learned(controller: CostController) -> float:
 def test_rounds_are_learned_from_together() -> None:
     controller, row = settled()
     before = num_learned(controller)
-    for _ in range(MOST_DRAFTED - 1):
+    for _ in range(MAX_DRAFTED_ROUNDS - 1):
         assert run_round(controller, row, accepted=2)
     assert num_learned(controller) == before
     run_round(controller, row, accepted=2)
@@ -90,7 +90,7 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     controller._learn_drafted()
     counts = [kind.of_kind.count for kind in controller.expectations._kinds.values()]
     decisions = []
-    for number in range(MOST_DRAFTED):
+    for number in range(MAX_DRAFTED_ROUNDS):
         assert [kind.of_kind.count for kind in controller.expectations._kinds.values()] == counts
         assert run_round(controller, row, accepted=2, candidate=kinds[number % 2])
         decisions.append(controller._decision)
@@ -103,7 +103,7 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     assert decisions[0] is not decisions[1]
     assert [decision is decisions[number % 2] for number, decision in enumerate(decisions)] == [
         True
-    ] * MOST_DRAFTED
+    ] * MAX_DRAFTED_ROUNDS
 
 
 def test_a_row_without_room_is_not_drafted_for() -> None:
@@ -129,7 +129,9 @@ def test_a_decision_is_repeated_a_limited_number_of_times() -> None:
     buffer.begin([row])
     for _ in range(2):
         buffer.keep(candidates, decision)
-        assert [buffer.decision([row], candidates) for _ in range(MOST_DRAFTED)] == [decision] * MOST_DRAFTED
+        assert [buffer.decision([row], candidates) for _ in range(MAX_DRAFTED_ROUNDS)] == [
+            decision
+        ] * MAX_DRAFTED_ROUNDS
         assert buffer.decision([row], candidates) is None
         assert buffer.take() == []
         assert buffer.decision([row], candidates) is None

@@ -76,10 +76,10 @@ class Average:
             self.count += 1
             return
         known = self.value
-        most = known * OUTLIER_CLIP
+        limit = known * OUTLIER_CLIP
         if self.count < AVERAGE_WINDOW:
             self.count += 1
-        self.value = known + ((value if value < most else most) - known) / self.count
+        self.value = known + ((value if value < limit else limit) - known) / self.count
 
     def follow(self, value: float) -> float:
         """Add a value without clipping; return the weight that it got in the average."""
@@ -226,9 +226,9 @@ class CostCurve:
         if cell is None:
             cell = self._cells[length] = _LengthCost(cost)
         # Disturbances only make rounds slower: two fast ones show that the earlier ones were disturbed.
-        most = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
+        limit = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
         cell.was_fast = is_fast
-        cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), most) + 1
+        cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), limit) + 1
         cell.time = self._now
         cell.cost += (cost - cell.cost) / cell.weight
 
@@ -237,9 +237,9 @@ class CostCurve:
         for cell in self._cells.values():
             cell.weight = min(cell.weight, 1.0)
 
-    def _fit(self, length: int, slowdown: float) -> None:
+    def _fit(self, length: int, excess: float) -> None:
         line = self._excess
-        line.add(length, slowdown)
+        line.add(length, excess)
         mean = line.y / line.x
         slope = line.shrunk_slope() if self._of_batch else line.slope(mean)
         self._slope = min(max(slope, min(FIRST_NODE_COST, mean)), mean)
@@ -349,16 +349,16 @@ class PlainTime:
         else:
             known, centre = level.value, self._length
             aside = length - centre
-            most = (known + self._slope * aside) * OUTLIER_CLIP
-            if seconds > most:
-                seconds = most
+            limit = (known + self._slope * aside) * OUTLIER_CLIP
+            if seconds > limit:
+                seconds = limit
             self._spread += aside * aside
             self._along += aside * (seconds - known)
             # Old observations lose weight only as new ones arrive: their age is not bounded.
-            slowdown = self._spread / (AVERAGE_WINDOW * centre * centre)
-            if slowdown > 1:
-                self._along /= slowdown
-                self._spread /= slowdown
+            overweight = self._spread / (AVERAGE_WINDOW * centre * centre)
+            if overweight > 1:
+                self._along /= overweight
+                self._spread /= overweight
             self._length = centre = centre + aside * level.follow(seconds)
             slope = self._along / (self._spread + (centre * centre + SHORT_ROW * SHORT_ROW) / 4)
             highest = MAX_LENGTH_SHARE * level.value / (centre + SHORT_ROW)

@@ -21,7 +21,7 @@ from secondguess.core import Candidate, Row
 
 SHORTEST = 8
 """Rounds of the first backoff; one per row is added, as evaluating more rows takes longer."""
-MOST_DOUBLINGS = 3
+MAX_DOUBLINGS = 3
 
 
 class Backoffs:
@@ -88,7 +88,7 @@ class Backoffs:
             backoff.count = max(backoff.count, count)
             if backoff.until <= now:
                 backoff.until, backoff.count = now + 1 + (shortest << backoff.doublings), count
-                backoff.doublings = min(backoff.doublings + 1, MOST_DOUBLINGS)
+                backoff.doublings = min(backoff.doublings + 1, MAX_DOUBLINGS)
 
     def end(self) -> None:
         """End all backoff: a candidate paid, so others may pay as well."""

@@ -123,9 +123,9 @@ def _together(
         # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
         # expensive: it is tried on one row first, then on at most twice as many as before. (The
         # net gain is that of all rows.)
-        most = max(2 * cost_model.times.most_rows(models[0][1].part), 1)
-        is_trial = most < best_count
-        chosen += best_with_ties(models[:best_count], most, rows)
+        limit = max(2 * cost_model.times.max_rows(models[0][1].part), 1)
+        is_trial = limit < best_count
+        chosen += best_with_ties(models[:best_count], limit, rows)
     return Drafts(chosen, tokens + sums[best_count].tokens, seconds[best_count], is_trial)
 
 

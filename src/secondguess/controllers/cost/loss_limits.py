@@ -19,7 +19,7 @@ drafting plus all of that prefill, the loss over any N rounds is, in plain round
 
     MAX_BALANCE + MAX_LOSS + R  +  (MAX_LOSS / 2 + R) * log2(1 + N / STOP_ROUNDS)
 
-(for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
+(for N up to 2 ** MAX_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
 at most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is
 either outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in
 both cases. (Rounds that are booked together are booked before they would exceed the limit.)
@@ -39,7 +39,7 @@ PROBE_INCOME = 0.005
 """Maximum income of the probe budget, as a share of the elapsed time."""
 MAX_PROBE_BALANCE = 6.0
 """Maximum probe budget, in plain rounds."""
-MOST_HALVINGS = 5
+MAX_HALVINGS = 5
 SERIES = 4
 """Approximate number of probes in a series."""
 GRANT = 2.9
@@ -60,7 +60,7 @@ MAX_BALANCE = 16.0
 """Maximum balance of the guard, in plain rounds."""
 STOP_ROUNDS = 64
 """Length of the first stop, in rounds."""
-MOST_DOUBLINGS = 10
+MAX_DOUBLINGS = 10
 NUM_REVIEWED = 16
 """Number of rounds before a stop, and of plain rounds after it, that are compared."""
 MAX_AMORTISATION = 256
@@ -111,7 +111,7 @@ class ProbeBudget:
 
     def failed(self) -> None:
         self._is_grant_due = False
-        self._halvings = min(self._halvings + 1, MOST_HALVINGS)
+        self._halvings = min(self._halvings + 1, MAX_HALVINGS)
 
     def succeeded(self) -> None:
         self._halvings, self._is_grant_due = 0, False
@@ -205,7 +205,7 @@ class LossGuard:
         self._review = Review(tuple(self._booked), self._limit, self._doublings)
         self._booked.clear()
         self._num_waiting = STOP_ROUNDS * 2**self._doublings
-        self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
+        self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
         # The prefilled cache will not be used for a while, and may never be.
         self._balance -= self._amortised.settle_all()
         # The loss stays; only half as much may be added to it before the next, longer stop.

@@ -121,11 +121,11 @@ class ProposalMaker:
     ) -> DraftProposal | None:
         best = None
         params, room, level = row.params, row.room - 1, self._expectations.level(row)
-        most = room if params.max_draft_length is None else min(params.max_draft_length, room)
+        limit = room if params.max_draft_length is None else min(params.max_draft_length, room)
         of_row = row.coupled, params.temperature, level
         for candidate in choices:
             longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
-            length = min(candidate.longest, longest, most)
+            length = min(candidate.longest, longest, limit)
             if length <= 0:
                 continue
             # Without the prefill, which differs between rows.

@@ -14,11 +14,11 @@ from secondguess.controllers.cost.proposals import DraftProposal
 from secondguess.controllers.cost.round_times import mean_length
 from secondguess.core import Candidate, RoundTime, Row, StoppingRule
 
-FEW = 8
+GROUP_SIZE = 8
 """Maximum number of plain rounds that are added to the statistics as one."""
-MOST_PLAIN = 16
+MAX_PLAIN_ROUNDS = 16
 """Maximum number of buffered plain rounds."""
-MOST_DRAFTED = 8
+MAX_DRAFTED_ROUNDS = 8
 """Maximum number of buffered rounds with drafts."""
 MAX_UNBOOKED = 2.0
 """Total loss of buffered rounds with drafts at which they are learned from, in plain rounds."""
@@ -104,14 +104,14 @@ class DraftedRoundBuffer:
         if not self._decisions or tuple(rows) != self.rows or not all([row.room > 1 for row in rows]):
             return None
         self._num_repeated += 1
-        if self._num_repeated > MOST_DRAFTED:
+        if self._num_repeated > MAX_DRAFTED_ROUNDS:
             return None
         return self._decisions.get(tuple(map(tuple, candidates)))
 
     def add(self, drafted_round: DraftedRound) -> bool:
         """Add a round; return False if the buffer is full now."""
         self._rounds.append(drafted_round)
-        return sum(self.won) > -MAX_UNBOOKED and len(self._rounds) < MOST_DRAFTED
+        return sum(self.won) > -MAX_UNBOOKED and len(self._rounds) < MAX_DRAFTED_ROUNDS
 
     @property
     def won(self) -> list[float]:
@@ -162,7 +162,7 @@ class PlainRoundBuffer:
         held = tuple(rows)  # the caller may change its list
         if not self._times:
             self.rows, self._context = held, mean_length(held)
-        elif held != self.rows or len(self._times) == MOST_PLAIN:
+        elif held != self.rows or len(self._times) == MAX_PLAIN_ROUNDS:
             return False
         self._places.append(place)
         self._times.append(time)
@@ -171,20 +171,20 @@ class PlainRoundBuffer:
     @property
     def room(self) -> int:
         """Number of rounds that can follow the next one before the buffer is full."""
-        return MOST_PLAIN - 1 - len(self._times) % MOST_PLAIN
+        return MAX_PLAIN_ROUNDS - 1 - len(self._times) % MAX_PLAIN_ROUNDS
 
     def repeat(self, time: RoundTime) -> None:
         """Add a round of the same rows and the same place as the one before, for which there is room."""
         self._times.append(time)
 
     def take(self) -> tuple[tuple[Row, ...], list[PlainRounds]]:
-        """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
+        """Return the rows and their rounds, at most `GROUP_SIZE` together, and empty the buffer."""
         rows, context, places, times = self.rows, self._context, self._places, self._times
         self.rows, self._places, self._times = (), [], []
         places += places[-1:] * (len(times) - len(places))
         rounds = []
-        for first in range(0, len(times), FEW):
-            few = times[first : first + FEW]
-            amidst = context + first + len(few) / 2
-            rounds.append(PlainRounds(amidst, places[first : first + FEW], few))
+        for first in range(0, len(times), GROUP_SIZE):
+            group = times[first : first + GROUP_SIZE]
+            amidst = context + first + len(group) / 2
+            rounds.append(PlainRounds(amidst, places[first : first + GROUP_SIZE], group))
         return rows, rounds

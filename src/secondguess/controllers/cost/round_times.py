@@ -268,7 +268,7 @@ class RoundTimes:
         """True once a target pass over a draft was timed."""
         return bool(self._curves)
 
-    def most_rows(self, part: Hashable) -> int:
+    def max_rows(self, part: Hashable) -> int:
         """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
 
