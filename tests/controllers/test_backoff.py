@@ -391,7 +391,7 @@ def test_rounds_are_paused_while_the_guard_has_stopped_drafting(num_rows: int) -
     for _ in range(20):
         play(controller, rows, [(LOOKUP,)] * num_rows, price=2.0, planning=3.5 * MAX_PLAN_SHARE)
         run_paused_rounds(controller, rows)
-    controller.guard.book(-2 * MAX_LOSS)
+    controller.guard.record(-2 * MAX_LOSS)
     num_planned = 0
     while controller.guard.is_stopped:
         play(controller, rows, [(LOOKUP,)] * num_rows, planning=3.5 * MAX_PLAN_SHARE)

@@ -8,7 +8,7 @@ from simulation import FixedConfidences, Simulation
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.round_buffers import (
     MAX_DRAFTED_ROUNDS,
-    MAX_UNBOOKED,
+    MAX_UNRECORDED_LOSS,
     Decision,
     DraftedRoundBuffer,
 )
@@ -46,7 +46,7 @@ def run_round(controller: CostController, row: Row, accepted: int, candidate: Ca
 
 def num_learned(controller: CostController) -> float:
     (kind,) = controller.expectations._kinds.values()
-    return kind.of_kind.count
+    return kind.averages.count
 
 
 def test_rounds_are_learned_from_together() -> None:
@@ -66,7 +66,7 @@ def test_losses_are_learned_from_immediately() -> None:
     while num_learned(controller) == before:
         run_round(controller, row, accepted=0)
         lost += 0.4
-    assert lost <= MAX_UNBOOKED + 0.4
+    assert lost <= MAX_UNRECORDED_LOSS + 0.4
 
 
 @pytest.mark.parametrize("change", ["row", "end"])
@@ -78,7 +78,7 @@ def test_rounds_of_other_rows_are_learned_from_separately(change: str) -> None:
         controller.release(row)
     else:
         controller.plan([new_row()], [(CANDIDATE,)])
-    assert before != max(kind.of_kind.count for kind in controller.expectations._kinds.values())
+    assert before != max(kind.averages.count for kind in controller.expectations._kinds.values())
 
 
 def test_rounds_with_other_candidates_are_learned_from_together() -> None:
@@ -88,14 +88,14 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     for candidate in kinds * 40:
         run_round(controller, row, accepted=2, candidate=candidate)
     controller._learn_drafted()
-    counts = [kind.of_kind.count for kind in controller.expectations._kinds.values()]
+    counts = [kind.averages.count for kind in controller.expectations._kinds.values()]
     decisions = []
     for number in range(MAX_DRAFTED_ROUNDS):
-        assert [kind.of_kind.count for kind in controller.expectations._kinds.values()] == counts
+        assert [kind.averages.count for kind in controller.expectations._kinds.values()] == counts
         assert run_round(controller, row, accepted=2, candidate=kinds[number % 2])
         decisions.append(controller._decision)
     learned = [
-        after.of_kind.count - before
+        after.averages.count - before
         for after, before in zip(controller.expectations._kinds.values(), counts, strict=True)
     ]
     assert learned[0] == 0

@@ -61,5 +61,5 @@ class ConfidenceController(Controller):
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         so_far = repeat(1.0) if depth == 0 else self._path_confidence
-        self._path_confidence = list(map(mul, so_far, draft_probs.chances))
+        self._path_confidence = list(map(mul, so_far, draft_probs.acceptance_estimates))
         return [survival >= self.options.threshold for survival in self._path_confidence]

@@ -41,7 +41,7 @@ class DraftProbs:
         return self.logits.softmax(-1)
 
     @property
-    def chances(self) -> Sequence[float]:
+    def acceptance_estimates(self) -> Sequence[float]:
         """Acceptance probability per row: `acceptance_probs`, or else the largest probability."""
         return self.confidences if self.acceptance_probs is None else self.acceptance_probs
 

@@ -151,24 +151,24 @@ def best_with_ties(
 
 
 def select_extensions(
-    chances: list[tuple[float, DraftProposal]], num_levels: int, cost_model: CostModel
+    acceptance_probs: list[tuple[float, DraftProposal]], num_levels: int, cost_model: CostModel
 ) -> list[DraftProposal]:
     """Return the candidates whose drafts should get another node.
 
     Args:
-        chances: the probability that the node is accepted, for each row that could get one.
+        acceptance_probs: the probability that the node is accepted, for each row that could get one.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
-    ordered = sorted(chances, key=itemgetter(0), reverse=True)
+    ordered = sorted(acceptance_probs, key=itemgetter(0), reverse=True)
     total, best, best_count = 0.0, 0.0, 0
-    for count, (chance, proposal) in enumerate(ordered, start=1):
-        total += chance
+    for count, (prob, proposal) in enumerate(ordered, start=1):
+        total += prob
         extra_pass_seconds = cost_model.extra_pass_seconds(num_levels, num_levels + count)
         net = total - rate * (cost_model.step(proposal.part, count) + extra_pass_seconds)
         if net > best:
             best, best_count = net, count
-    best_count = _with_equals([chance for chance, _ in ordered], best_count)
+    best_count = _with_equals([prob for prob, _ in ordered], best_count)
     return [proposal for _, proposal in ordered[:best_count]]
 
 
