@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from secondguess.errors import BadInputError, suggestion
 
-MOST_CHARACTERS = 60
+MAX_CHARACTERS = 60
 """Characters of a refused value that an error message shows."""
 
 Item = TypeVar("Item")
@@ -86,4 +86,4 @@ def describe_first(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = (
 
 def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."

@@ -128,5 +128,5 @@ def test_one_slow_pass_does_not_change_the_median(clock):
 def test_the_context_is_half_way_through_a_median_row_and_fits():
     assert len(typical_context([[1] * 10, [2] * 20, [3] * 90], num_tokens=8)) == 20 + 4
     assert len(typical_context([[1, 2, 3]], num_tokens=100)) == 3 + 50
-    assert len(typical_context([[1] * 100], num_tokens=8, most=90)) == 90
-    assert len(typical_context([[1] * 10], num_tokens=8, most=90)) == 14
+    assert len(typical_context([[1] * 100], num_tokens=8, limit=90)) == 90
+    assert len(typical_context([[1] * 10], num_tokens=8, limit=90)) == 14

@@ -12,10 +12,10 @@ import pytest
 import torch
 from simulation import Simulation
 
-from secondguess.controllers.cost.backoff import MOST_DOUBLINGS, SHORTEST, Backoffs
+from secondguess.controllers.cost.backoff import MAX_DOUBLINGS, SHORTEST, Backoffs
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.loss_limits import MAX_LOSS, STOP_ROUNDS
-from secondguess.controllers.cost.round_buffers import FEW, MOST_PLAIN
+from secondguess.controllers.cost.round_buffers import GROUP_SIZE, MAX_PLAIN_ROUNDS
 from secondguess.controllers.cost.round_times import MAX_PLAN_SHARE, RoundTimes
 from secondguess.core import Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
@@ -80,12 +80,12 @@ def test_backoff_rounds_are_learned_from_later_and_none_is_lost(
     seconds = 0.0
     for _ in range(400):
         seconds += 1 + 0.5 * max(play(controller, rows, [on_offer("model")] * num_rows))
-        assert seconds - sum(earned) <= (SHORTEST + num_rows) << MOST_DOUBLINGS
+        assert seconds - sum(earned) <= (SHORTEST + num_rows) << MAX_DOUBLINGS
     controller.release(rows[0])
     assert sum(earned) == pytest.approx(seconds)
     assert len(earned) < 120
     # The positions of the rounds are known as if each had been recorded at once.
-    assert len(rows[0].tokens) - contexts[-1] <= FEW
+    assert len(rows[0].tokens) - contexts[-1] <= GROUP_SIZE
     assert contexts == sorted(contexts)
 
 
@@ -217,7 +217,7 @@ def test_a_probe_does_not_end_backoff() -> None:
     probe_budget = [number for number, length in enumerate(drafted) if length]
     assert len(probe_budget) >= 3
     assert any(after == before + 1 for before, after in pairwise(probe_budget))
-    longest = (SHORTEST + 1) << MOST_DOUBLINGS
+    longest = (SHORTEST + 1) << MAX_DOUBLINGS
     for number in probe_budget:
         if number + 1 < len(drafted) and not drafted[number + 1]:  # the end of a series
             following = rested[number + 2 : number + 2 + longest]
@@ -244,7 +244,7 @@ def test_skipped_rounds_are_learned_from_in_small_groups() -> None:
     rows = make_rows(1)
     for _ in range(1000):
         play(controller, rows, [NOTHING])
-        assert len(controller._buffered) <= MOST_PLAIN
+        assert len(controller._buffered) <= MAX_PLAIN_ROUNDS
     assert controller.times.plain(1) == 1.0
 
 
@@ -391,7 +391,7 @@ def test_rounds_are_paused_while_the_guard_has_stopped_drafting(num_rows: int) -
     for _ in range(20):
         play(controller, rows, [(LOOKUP,)] * num_rows, price=2.0, planning=3.5 * MAX_PLAN_SHARE)
         run_paused_rounds(controller, rows)
-    controller.guard.book(-2 * MAX_LOSS)
+    controller.guard.record(-2 * MAX_LOSS)
     num_planned = 0
     while controller.guard.is_stopped:
         play(controller, rows, [(LOOKUP,)] * num_rows, planning=3.5 * MAX_PLAN_SHARE)

@@ -32,7 +32,7 @@ from secondguess.controllers.cost.loss_limits import (
     LossGuard,
     ProbeBudget,
 )
-from secondguess.controllers.cost.round_buffers import MOST_DRAFTED
+from secondguess.controllers.cost.round_buffers import MAX_DRAFTED_ROUNDS
 from secondguess.controllers.cost.round_times import (
     MAX_PLAIN_AGE,
     NUM_CHECKS,
@@ -192,35 +192,35 @@ def test_row_01_slower_the_loss_over_any_stretch_is_within_the_bound(
                 assert lost[start + stretch] - lost[start] <= loss_bound(stretch, 16 * (step + 0.05))
 
 
-def book(guard: LossGuard, won: float, *rows: Row) -> bool:
+def record(guard: LossGuard, gain: float, *rows: Row) -> bool:
     """Run a round that gains the given time if drafting is allowed; return whether it was."""
     if guard.is_stopped:
-        guard.wait(rows)
+        guard.record_plain(rows)
         return False
-    guard.book(won, rows)
+    guard.record(gain, rows)
     return True
 
 
 def test_the_guard_stops_losses_that_estimates_miss() -> None:
     """A drafter whose cost is not in its draft steps: only the wall-clock time contains it."""
     guard = LossGuard()
-    lost = sum(book(guard, -1.0) for _ in range(10_000))
+    lost = sum(record(guard, -1.0) for _ in range(10_000))
     assert lost <= loss_bound(10_000, 1.0)
 
 
 @pytest.mark.parametrize(
-    "won", [[-1.0] * 8, [-MAX_LOSS], [9.0, *[-6.0] * 7], [-5.0, 6.0, *[-5.0] * 4], [1.0] * 8]
+    "gains", [[-1.0] * 8, [-MAX_LOSS], [9.0, *[-6.0] * 7], [-5.0, 6.0, *[-5.0] * 4], [1.0] * 8]
 )
 @pytest.mark.parametrize("before", [0.0, -12.0, MAX_BALANCE])
-def test_rounds_booked_together_stop_drafting_as_if_booked_one_by_one(
-    won: list[float], before: float
+def test_rounds_recorded_together_stop_drafting_as_if_recorded_one_by_one(
+    gains: list[float], before: float
 ) -> None:
     guard = LossGuard()
-    guard.book(before)
-    foretold = guard.would_stop(won)
+    guard.record(before)
+    foretold = guard.would_stop(gains)
     stopped = False
-    for each in won:
-        guard.book(each)
+    for gain in gains:
+        guard.record(gain)
         stopped |= guard.is_stopped
     assert foretold is stopped
 
@@ -230,9 +230,9 @@ def test_partly_recovered_losses_do_not_raise_the_limit() -> None:
     guard, total, worst, lows = LossGuard(), 0.0, 0.0, [0.0]
     for number in range(50_000):
         allowed = not guard.is_stopped
-        won = (1.0 if number % 12 < 4 else -1.0) if allowed else 0.0
-        book(guard, won)
-        total += won
+        gain = (1.0 if number % 12 < 4 else -1.0) if allowed else 0.0
+        record(guard, gain)
+        total += gain
         lows.append(total)
     for stretch in (50, 500, 5_000, 50_000):
         for start in range(0, 50_001 - stretch, stretch):
@@ -243,16 +243,16 @@ def test_partly_recovered_losses_do_not_raise_the_limit() -> None:
 def test_the_guard_is_reset_once_the_loss_is_recovered() -> None:
     guard = LossGuard()
     while not guard.is_stopped:
-        book(guard, -1.0)
+        record(guard, -1.0)
     while guard.is_stopped:
-        book(guard, 0.0)
+        record(guard, 0.0)
     for _ in range(60):
-        book(guard, 1.0)
+        record(guard, 1.0)
     for _ in range(int(MAX_BALANCE + MAX_LOSS)):
-        book(guard, -1.0)
+        record(guard, -1.0)
     waits = 0
     while guard.is_stopped:
-        book(guard, 0.0)
+        record(guard, 0.0)
         waits += 1
     assert waits == STOP_ROUNDS
 
@@ -264,42 +264,42 @@ def a_row() -> Row:
 def test_prefill_is_amortised_over_the_rounds_it_serves() -> None:
     """A text that takes longer to read than the guard's patience, and drafts that earn it back twice."""
     guard, row = LossGuard(), a_row()
-    guard.spread(row, MAX_LOSS + 4, 100)
+    guard.amortise(row, MAX_LOSS + 4, 100)
     for _ in range(100):
-        assert book(guard, 0.4, row)
+        assert record(guard, 0.4, row)
     for _ in range(int(MAX_BALANCE + MAX_LOSS) - 1):
-        assert book(guard, -1.0, row), "all is paid, and nothing falls due twice"
+        assert record(guard, -1.0, row), "all is paid, and nothing falls due twice"
     at_once = LossGuard()
-    at_once.book(-MAX_LOSS - 4)
+    at_once.record(-MAX_LOSS - 4)
     assert at_once.is_stopped
 
 
-def test_unamortised_prefill_is_booked_when_the_row_ends() -> None:
+def test_unamortised_prefill_is_recorded_when_the_row_ends() -> None:
     guard, row, other = LossGuard(), a_row(), a_row()
-    guard.spread(row, MAX_LOSS + 1, 100)
-    guard.spread(other, 1.0, 100)
+    guard.amortise(row, MAX_LOSS + 1, 100)
+    guard.amortise(other, 1.0, 100)
     guard.release(other)
-    assert book(guard, 0.0, row)
+    assert record(guard, 0.0, row)
     guard.release(row)
     assert guard.is_stopped
     guard.release(row)
 
 
-def test_prefill_booked_before_a_stop_does_not_cause_another_stop() -> None:
+def test_prefill_recorded_before_a_stop_does_not_cause_another_stop() -> None:
     """It is lost already, and the row is still decoded."""
     guard, row = LossGuard(), a_row()
-    guard.spread(row, 30.0, 40)
-    assert book(guard, -MAX_LOSS, row)
+    guard.amortise(row, 30.0, 40)
+    assert record(guard, -MAX_LOSS, row)
     while guard.is_stopped:
-        book(guard, 0.0, row)
+        record(guard, 0.0, row)
     for _ in range(60):
-        assert book(guard, -0.1, row)
+        assert record(guard, -0.1, row)
 
 
 def test_prefill_is_amortised_in_plain_rounds_too() -> None:
     guard, row = LossGuard(), a_row()
-    guard.spread(row, MAX_LOSS + 4, 100)
-    waits = next(count for count in range(200) if guard.is_stopped or guard.wait([row]))
+    guard.amortise(row, MAX_LOSS + 4, 100)
+    waits = next(count for count in range(200) if guard.is_stopped or guard.record_plain([row]))
     assert 70 < waits < 100
 
 
@@ -312,25 +312,25 @@ def test_amortised_prefill_stays_within_the_bound(adversary: str, reading: float
     guard, total, lows, rows = LossGuard(), 0.0, [0.0], [a_row(), a_row()]
     num_uncached = set(rows)
     for number in range(12_000):
-        won = 0.0
+        gain = 0.0
         if guard.is_stopped or (adversary == "waits" and number % 7):
-            guard.wait(rows)
+            guard.record_plain(rows)
         else:
             for row in [row for row in rows if row in num_uncached]:
-                won -= reading
+                gain -= reading
                 num_uncached.discard(row)
-                guard.spread(row, reading, num_rounds)
+                guard.amortise(row, reading, num_rounds)
             earned = {"ends": -1.0, "wins": 1.5 if number % 40 < 30 else -1.0}.get(
                 adversary, rng.choice((-1.0, 0.2))
             )
-            guard.book(earned, rows)
-            won += earned
+            guard.record(earned, rows)
+            gain += earned
         if {"ends": number % 3 == 0, "stays": number % 500 == 0}.get(adversary, number % 40 == 39):
             place = rng.randrange(2)
             guard.release(rows[place])
             rows[place] = a_row()
             num_uncached.add(rows[place])
-        total += won
+        total += gain
         lows.append(total)
     for stretch in (1, 5, 20, 100, 1_000, 12_000):
         worst = max(lows[start] - lows[start + stretch] for start in range(0, 12_001 - stretch))
@@ -381,7 +381,11 @@ def test_failed_probes_reduce_the_probing_rate() -> None:
 
 def test_the_probe_budget_is_halved_by_failures_and_restored_by_success() -> None:
     probe_budget = ProbeBudget()
-    for change, halves in ((lambda: None, 1), (probe_budget.failed, 2), (probe_budget.succeeded, 1)):
+    for change, halves in (
+        (lambda: None, 1),
+        (probe_budget.record_failure, 2),
+        (probe_budget.record_success, 1),
+    ):
         change()
         before = probe_budget.balance
         probe_budget.earn(10.0)
@@ -396,7 +400,7 @@ def test_grants_of_probes_have_an_interval() -> None:
     for _ in range(10):
         probe_budget.grant()
         probe_budget.pay(probe_budget.balance)
-        probe_budget.failed()
+        probe_budget.record_failure()
     assert probe_budget.balance == 0.0
     probe_budget.earn(GRANT_INTERVAL)
     assert probe_budget.balance < GRANT / 2
@@ -496,7 +500,7 @@ def test_batches_find_the_best_length_in_few_rounds(num_rows: int, any_node: flo
             kept = controller.keep_drafting(rows, confidences, depth)
             if not any(kept):
                 break
-            lengths = [length + goes_on for length, goes_on in zip(lengths, kept, strict=True)]
+            lengths = [length + continues for length, continues in zip(lengths, kept, strict=True)]
         accepted = [
             next((depth for depth in range(length) if rng.random() >= chance), length) for length in lengths
         ]
@@ -724,7 +728,7 @@ def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_c
 def test_ended_rows_are_released() -> None:
     controller = CostController()
     row = Row([0] * 20, SamplingParams(max_tokens=10**6))
-    for _ in range(3 * MOST_DRAFTED):
+    for _ in range(3 * MAX_DRAFTED_ROUNDS):
         plan = controller.plan([row], [(Candidate(deterministic=True),)])[0]
         verdict = Verdict.from_chain([0], [0])
         controller.learn([row], Draft.chains([[0] * plan.length]), verdict, RoundTime(0.0, 0.0, 1.0))
@@ -952,10 +956,10 @@ def test_a_stop_caused_by_the_machine_is_reverted() -> None:
     slow, drafter = LossGuard(), LossGuard()
     for guard in (slow, drafter):
         while not guard.is_stopped:
-            guard.book(-4.0, seconds=6.0, plain=1.0)
+            guard.record(-4.0, seconds=6.0, plain=1.0)
         for _ in range(NUM_REVIEWED):
             assert guard.is_stopped
-            guard.wait(seconds=4.0 if guard is slow else 1.0)
+            guard.record_plain(seconds=4.0 if guard is slow else 1.0)
     assert not slow.is_stopped
     assert drafter.is_stopped
 
@@ -1120,7 +1124,7 @@ def test_cost_learns_from_predicted_acceptance_probabilities() -> None:
             verdict = Verdict.from_chain([0], [0])
             controller.learn([row], Draft.empty(1), verdict, RoundTime(0.0, 0.0, 1.0))
         controller.keep_drafting([row], draft_probs, 0)
-        groups += controller._decision.proposals[0].seen
+        groups += controller._decision.proposals[0].confidence_bins
     assert groups == [bisect_right(CONFIDENCE_EDGES, chance) for chance in (0.9, 0.3)]
 
 
@@ -1147,10 +1151,10 @@ def test_the_stopping_rule_decides_like_keep_drafting() -> None:
             confidence = rng.choice((0.3, 0.9, 0.96, 0.99, rng.random()))
             group = bisect_right(rule.edges, confidence)
             survival *= rule.own[group]
-            goes_on = survival * rule.following[group] > rule.least[length - 1]
-            assert controller.keep_drafting([row], FixedConfidences([confidence]), length - 1) == [goes_on]
+            continues = survival * rule.following[group] > rule.least[length - 1]
+            assert controller.keep_drafting([row], FixedConfidences([confidence]), length - 1) == [continues]
             assert rule.groups[-1] == group
-            if not goes_on:
+            if not continues:
                 break
         lengths.add(length)
         verdict = Verdict.from_chain([rng.randint(0, length)], [0])

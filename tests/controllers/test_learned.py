@@ -115,10 +115,10 @@ def test_the_calibration_is_that_of_the_depth(write: Callable[[Any], Path]) -> N
     controller = LearnedController(LearnedOptions(threshold=0.9), str(write(doubting)))
     assert nodes_until_stop(controller, [0.9] * 8) == 2
     predictor = Predictor(doubting)
-    features = PathFeatures().of_level(rows_of(1), probs_with(0.9), 0)
-    assert predictor.chances(features, 0) == pytest.approx([0.9])
-    assert predictor.chances(features, 1)[0] < 1e-12
-    assert predictor.chances(features, 5) == predictor.chances(features, 1)
+    features = PathFeatures().level_features(rows_of(1), probs_with(0.9), 0)
+    assert predictor.acceptance_probs(features, 0) == pytest.approx([0.9])
+    assert predictor.acceptance_probs(features, 1)[0] < 1e-12
+    assert predictor.acceptance_probs(features, 5) == predictor.acceptance_probs(features, 1)
 
 
 def test_the_length_is_the_budget(write: Callable[[Any], Path]) -> None:
@@ -145,7 +145,8 @@ def test_features_describe_the_path() -> None:
     path, confidences = PathFeatures(), (0.9, 0.5, 1.0, 0.7)
     rows = rows_of(1, temperature=0.7, coupled=True)
     levels = [
-        path.of_level(rows, probs_with(confidence), depth) for depth, confidence in enumerate(confidences)
+        path.level_features(rows, probs_with(confidence), depth)
+        for depth, confidence in enumerate(confidences)
     ]
     lines = [dict(zip(FEATURES, line, strict=True)) for (line,) in levels]
     assert numpy.isfinite(levels).all()
@@ -158,12 +159,12 @@ def test_features_describe_the_path() -> None:
     assert half["entropy"] == pytest.approx(0.5 * numpy.log(2) + 0.5 * numpy.log(18))
     assert (half["temperature"], half["coupled"]) == (0.7, 1.0)
     # Depth 0 begins a new draft.
-    assert path.of_level(rows, probs_with(confidences[0]), 0) == levels[0]
+    assert path.level_features(rows, probs_with(confidences[0]), 0) == levels[0]
 
 
 def test_coupling_is_not_a_feature_at_temperature_0() -> None:
     def features(temperature: float, coupled: bool) -> list[list[float]]:
-        return PathFeatures().of_level(rows_of(1, temperature, coupled), probs_with(0.5), 0)
+        return PathFeatures().level_features(rows_of(1, temperature, coupled), probs_with(0.5), 0)
 
     assert features(0.0, True) == features(0.0, False)
     assert features(1.0, True) != features(1.0, False)
@@ -210,8 +211,8 @@ def test_the_builtin_predictor_has_its_recorded_predictions() -> None:
         2: [0.9654966885064402, 0.5489717953430588],
         20: [0.9858840383780505, 0.5308600451981916],
     }
-    for depth, chances in expected.items():
-        assert predictor.chances(features, depth) == pytest.approx(chances, abs=1e-12)
+    for depth, acceptance_probs in expected.items():
+        assert predictor.acceptance_probs(features, depth) == pytest.approx(acceptance_probs, abs=1e-12)
 
 
 def test_the_builtin_predictor_belongs_to_the_builtin_pair() -> None:

@@ -7,8 +7,8 @@ from simulation import FixedConfidences, Simulation
 
 from secondguess.controllers.cost.controller import CostController
 from secondguess.controllers.cost.round_buffers import (
-    MAX_UNBOOKED,
-    MOST_DRAFTED,
+    MAX_DRAFTED_ROUNDS,
+    MAX_UNRECORDED_LOSS,
     Decision,
     DraftedRoundBuffer,
 )
@@ -46,13 +46,13 @@ def run_round(controller: CostController, row: Row, accepted: int, candidate: Ca
 
 def num_learned(controller: CostController) -> float:
     (kind,) = controller.expectations._kinds.values()
-    return kind.of_kind.count
+    return kind.averages.count
 
 
 def test_rounds_are_learned_from_together() -> None:
     controller, row = settled()
     before = num_learned(controller)
-    for _ in range(MOST_DRAFTED - 1):
+    for _ in range(MAX_DRAFTED_ROUNDS - 1):
         assert run_round(controller, row, accepted=2)
     assert num_learned(controller) == before
     run_round(controller, row, accepted=2)
@@ -66,7 +66,7 @@ def test_losses_are_learned_from_immediately() -> None:
     while num_learned(controller) == before:
         run_round(controller, row, accepted=0)
         lost += 0.4
-    assert lost <= MAX_UNBOOKED + 0.4
+    assert lost <= MAX_UNRECORDED_LOSS + 0.4
 
 
 @pytest.mark.parametrize("change", ["row", "end"])
@@ -78,7 +78,7 @@ def test_rounds_of_other_rows_are_learned_from_separately(change: str) -> None:
         controller.release(row)
     else:
         controller.plan([new_row()], [(CANDIDATE,)])
-    assert before != max(kind.of_kind.count for kind in controller.expectations._kinds.values())
+    assert before != max(kind.averages.count for kind in controller.expectations._kinds.values())
 
 
 def test_rounds_with_other_candidates_are_learned_from_together() -> None:
@@ -88,14 +88,14 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     for candidate in kinds * 40:
         run_round(controller, row, accepted=2, candidate=candidate)
     controller._learn_drafted()
-    counts = [kind.of_kind.count for kind in controller.expectations._kinds.values()]
+    counts = [kind.averages.count for kind in controller.expectations._kinds.values()]
     decisions = []
-    for number in range(MOST_DRAFTED):
-        assert [kind.of_kind.count for kind in controller.expectations._kinds.values()] == counts
+    for number in range(MAX_DRAFTED_ROUNDS):
+        assert [kind.averages.count for kind in controller.expectations._kinds.values()] == counts
         assert run_round(controller, row, accepted=2, candidate=kinds[number % 2])
         decisions.append(controller._decision)
     learned = [
-        after.of_kind.count - before
+        after.averages.count - before
         for after, before in zip(controller.expectations._kinds.values(), counts, strict=True)
     ]
     assert learned[0] == 0
@@ -103,7 +103,7 @@ def test_rounds_with_other_candidates_are_learned_from_together() -> None:
     assert decisions[0] is not decisions[1]
     assert [decision is decisions[number % 2] for number, decision in enumerate(decisions)] == [
         True
-    ] * MOST_DRAFTED
+    ] * MAX_DRAFTED_ROUNDS
 
 
 def test_a_row_without_room_is_not_drafted_for() -> None:
@@ -129,7 +129,9 @@ def test_a_decision_is_repeated_a_limited_number_of_times() -> None:
     buffer.begin([row])
     for _ in range(2):
         buffer.keep(candidates, decision)
-        assert [buffer.decision([row], candidates) for _ in range(MOST_DRAFTED)] == [decision] * MOST_DRAFTED
+        assert [buffer.decision([row], candidates) for _ in range(MAX_DRAFTED_ROUNDS)] == [
+            decision
+        ] * MAX_DRAFTED_ROUNDS
         assert buffer.decision([row], candidates) is None
         assert buffer.take() == []
         assert buffer.decision([row], candidates) is None

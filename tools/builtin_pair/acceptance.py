@@ -174,8 +174,10 @@ def _stack(drafts: Sequence[RecordedDraft]) -> Drafts:
             "expected drafts of full depth for training and held-out prompts, got none; the texts left the "
             "drafter no room: ask for fewer tokens or a smaller depth"
         )
-    features, chances = zip(*drafts, strict=True)
-    return Drafts(torch.tensor(features, dtype=torch.float64), torch.tensor(chances, dtype=torch.float64))
+    features, acceptance_probs = zip(*drafts, strict=True)
+    return Drafts(
+        torch.tensor(features, dtype=torch.float64), torch.tensor(acceptance_probs, dtype=torch.float64)
+    )
 
 
 def record(
@@ -214,7 +216,7 @@ class DraftRecorder(Controller, Verifier):
         return [Plan(part, self._depth + 1) for part in parts]
 
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
-        self._levels.append(self._path_features.of_level(rows, draft_probs, depth))
+        self._levels.append(self._path_features.level_features(rows, draft_probs, depth))
         return [True] * len(rows)
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
@@ -229,11 +231,11 @@ class DraftRecorder(Controller, Verifier):
         )
         return Verdict.from_chain([0] * draft.num_rows, [row[0] for row in chosen])
 
-    def _record(self, draft: Draft, chances: Sequence[Sequence[float]]) -> None:
+    def _record(self, draft: Draft, acceptance_probs: Sequence[Sequence[float]]) -> None:
         for index, length in enumerate(draft.lengths.tolist()):
             if length > self._depth:
                 features = [level[index] for level in self._levels[: self._depth]]
-                self.drafts[index].append((features, list(chances[index][: self._depth])))
+                self.drafts[index].append((features, list(acceptance_probs[index][: self._depth])))
 
 
 def acceptance_probs(draft: Draft, target_probs: Tensor, chosen: Tensor, noise: Noise) -> list[list[float]]:
@@ -245,5 +247,5 @@ def acceptance_probs(draft: Draft, target_probs: Tensor, chosen: Tensor, noise: 
     """
     ratios = likelihood_ratios(draft, target_probs).clip(max=1)
     matches = (draft.tokens == chosen[:, :-1]).cpu().numpy()
-    chances: list[list[float]] = numpy.where(noise.coupled[:, None], matches, ratios).tolist()
-    return chances
+    acceptance_probs: list[list[float]] = numpy.where(noise.coupled[:, None], matches, ratios).tolist()
+    return acceptance_probs

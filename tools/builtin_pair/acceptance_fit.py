@@ -42,17 +42,19 @@ class Drafts(NamedTuple):
 
     Args:
         features: `[draft, depth, feature]`.
-        chances: `[draft, depth]`, probability that the target accepts each node, given that those
+        acceptance_probs: `[draft, depth]`, probability that the target accepts each node, given that those
             before it are accepted.
     """
 
     features: Tensor
-    chances: Tensor
+    acceptance_probs: Tensor
 
     @property
     def reached(self) -> Tensor:
         """`[draft, depth]`, probability that all nodes before each one are accepted."""
-        return torch.cat([torch.ones_like(self.chances[:, :1]), self.chances.cumprod(1)[:, :-1]], 1)
+        return torch.cat(
+            [torch.ones_like(self.acceptance_probs[:, :1]), self.acceptance_probs.cumprod(1)[:, :-1]], 1
+        )
 
 
 class AcceptanceNet(nn.Module):
@@ -104,7 +106,7 @@ def fit(
         torch.manual_seed(seed)
         net = AcceptanceNet(training.features)
         _train(net, training, reject_weight)
-    scales, shifts = calibrate(net(training.features).detach(), training.chances)
+    scales, shifts = calibrate(net(training.features).detach(), training.acceptance_probs)
     with torch.no_grad():
         logits = net(held_out.features)
         predictions = {
@@ -115,13 +117,13 @@ def fit(
         }
         figures = {
             "reject_weight": reject_weight,
-            "num_training_nodes": training.chances.numel(),
-            "num_held_out_nodes": held_out.chances.numel(),
+            "num_training_nodes": training.acceptance_probs.numel(),
+            "num_held_out_nodes": held_out.acceptance_probs.numel(),
             "training_loss": round(weighted_loss(net(training.features), training, reject_weight).item(), 4),
             "held_out_loss": round(weighted_loss(logits, held_out, reject_weight).item(), 4),
-            "held_out_accepted": round(held_out.chances.mean().item(), 4),
+            "held_out_accepted": round(held_out.acceptance_probs.mean().item(), 4),
             "held_out_calibration_error": {
-                name: round(calibration_error(each.sigmoid(), held_out.chances), 4)
+                name: round(calibration_error(each.sigmoid(), held_out.acceptance_probs), 4)
                 for name, each in predictions.items()
             },
         }
@@ -141,8 +143,8 @@ def _train(net: AcceptanceNet, drafts: Drafts, reject_weight: float) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_EPOCHS)
     for _ in range(NUM_EPOCHS):
-        for members in torch.split(torch.randperm(len(drafts.chances)), BATCH_SIZE):
-            batch = Drafts(drafts.features[members], drafts.chances[members])
+        for members in torch.split(torch.randperm(len(drafts.acceptance_probs)), BATCH_SIZE):
+            batch = Drafts(drafts.features[members], drafts.acceptance_probs[members])
             optimizer.zero_grad()
             weighted_loss(net(batch.features), batch, reject_weight).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -151,18 +153,20 @@ def _train(net: AcceptanceNet, drafts: Drafts, reject_weight: float) -> None:
 
 def weighted_loss(logits: Tensor, drafts: Drafts, reject_weight: float) -> Tensor:
     """Return the mean loss in nats for logits `[draft, depth]`, weighted by the probability of being reached."""
-    losses = drafts.chances * softplus(-logits) + reject_weight * (1 - drafts.chances) * softplus(logits)
+    losses = drafts.acceptance_probs * softplus(-logits) + reject_weight * (
+        1 - drafts.acceptance_probs
+    ) * softplus(logits)
     return (drafts.reached * losses).sum() / drafts.reached.sum()
 
 
-def calibrate(logits: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
+def calibrate(logits: Tensor, acceptance_probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and the shift `[depth]` of every depth.
 
     Args:
         logits: `[draft, depth]`, output of the network.
-        chances: `[draft, depth]`, acceptance probabilities as labels.
+        acceptance_probs: `[draft, depth]`, acceptance probabilities as labels.
     """
-    outcomes = chances.cumprod(1)
+    outcomes = acceptance_probs.cumprod(1)
     log_products = torch.zeros_like(logits[:, 0])
     found = []
     for of_depth, outcome in zip(logits.T, outcomes.T, strict=True):
@@ -196,16 +200,16 @@ def _calibrate_depth(logits: Tensor, log_products: Tensor, outcomes: Tensor) -> 
     return math.exp(log_scale), shift
 
 
-def calibration_error(predicted: Tensor, chances: Tensor) -> float:
+def calibration_error(predicted: Tensor, acceptance_probs: Tensor) -> float:
     """Return the expected calibration error of running products, averaged over the depths.
 
     ECE = sum over bins b of |mean product in b - mean outcome in b| * share of b
 
     Args:
         predicted: `[draft, depth]`, predicted acceptance probabilities.
-        chances: `[draft, depth]`, acceptance probabilities as labels.
+        acceptance_probs: `[draft, depth]`, acceptance probabilities as labels.
     """
-    products, outcomes = predicted.cumprod(1), chances.cumprod(1)
+    products, outcomes = predicted.cumprod(1), acceptance_probs.cumprod(1)
     bins = (products * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     gaps = products.new_zeros(NUM_BINS, products.shape[1]).scatter_add_(0, bins, products - outcomes)
     return float(gaps.abs().sum(0).mean() / len(products))

@@ -170,8 +170,8 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, most: int | None = None) -> list[int]:
-    """Return prompt tokens, as many as a median row has halfway, at most `most`."""
+def typical_context(prompts: Sequence[Sequence[int]], num_tokens: int, limit: int | None = None) -> list[int]:
+    """Return prompt tokens, as many as a median row has halfway, at most `limit`."""
     length = int(median(len(prompt) for prompt in prompts)) + num_tokens // 2
-    length = length if most is None else max(1, min(length, most))
+    length = length if limit is None else max(1, min(length, limit))
     return repeat_to_length([token for prompt in prompts for token in prompt], length)

@@ -64,7 +64,7 @@ def make_probe(
     return ForwardTimer(
         models.target.runtime,
         drafting,
-        context=typical_context(encoded.prompts, num_tokens, most=shortest - MAX_PASS_TOKENS),
+        context=typical_context(encoded.prompts, num_tokens, limit=shortest - MAX_PASS_TOKENS),
         widths=tuple(range(1, MAX_PASS_TOKENS + 1)),
     )
 

@@ -34,7 +34,7 @@ from secondguess.stats import Clock
 from secondguess.workloads.loading import Workload, load_workload
 
 FIXED_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
-MOST_PASSES = 5
+MAX_PASSES = 5
 NUM_DRAFTERS = 2
 """Drafters that run under all controllers."""
 NUM_FINALISTS = 3
@@ -250,7 +250,7 @@ class Tuner:
             has_time = self._budget.until(1 / (len(sizes) - number))
             systems = [self._system(size, *each) for each in found]
             num_batches, num_runs = len(self.measurement.batches[size]), 0
-            while num_runs < MOST_PASSES * num_batches and (not num_runs or has_time()):
+            while num_runs < MAX_PASSES * num_batches and (not num_runs or has_time()):
                 self.measurement.run_batch(systems, size, num_runs % num_batches)
                 if num_runs % num_batches == 0:
                     self._probe.sample()

@@ -50,7 +50,7 @@ with quiet():
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
-MOST_OF_REASON = 300
+MAX_REASON_LENGTH = 300
 """Characters of a library's error that are shown."""
 LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
@@ -86,7 +86,7 @@ def _reading(part: str, path: str) -> Iterator[None]:
         elif "does not recognize this architecture" in reason:
             reason, advice = reason.partition(". ")[0], "update Transformers, or use another model"
         raise CheckpointError(
-            f"expected {part} that can be read in {path}, got: {shorten(reason, MOST_OF_REASON, placeholder=' ...')}; "
+            f"expected {part} that can be read in {path}, got: {shorten(reason, MAX_REASON_LENGTH, placeholder=' ...')}; "
             f"{advice}"
         ) from error
 

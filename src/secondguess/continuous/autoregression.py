@@ -11,7 +11,7 @@ NUM_WAVES = 128
 """Number of random Fourier features of the lagged values (Rahimi and Recht 2007)."""
 RIDGE = 0.01
 """Weight of the penalty on squared coefficients."""
-MOST_LEARNED = 256
+MAX_LEARNED = 256
 """Maximum number of the target's predictions per series that are learned from after a round."""
 
 
@@ -90,7 +90,7 @@ class AutoregressionDrafter(StandardisedDrafter):
         self._low = self._low.scatter_reduce(0, groups, logs, "amin")
         self._high = self._high.scatter_reduce(0, groups, logs, "amax")
         chosen = (
-            torch.randperm(len(steps), generator=self._generator)[: MOST_LEARNED * len(self._gram)]
+            torch.randperm(len(steps), generator=self._generator)[: MAX_LEARNED * len(self._gram)]
             .sort()
             .values
         )

@@ -27,7 +27,7 @@ from secondguess.continuous.distributions import Distribution, Gaussian
 from secondguess.runtime.hashes import Purpose
 from secondguess.sampling.noise import KeyedNoise
 
-FIRST_TRIALS, MOST_TRIALS = 4, 1024
+FIRST_TRIALS, MAX_TRIALS = 4, 1024
 """Numbers of trials of a residual that are evaluated together: at first, and at most."""
 
 
@@ -116,6 +116,6 @@ def draw_residual(target: Distribution, draft: Distribution, noise: KeyedNoise) 
         done = kept.any(1)
         found[remaining[done]] = trials[done, kept[done].long().argmax(1)]
         remaining = remaining[~done]
-        first, count = first + count, min(4 * count, MOST_TRIALS)
+        first, count = first + count, min(4 * count, MAX_TRIALS)
     assert found is not None
     return found

@@ -95,8 +95,8 @@ class EntropyController(Controller):
         for index, accepted in enumerate(verdict.lengths):
             # Levels after the first rejected one have no outcome of their own. The last level may
             # have no entropy, as `keep_drafting` need not be called after it.
-            for place, root in enumerate(self._roots[index][: min(accepted + 1, lengths[index])]):
-                self._see(root, place >= accepted)
+            for depth, root in enumerate(self._roots[index][: min(accepted + 1, lengths[index])]):
+                self._see(root, depth >= accepted)
 
     def _see(self, root: float, rejected: bool) -> None:
         decay = 1 - 1 / MEMORY

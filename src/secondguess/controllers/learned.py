@@ -64,6 +64,8 @@ class LearnedController(Controller):
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         # Depth 0 begins a round and resets the products; those of rows that stopped are not used.
         survivals = self._survivals if depth else [1.0] * len(rows)
-        chances = self._predictor.chances(self._features.of_level(rows, draft_probs, depth), depth)
-        self._survivals = [before * chance for before, chance in zip(survivals, chances, strict=True)]
+        probs = self._predictor.acceptance_probs(
+            self._features.level_features(rows, draft_probs, depth), depth
+        )
+        self._survivals = [before * prob for before, prob in zip(survivals, probs, strict=True)]
         return [1 - survival <= self.options.threshold for survival in self._survivals]

@@ -61,7 +61,7 @@ class PathFeatures:
     def __init__(self) -> None:
         self._log_survivals: list[float] = []
 
-    def of_level(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[list[float]]:
+    def level_features(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[list[float]]:
         """Return the features `[row][feature]` of the nodes at this depth; depth 0 begins new drafts."""
         survivals = self._log_survivals if depth else [0.0] * len(rows)
         log_depth = math.log(1 + depth)
@@ -167,15 +167,15 @@ class Predictor:
         logits += self._last_bias
         return logits
 
-    def chances(self, features: Sequence[Sequence[float]], depth: int) -> list[float]:
+    def acceptance_probs(self, features: Sequence[Sequence[float]], depth: int) -> list[float]:
         """Return the calibrated acceptance probability of each node, given that those before it are accepted.
 
         Args:
             features: `[node][feature]`.
             depth: depth of these nodes.
         """
-        place = min(depth, len(self._scales) - 1)
-        scale, shift = self._scales[place], self._shifts[place]
+        index = min(depth, len(self._scales) - 1)
+        scale, shift = self._scales[index], self._shifts[index]
         logits: list[float] = self.logits(features).tolist()
         return [0.5 + 0.5 * math.tanh((scale * logit + shift) / 2) for logit in logits]
 

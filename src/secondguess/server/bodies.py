@@ -32,10 +32,10 @@ class BoundedRequest(HttpRequest):
 
     async def json(self) -> Any:
         body = await self.body()
-        most = MAX_VALUES + self.app.state.service.target.context_length
-        if len(body) > most and (count := count_values(body)) > most:
+        limit = MAX_VALUES + self.app.state.service.target.context_length
+        if len(body) > limit and (count := count_values(body)) > limit:
             message = (
-                f"expected a body of at most {most} JSON values, got about {count}; send several requests"
+                f"expected a body of at most {limit} JSON values, got about {count}; send several requests"
             )
             raise _refused(ApiError(413, message))
         try:

@@ -161,13 +161,13 @@ class Converter:
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
         """Return the largest number of output tokens; by default, what fits into the context."""
-        context, most = self._target.context_length, self._settings.max_output_tokens
+        context, limit = self._target.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
         if longest >= context:
             raise too_long(self._target, str(longest))
         if wanted is None:
-            return min(context - min(map(len, prompts)), most or context)
-        check_limit(name, wanted, most or wanted, f"output tokens ({name})")
+            return min(context - min(map(len, prompts)), limit or context)
+        check_limit(name, wanted, limit or wanted, f"output tokens ({name})")
         if self._target.is_limited_by_memory and longest + wanted > context:
             raise refused(
                 name,

@@ -76,15 +76,15 @@ def refused(param: str, message: str, code: str = "unsupported_value") -> ApiErr
     return ApiError(400, message, param, code)
 
 
-def check_limit(param: str, got: int, most: int, unit: str) -> None:
+def check_limit(param: str, got: int, limit: int, unit: str) -> None:
     """Refuse a field that is larger than this server allows.
 
     Raises:
-        ApiError: `got` is more than `most`.
+        ApiError: `got` is more than `limit`.
     """
-    if got > most:
+    if got > limit:
         raise refused(
-            param, f"expected at most {most} {unit} per request, got {got}; send less", "invalid_value"
+            param, f"expected at most {limit} {unit} per request, got {got}; send less", "invalid_value"
         )
 
 

@@ -125,7 +125,9 @@ class _EngineMetrics(Collector):
         ):
             yield self._filled(CounterMetricFamily(name, text, labels=("model_name", label)), values)
         num_up_to = [totals.num_rounds - longer for longer in (*drafted, 0)]  # by draft length
-        buckets = [(str(float(most)), num_up_to[min(most, len(drafted))]) for most in DRAFT_LENGTH_BUCKETS]
+        buckets = [
+            (str(float(length)), num_up_to[min(length, len(drafted))]) for length in DRAFT_LENGTH_BUCKETS
+        ]
         lengths = HistogramMetricFamily(
             "secondguess:draft_length", "Draft length per round.", labels=("model_name",)
         )
@@ -202,7 +204,7 @@ def speculative_decoding(stats: Stats) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + stats.num_accepted / num_drafts if num_drafts else None,
         "draft_acceptance_rate": stats.acceptance_rate,
-        "acceptance_histogram": [more - most for more, most in pairwise(reached)] if num_drafts else [],
+        "acceptance_histogram": [before - after for before, after in pairwise(reached)] if num_drafts else [],
         "num_spec_steps": num_drafts,
         "num_accepted_draft_tokens": stats.num_accepted,
         "num_draft_tokens": stats.num_drafted,

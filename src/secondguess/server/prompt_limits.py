@@ -28,12 +28,12 @@ def check_characters(target: ServedModel, text: str) -> None:
         ApiError: the first `max_characters` have so many tokens that the text cannot fit, wherever
             tokens end in the whole text.
     """
-    most = max_characters(target)
-    if len(text) <= most:
+    limit = max_characters(target)
+    if len(text) <= limit:
         return
-    num_tokens = len(target.encode(text[:most]))
+    num_tokens = len(target.encode(text[:limit]))
     if num_tokens > 2 * target.context_length:
-        raise too_long(target, f"{len(text)} characters, of which the first {most} have {num_tokens} tokens")
+        raise too_long(target, f"{len(text)} characters, of which the first {limit} have {num_tokens} tokens")
 
 
 def too_long(target: ServedModel, got: str) -> ApiError:

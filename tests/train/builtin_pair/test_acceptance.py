@@ -48,7 +48,7 @@ def drafter() -> ModelDrafter:
     return ModelDrafter(TableModel(VOCAB_SIZE, DRAFTER), "model:table", VOCAB_SIZE)
 
 
-def chances_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor]:
+def acceptance_probs_of(row: Row, tokens: list[int]) -> tuple[list[float], torch.Tensor]:
     """Acceptance probabilities of a chain of these tokens drawn from the drafter, and the target's distributions."""
     dists = torch.stack([DRAFTER((1, 2, *tokens[:place])) for place in range(len(tokens))])[None]
     logits = torch.stack([TARGET((1, 2, *tokens[:place])) for place in range(len(tokens) + 1)])[None].log()
@@ -63,22 +63,22 @@ def test_a_sampled_node_has_the_chance_of_the_rejection_rule() -> None:
     tokens: list[int] = []
     for _ in range(3):
         tokens.append(int(DRAFTER((1, 2, *tokens)).argmax()))
-    chances, target_probs = chances_of(row_of(1.0), tokens)
+    acceptance_probs, target_probs = acceptance_probs_of(row_of(1.0), tokens)
     expected = [
         min(1.0, float(target_probs[place, token] / DRAFTER((1, 2, *tokens[:place]))[token]))
         for place, token in enumerate(tokens)
     ]
-    assert chances == pytest.approx(expected)
-    assert 0 < min(chances) < 1
+    assert acceptance_probs == pytest.approx(expected)
+    assert 0 < min(acceptance_probs) < 1
 
 
 def test_at_temperature_0_labels_are_0_or_1() -> None:
     best = int(TARGET((1, 2)).argmax())
     tokens = [best, (int(TARGET((1, 2, best)).argmax()) + 1) % VOCAB_SIZE, 0]
-    chances, target_probs = chances_of(row_of(0.0), tokens)
-    assert chances[:2] == [1.0, 0.0]
+    acceptance_probs, target_probs = acceptance_probs_of(row_of(0.0), tokens)
+    assert acceptance_probs[:2] == [1.0, 0.0]
     # Every node counts on its own prefix, also after a rejected one.
-    assert chances[2] == float(int(target_probs[2].argmax()) == 0)
+    assert acceptance_probs[2] == float(int(target_probs[2].argmax()) == 0)
 
 
 def test_labels_of_coupled_nodes_are_0_or_1() -> None:
@@ -88,16 +88,16 @@ def test_labels_of_coupled_nodes_are_0_or_1() -> None:
     for place in range(3):
         dist = TARGET((1, 2, *winners))[None, None]
         winners.append(int(noise.race(dist, torch.tensor([[place]]))[0, 0]))
-    assert chances_of(row, winners)[0] == [1.0, 1.0, 1.0]
+    assert acceptance_probs_of(row, winners)[0] == [1.0, 1.0, 1.0]
     wrong = [winners[0], (winners[1] + 1) % VOCAB_SIZE]
-    assert chances_of(row, wrong)[0] == [1.0, 0.0]
+    assert acceptance_probs_of(row, wrong)[0] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, True)])
 def test_labels_of_determined_text_count_the_accepted_nodes(temperature: float, coupled: bool) -> None:
     row, again = (row_of(temperature, coupled, seed=3) for _ in range(2))
     (drafts,) = record(TableModel(VOCAB_SIZE, TARGET), drafter(), [row], 20, 3)
-    assert all(len(features) == len(chances) == 3 for features, chances in drafts)
+    assert all(len(features) == len(acceptance_probs) == 3 for features, acceptance_probs in drafts)
     target, controller = TableModel(VOCAB_SIZE, TARGET), make_controller("fixed:3")
     accepted, position = {}, 0
     for (commit,) in decode(Components(target, drafter(), make_verifier("auto"), controller), [again]):
@@ -128,7 +128,9 @@ def test_labels_of_sampled_text_are_the_mean_acceptance() -> None:
     components = Components(TableModel(VOCAB_SIZE, TARGET), drafter(), recorder, recorder)
     for _ in islice(decode(components, rows), 20):
         pass
-    by_round = [chances for drafts in zip(*recorder.drafts, strict=True) for _, chances in drafts]
+    by_round = [
+        acceptance_probs for drafts in zip(*recorder.drafts, strict=True) for _, acceptance_probs in drafts
+    ]
     difference = recorder.accepted - numpy.cumprod(by_round, 1).sum(1)
     assert len(difference) == 800
     # The differences deviate by about 0.5: four standard errors.

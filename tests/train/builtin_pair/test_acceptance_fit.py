@@ -51,12 +51,15 @@ def test_the_networks_in_numpy_and_torch_are_equal(net: AcceptanceNet) -> None:
 
 def test_extreme_features_do_not_overflow(net: AcceptanceNet) -> None:
     extreme = [[1e6] * len(FEATURES), [-1e6] * len(FEATURES)]
-    assert all(0 <= chance <= 1 for chance in predictor_of(net).chances(extreme, 0))
+    assert all(0 <= chance <= 1 for chance in predictor_of(net).acceptance_probs(extreme, 0))
 
 
-def alike(*chances: list[float]) -> Drafts:
+def alike(*acceptance_probs: list[float]) -> Drafts:
     """Drafts without features."""
-    return Drafts(torch.zeros(len(chances), len(chances[0]), len(FEATURES)), torch.tensor(chances))
+    return Drafts(
+        torch.zeros(len(acceptance_probs), len(acceptance_probs[0]), len(FEATURES)),
+        torch.tensor(acceptance_probs),
+    )
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
@@ -138,7 +141,7 @@ def test_training_learns_how_acceptance_depends_on_confidence() -> None:
         line = [0.0] * len(FEATURES)
         line[0], line[1] = math.log(confidence), math.log(confidence / (1 - confidence))
         for depth in range(3):
-            assert predictor.chances([line], depth)[0] == pytest.approx(confidence**3, abs=0.1)
+            assert predictor.acceptance_probs([line], depth)[0] == pytest.approx(confidence**3, abs=0.1)
     errors = predictor.provenance["held_out_calibration_error"]
     assert isinstance(errors, dict)
     assert errors["calibrated"] < 0.04 < errors["as_trained"]

@@ -76,10 +76,10 @@ class Average:
             self.count += 1
             return
         known = self.value
-        most = known * OUTLIER_CLIP
+        limit = known * OUTLIER_CLIP
         if self.count < AVERAGE_WINDOW:
             self.count += 1
-        self.value = known + ((value if value < most else most) - known) / self.count
+        self.value = known + ((value if value < limit else limit) - known) / self.count
 
     def follow(self, value: float) -> float:
         """Add a value without clipping; return the weight that it got in the average."""
@@ -188,12 +188,12 @@ class CostCurve:
     round does not fix its cost permanently.
 
     Args:
-        of_batch: True for the lengths of all drafts of a batch together. As a drafter is tried on few
+        is_batch: True for the lengths of all drafts of a batch together. As a drafter is tried on few
             rows first, costs hardly grow with the length until that is seen.
     """
 
-    def __init__(self, of_batch: bool = False) -> None:
-        self._of_batch = of_batch
+    def __init__(self, is_batch: bool = False) -> None:
+        self._is_batch = is_batch
         self._now = 0
         self._cells: dict[int, _LengthCost] = {}
         self._excess = DecayedLine()  # through the costs beyond a plain round
@@ -226,9 +226,9 @@ class CostCurve:
         if cell is None:
             cell = self._cells[length] = _LengthCost(cost)
         # Disturbances only make rounds slower: two fast ones show that the earlier ones were disturbed.
-        most = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
+        limit = 1.0 if is_fast and cell.was_fast else MAX_WEIGHT - 1.0
         cell.was_fast = is_fast
-        cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), most) + 1
+        cell.weight = min(cell.weight * DECAY ** (self._now - cell.time), limit) + 1
         cell.time = self._now
         cell.cost += (cost - cell.cost) / cell.weight
 
@@ -237,11 +237,11 @@ class CostCurve:
         for cell in self._cells.values():
             cell.weight = min(cell.weight, 1.0)
 
-    def _fit(self, length: int, slowdown: float) -> None:
+    def _fit(self, length: int, excess: float) -> None:
         line = self._excess
-        line.add(length, slowdown)
+        line.add(length, excess)
         mean = line.y / line.x
-        slope = line.shrunk_slope() if self._of_batch else line.slope(mean)
+        slope = line.shrunk_slope() if self._is_batch else line.slope(mean)
         self._slope = min(max(slope, min(FIRST_NODE_COST, mean)), mean)
         self._start = (line.y - self._slope * line.x) / line.weight
 
@@ -269,9 +269,9 @@ class PlainTime:
 
     __slots__ = (
         "_along",
+        "_average",
         "_before",
         "_length",
-        "_level",
         "_longest",
         "_recent",
         "_shortest",
@@ -280,20 +280,20 @@ class PlainTime:
     )
 
     def __init__(self, length: float) -> None:
-        self._level = Average(NUM_WARMUP)
+        self._average = Average(NUM_WARMUP)
         self._length = self._shortest = self._longest = self._before = length
         self._slope = self._spread = self._along = 0.0
         self._recent: tuple[tuple[float, float], ...] = ()
 
     @property
     def count(self) -> int:
-        return self._level.count
+        return self._average.count
 
     def at(self, length: float | None) -> float:
         """Return the seconds for rows of this mean length; None stands for the average length."""
         if length is None:
-            return self._level.value
-        return self._level.value + self._slope * (length - self._length)
+            return self._average.value
+        return self._average.value + self._slope * (length - self._length)
 
     def knows(self, length: float) -> bool:
         """Return whether rows of about this length were seen, or the line is trusted that far."""
@@ -310,7 +310,7 @@ class PlainTime:
         Returns:
             The factor by which the machine has become slower if it has changed its speed, else 1.
         """
-        change = self._change(length, seconds, num_rounds) if self._level.count >= NUM_WARMUP else 1.0
+        change = self._change(length, seconds, num_rounds) if self._average.count >= NUM_WARMUP else 1.0
         if change == 1.0:
             self._fit(length, seconds)
         else:
@@ -335,33 +335,33 @@ class PlainTime:
 
     def rescale(self, change: float) -> None:
         """Multiply the expected time by `change`, for all lengths."""
-        self._level.value *= change
-        self._level.count = NUM_WARMUP
+        self._average.value *= change
+        self._average.count = NUM_WARMUP
         self._slope *= change
         self._along *= change
         self._recent = ()
 
     def _fit(self, length: float, seconds: float) -> None:
-        level = self._level
-        if level.count < NUM_WARMUP:
-            level.add(seconds)
-            self._length += (length - self._length) / level.count
+        average = self._average
+        if average.count < NUM_WARMUP:
+            average.add(seconds)
+            self._length += (length - self._length) / average.count
         else:
-            known, centre = level.value, self._length
+            known, centre = average.value, self._length
             aside = length - centre
-            most = (known + self._slope * aside) * OUTLIER_CLIP
-            if seconds > most:
-                seconds = most
+            limit = (known + self._slope * aside) * OUTLIER_CLIP
+            if seconds > limit:
+                seconds = limit
             self._spread += aside * aside
             self._along += aside * (seconds - known)
             # Old observations lose weight only as new ones arrive: their age is not bounded.
-            slowdown = self._spread / (AVERAGE_WINDOW * centre * centre)
-            if slowdown > 1:
-                self._along /= slowdown
-                self._spread /= slowdown
-            self._length = centre = centre + aside * level.follow(seconds)
+            overweight = self._spread / (AVERAGE_WINDOW * centre * centre)
+            if overweight > 1:
+                self._along /= overweight
+                self._spread /= overweight
+            self._length = centre = centre + aside * average.follow(seconds)
             slope = self._along / (self._spread + (centre * centre + SHORT_ROW * SHORT_ROW) / 4)
-            highest = MAX_LENGTH_SHARE * level.value / (centre + SHORT_ROW)
+            highest = MAX_LENGTH_SHARE * average.value / (centre + SHORT_ROW)
             self._slope = 0.0 if slope < 0 else min(slope, highest)
         # A single length may be an outlier: it counts as seen once two successive rounds had it.
         self._longest = max(self._longest, min(length, self._before))

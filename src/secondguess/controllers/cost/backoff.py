@@ -21,23 +21,23 @@ from secondguess.core import Candidate, Row
 
 SHORTEST = 8
 """Rounds of the first backoff; one per row is added, as evaluating more rows takes longer."""
-MOST_DOUBLINGS = 3
+MAX_DOUBLINGS = 3
 
 
 class Backoffs:
     """Backoff state of the candidates of a batch.
 
     Args:
-        level: returns the group of a row's recent acceptance rate.
+        rate_bin: returns the bin of a row's recent acceptance rate.
     """
 
-    def __init__(self, level: Callable[[Row], int]) -> None:
-        self._level = level
+    def __init__(self, rate_bin: Callable[[Row], int]) -> None:
+        self._rate_bin = rate_bin
         self._now = 0
         self._num_rows = 0
         self._rows: frozenset[Row] = frozenset()
         self._counts: dict[Hashable, int] = {}
-        self._of: dict[Hashable, Backoff] = {}
+        self._backoffs: dict[Hashable, Backoff] = {}
 
     def cover(
         self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], num_rounds: int = 1
@@ -47,7 +47,7 @@ class Backoffs:
         has_joined = not self._rows.issuperset(rows)
         if len(rows) != self._num_rows or (has_joined and len(rows) == 1):
             self._num_rows = len(rows)  # what does not pay for many rows may pay for one
-            self._of.clear()
+            self._backoffs.clear()
         if has_joined:
             self._rows = frozenset(rows)
         self._counts = self._count(rows, candidates)
@@ -58,7 +58,7 @@ class Backoffs:
         """Return the numbers of candidates that are alike."""
         counts: dict[Hashable, int] = {}
         for row, choices in zip(rows, candidates, strict=True):
-            alike = None if len(rows) == 1 else (row.coupled, row.params.temperature, self._level(row))
+            alike = None if len(rows) == 1 else (row.coupled, row.params.temperature, self._rate_bin(row))
             for choice in choices:
                 if choice.longest > 0:
                     key = choice.part, choice.kind, alike
@@ -66,7 +66,7 @@ class Backoffs:
         return counts
 
     def _covers(self, key: Hashable, count: int) -> bool:
-        backoff = self._of.get(key)
+        backoff = self._backoffs.get(key)
         return backoff is not None and backoff.until > self._now and backoff.count >= count
 
     def num_constant(self, candidates: Sequence[Sequence[Candidate]]) -> int:
@@ -78,21 +78,21 @@ class Backoffs:
         for choices in candidates:
             if any([choice.deterministic or not choice.longest for choice in choices]):
                 return 0
-        return min(self._of[key].until for key in self._counts) - self._now - 1
+        return min(self._backoffs[key].until for key in self._counts) - self._now - 1
 
     def begin(self) -> None:
         """Put the candidates of this round in backoff, as none of them paid."""
         now, shortest = self._now, SHORTEST + self._num_rows
         for key, count in self._counts.items():
-            backoff = self._of.setdefault(key, Backoff())
+            backoff = self._backoffs.setdefault(key, Backoff())
             backoff.count = max(backoff.count, count)
             if backoff.until <= now:
                 backoff.until, backoff.count = now + 1 + (shortest << backoff.doublings), count
-                backoff.doublings = min(backoff.doublings + 1, MOST_DOUBLINGS)
+                backoff.doublings = min(backoff.doublings + 1, MAX_DOUBLINGS)
 
     def end(self) -> None:
         """End all backoff: a candidate paid, so others may pay as well."""
-        self._of.clear()
+        self._backoffs.clear()
 
     def forget(self, row: Row) -> None:
         """Forget a row that has ended."""

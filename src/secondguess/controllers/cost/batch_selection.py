@@ -123,9 +123,9 @@ def _together(
         # A new drafter's cost is unknown, and prefilling a whole batch only to measure it is
         # expensive: it is tried on one row first, then on at most twice as many as before. (The
         # net gain is that of all rows.)
-        most = max(2 * cost_model.times.most_rows(models[0][1].part), 1)
-        is_trial = most < best_count
-        chosen += best_with_ties(models[:best_count], most, rows)
+        limit = max(2 * cost_model.times.max_rows(models[0][1].part), 1)
+        is_trial = limit < best_count
+        chosen += best_with_ties(models[:best_count], limit, rows)
     return Drafts(chosen, tokens + sums[best_count].tokens, seconds[best_count], is_trial)
 
 
@@ -151,24 +151,24 @@ def best_with_ties(
 
 
 def select_extensions(
-    chances: list[tuple[float, DraftProposal]], num_levels: int, cost_model: CostModel
+    acceptance_probs: list[tuple[float, DraftProposal]], num_levels: int, cost_model: CostModel
 ) -> list[DraftProposal]:
     """Return the candidates whose drafts should get another node.
 
     Args:
-        chances: the probability that the node is accepted, for each row that could get one.
+        acceptance_probs: the probability that the node is accepted, for each row that could get one.
         cost_model: costs in the current round.
     """
     rate = cost_model.rate
-    ordered = sorted(chances, key=itemgetter(0), reverse=True)
+    ordered = sorted(acceptance_probs, key=itemgetter(0), reverse=True)
     total, best, best_count = 0.0, 0.0, 0
-    for count, (chance, proposal) in enumerate(ordered, start=1):
-        total += chance
+    for count, (prob, proposal) in enumerate(ordered, start=1):
+        total += prob
         extra_pass_seconds = cost_model.extra_pass_seconds(num_levels, num_levels + count)
         net = total - rate * (cost_model.step(proposal.part, count) + extra_pass_seconds)
         if net > best:
             best, best_count = net, count
-    best_count = _with_equals([chance for chance, _ in ordered], best_count)
+    best_count = _with_equals([prob for prob, _ in ordered], best_count)
     return [proposal for _, proposal in ordered[:best_count]]
 
 

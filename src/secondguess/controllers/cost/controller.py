@@ -85,7 +85,7 @@ class CostController(Controller):
         self._cost_model = CostModel()
         self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
         self._decision = Decision()
-        self._backoffs = Backoffs(self.expectations.level)
+        self._backoffs = Backoffs(self.expectations.rate_bin)
         self._in_backoff = False
         self._is_paused = False
         self._num_pausable = self._num_paused = 0  # rounds: that may be paused, and since `plan`
@@ -162,27 +162,27 @@ class CostController(Controller):
         return [NOTHING if choices[0].certain else choices for choices in candidates]
 
     def _decide(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> Decision:
-        """Return the decision for a round; one that can be repeated is kept until the next learning."""
-        was_probe, place = self._decision.is_probe, _place(candidates)
+        """Return the decision for a round; a settled one is reused until the controller learns."""
+        was_probe, rate_key = self._decision.is_probe, _rate_key(candidates)
         if self._in_backoff:
             self._learn_drafted()
             self._num_pausable = self._num_unplanned(rows, self._backoffs.num_constant(candidates))
-            return Decision(place)
+            return Decision(rate_key)
         if self._drafted.rows != tuple(rows):
             self._learn_drafted()
             self._drafted.begin(rows)
         self._learn_buffered()
-        decision, proposals = self._evaluate(rows, candidates, place)
+        decision, proposals = self._evaluate(rows, candidates, rate_key)
         if self._drafted and not decision.is_settled:  # what the buffered rounds show may change it
             self._learn_drafted()
-            decision, proposals = self._evaluate(rows, candidates, place)
+            decision, proposals = self._evaluate(rows, candidates, rate_key)
         if self.measures_plain:
             return decision
         if self.guard.is_stopped:
             self._pause(self._num_unplanned(rows))
             return decision
         if decision.proposals:
-            self.probe_budget.succeeded()
+            self.probe_budget.record_success()
         elif proposals:
             best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
             decision.proposals = self._probe(best, rows, was_probe)
@@ -199,7 +199,7 @@ class CostController(Controller):
         return decision
 
     def _evaluate(
-        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], place: Hashable
+        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], rate_key: Hashable
     ) -> tuple[Decision, list[DraftProposal]]:
         """Return the decision to draft what pays, and the best candidates of all rows, best first.
 
@@ -208,14 +208,14 @@ class CostController(Controller):
         context = self.times.context = mean_length(rows)
         self.measures_plain = self.times.needs_plain(len(rows), context)
         if self.guard.is_stopped or self.measures_plain:
-            return Decision(place), []
-        self._cost_model.enter(len(rows), place)
+            return Decision(rate_key), []
+        self._cost_model.enter(len(rows), rate_key)
         proposals = self._proposal_maker.best(rows, candidates)
         drafts = worthwhile(proposals, rows, self._cost_model)
         taken = drafts.chosen
         is_settled = bool(taken) and all(map(_is_settled, taken)) and not drafts.is_trial
         rate, explores = self._cost_model.rate, drafts.is_trial
-        return Decision(place, rate, taken, explores=explores, is_settled=is_settled), proposals
+        return Decision(rate_key, rate, taken, explores=explores, is_settled=is_settled), proposals
 
     def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
         """Limit drafts whose cost is not known yet, which explore.
@@ -247,7 +247,7 @@ class CostController(Controller):
         )
         if was_probing:
             if not self.probe_budget.may_continue(price):
-                self.probe_budget.failed()
+                self.probe_budget.record_failure()
                 return []
         elif not self.probe_budget.may_begin(SERIES * price):
             return []
@@ -260,35 +260,39 @@ class CostController(Controller):
         if not self._decision.proposals:
             return answers
         confidences = draft_probs.acceptance_estimates
-        chances: list[tuple[float, DraftProposal]] = []
+        acceptance_probs: list[tuple[float, DraftProposal]] = []
         for proposal in self._decision.proposals:
-            if proposal.deterministic or not proposal.goes_on:
+            if proposal.deterministic or not proposal.continues:
                 continue
-            own, following = self.expectations.of_nodes(proposal.estimate.kind)
-            level = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
-            proposal.seen.append(level)
-            proposal.survival *= own[level]
-            proposal.goes_on = False
+            own, following = self.expectations.node_probs(proposal.estimate.kind)
+            confidence_bin = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
+            proposal.confidence_bins.append(confidence_bin)
+            proposal.survival *= own[confidence_bin]
+            proposal.continues = False
             if depth + 1 < proposal.length:
-                chances.append((proposal.survival * following[level], proposal))
-        for proposal in self._extended(chances, depth):
-            proposal.goes_on = answers[proposal.row] = True
+                acceptance_probs.append((proposal.survival * following[confidence_bin], proposal))
+        for proposal in self._extended(acceptance_probs, depth):
+            proposal.continues = answers[proposal.row] = True
         return answers
 
-    def _extended(self, chances: list[tuple[float, DraftProposal]], depth: int) -> Sequence[DraftProposal]:
+    def _extended(
+        self, acceptance_probs: list[tuple[float, DraftProposal]], depth: int
+    ) -> Sequence[DraftProposal]:
         """Return the drafts that should get a node below this depth.
 
         Args:
-            chances: the probability that the node is accepted, for each draft that could get one.
+            acceptance_probs: the probability that the node is accepted, for each draft that could get one.
             depth: depth of the last nodes.
         """
-        if not chances:
+        if not acceptance_probs:
             return ()
         if self._decision.explores and depth + 1 < PROBE_LENGTH:
-            return [proposal for _, proposal in chances]
+            return [proposal for _, proposal in acceptance_probs]
         planned = self._decision.proposals
-        num_levels = sum([each.length if each.deterministic else len(each.seen) for each in planned])
-        return select_extensions(chances, num_levels, self._cost_model)
+        num_levels = sum(
+            [each.length if each.deterministic else len(each.confidence_bins) for each in planned]
+        )
+        return select_extensions(acceptance_probs, num_levels, self._cost_model)
 
     def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
         proposals = self._decision.proposals
@@ -298,11 +302,11 @@ class CostController(Controller):
         if self._decision.stopping_rule is None:  # no node is learned from while a decision is repeated
             rate, model = self._cost_model.rate, self._cost_model
             least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
-            own, following = self.expectations.of_nodes(proposal.estimate.kind)
+            own, following = self.expectations.node_probs(proposal.estimate.kind)
             self._decision.stopping_rule = StoppingRule(
                 CONFIDENCE_EDGES, own, following, array("d", least), []
             )
-        return self._decision.stopping_rule._replace(groups=proposal.seen)
+        return self._decision.stopping_rule._replace(groups=proposal.confidence_bins)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._is_paused:
@@ -333,55 +337,57 @@ class CostController(Controller):
                 self.expectations.add_empty_draft(proposal.estimate.kind)
         if not drafted and not decision.proposals:
             if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured
-                self.guard.wait(rows, 1, time.total)
+                self.guard.record_plain(rows, 1, time.total)
                 return
-            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.place], [time]))
+            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.rate_key], [time]))
             return
         if not drafted:  # the drafter gave no nodes, but took time
             self._learn_drafted()
             self.expectations.decay_rows(rows, 1)
-            self._book(decision, rows, num_rows, time.total, 0.0, time.total)
+            self._record(decision, rows, num_rows, time.total, 0.0, time.total)
             return
         accepted = verdict.lengths
-        won = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
-        seen = [proposal.seen for proposal in drafted]
-        drafted_round = DraftedRound(decision, drafted, seen, lengths, accepted, time, won)
+        gain = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
+        confidence_bins = [proposal.confidence_bins for proposal in drafted]
+        drafted_round = DraftedRound(decision, drafted, confidence_bins, lengths, accepted, time, gain)
         # The length of a lookup draft is decided in advance, so that one that lost time, or a single
         # one that could have been longer, is learned from at once.
         is_informative = any([proposal.deterministic for proposal in drafted]) and (
-            won < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
+            gain < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
         )
         has_room = self._drafted.add(drafted_round) and not is_informative
-        if not has_room or not decision.is_settled or self.guard.would_stop(self._drafted.won):
+        if not has_room or not decision.is_settled or self.guard.would_stop(self._drafted.gains):
             self._learn_drafted()
 
     def _learn_drafted(self) -> None:
         """Learn from the buffered rounds with drafts."""
         rows = self._drafted.rows
-        for decision, drafted, seen, lengths, accepted, time, _ in self._drafted.take():
+        for decision, drafted, confidence_bins, lengths, accepted, time, _ in self._drafted.take():
             clipped = self._learn_times(len(rows), drafted, lengths, time)
-            for proposal, levels in zip(drafted, seen, strict=True):
+            for proposal, draft_bins in zip(drafted, confidence_bins, strict=True):
                 row, length = rows[proposal.row], lengths[proposal.row]
                 self.expectations.learn(
                     row,
                     proposal.estimate.kind,
-                    levels,
+                    draft_bins,
                     proposal.deterministic,
                     length,
                     accepted[proposal.row],
                 )
-            spread = self._learn_prefill(rows, drafted, time)
-            self._book(decision, rows, len(rows) + sum(accepted), time.total, spread, clipped + time.prefill)
+            amortised = self._learn_prefill(rows, drafted, time)
+            self._record(
+                decision, rows, len(rows) + sum(accepted), time.total, amortised, clipped + time.prefill
+            )
 
     def _learn_plain(self, rows: Sequence[Row], rounds: PlainRounds) -> None:
         """Learn from rounds in which nothing was to be drafted."""
         self.expectations.decay_rows(rows, rounds.num)
         changed = self.times.add_plain(len(rows), rounds.context, rounds.seconds)
         plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
-        for place, num in rounds.places.items():
-            self._cost_model.book_plain(place, num)
+        for rate_key, num in rounds.num_by_rate_key.items():
+            self._cost_model.record_plain(rate_key, num)
         self.probe_budget.earn(total / plain)
-        self.guard.wait(rows, rounds.num, total)
+        self.guard.record_plain(rows, rounds.num, total)
         if changed:
             self._reset_decisions()
 
@@ -395,10 +401,10 @@ class CostController(Controller):
 
     def _buffer_round(self, rows: Sequence[Row], time: RoundTime) -> None:
         """Record a round in which all candidates were in backoff."""
-        place = self._decision.place
-        if not self._buffered.add(place, rows, time):
+        rate_key = self._decision.rate_key
+        if not self._buffered.add(rate_key, rows, time):
             self._learn_buffered()
-            self._buffered.add(place, rows, time)
+            self._buffered.add(rate_key, rows, time)
 
     def _learn_buffered(self) -> None:
         """Learn from the recorded backoff rounds."""
@@ -430,7 +436,7 @@ class CostController(Controller):
     def _learn_prefill(self, rows: Sequence[Row], drafted: Sequence[DraftProposal], time: RoundTime) -> float:
         """Learn the cost of drafter prefill, amortise it over later rounds and return its seconds.
 
-        Later rounds use the prefilled cache, so `LossGuard` books its cost in shares.
+        Later rounds use the prefilled cache, so `LossGuard` records its cost in shares.
         """
         readers = [proposal for proposal in drafted if proposal.candidate.num_uncached]
         if not readers:
@@ -441,22 +447,22 @@ class CostController(Controller):
         for proposal in readers:
             row = rows[proposal.row]
             cost = plain_rounds * proposal.candidate.num_uncached / num_tokens
-            self.guard.spread(row, cost, row.room / (1 + proposal.estimate.gain))
+            self.guard.amortise(row, cost, row.room / (1 + proposal.estimate.gain))
         return time.prefill
 
-    def _book(
+    def _record(
         self,
         decision: Decision,
         rows: Sequence[Row],
         num_tokens: int,
         seconds: float,
-        spread: float,
+        amortised: float,
         clipped: float,
     ) -> None:
         """Record a round with planned drafts.
 
         Args:
-            spread: seconds of drafter prefill, which are amortised over later rounds.
+            amortised: seconds of drafter prefill, which are amortised over later rounds.
             clipped: its duration, clipped if it was disturbed.
         """
         num_rows = len(rows)
@@ -464,12 +470,14 @@ class CostController(Controller):
         plain_seconds = num_tokens * plain / num_rows
         mean = self._mean_plain(num_rows)
         is_probe = decision.is_probe
-        self._cost_model.book(decision.place, clipped / plain, num_tokens / num_rows, worthwhile=not is_probe)
+        self._cost_model.record(
+            decision.rate_key, clipped / plain, num_tokens / num_rows, worthwhile=not is_probe
+        )
         self.probe_budget.earn(seconds / plain)
         if is_probe:
             self.probe_budget.pay((seconds - plain_seconds) / plain)
-        won = num_tokens / num_rows - (seconds - spread) / mean
-        self.guard.book(won, rows, seconds - spread, mean)
+        gain = num_tokens / num_rows - (seconds - amortised) / mean
+        self.guard.record(gain, rows, seconds - amortised, mean)
 
     def _mean_plain(self, num_rows: int) -> float:
         """Return the mean seconds of a plain round, disturbed ones included."""
@@ -493,7 +501,7 @@ def _could_be_longer(lookup: DraftProposal, num_accepted: int) -> bool:
     return num_accepted == lookup.length < len(lookup.estimate.gains) - 1
 
 
-def _place(candidates: Sequence[Sequence[Candidate]]) -> Hashable:
+def _rate_key(candidates: Sequence[Sequence[Candidate]]) -> Hashable:
     """Return the key of the token rate that drafts are compared with.
 
     It is the batch size, or for a single row the kind of its first candidate: saved tokens are

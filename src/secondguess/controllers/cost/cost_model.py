@@ -3,7 +3,7 @@
 Both are needed many times in a round and hardly change from one round to the next. The rate is
 computed once per round, costs once every few rounds.
 
-The rate is averaged separately by `place`, a key that distinguishes batch sizes and, for a single
+The rate is averaged separately by `rate_key`, which distinguishes batch sizes and, for a single
 row, kinds of draft candidates. A plain round is a round without drafts.
 """
 
@@ -68,9 +68,9 @@ class CostModel:
         self._rests: dict[int, list[float]] = {}
         self._num_drafts = self._age = 0
 
-    def enter(self, num_rows: int, place: Hashable) -> None:
-        """Begin a round over `num_rows` rows, with the rate of this place."""
-        recent_speed = self._recent_speeds.get(place)
+    def enter(self, num_rows: int, rate_key: Hashable) -> None:
+        """Begin a round over `num_rows` rows, with the rate of this key."""
+        recent_speed = self._recent_speeds.get(rate_key)
         speedup = recent_speed.speedup if recent_speed is not None else 1.0
         # The speedup was measured in other texts and may be out of reach here while no draft is
         # good enough. If it were required for long, a text with good but not that good drafts
@@ -88,30 +88,30 @@ class CostModel:
         expected = (self._num_rows + tokens) / (self.times.plain(self._num_rows) + seconds)
         self.rate = max(self.rate, expected)
 
-    def book(self, place: Hashable, seconds: float, tokens: float, worthwhile: bool) -> None:
+    def record(self, rate_key: Hashable, seconds: float, tokens: float, worthwhile: bool) -> None:
         """Record a round with drafts.
 
         Args:
-            place: key of its rate.
+            rate_key: key of its rate.
             seconds: its duration in plain rounds.
             tokens: tokens gained per row.
             worthwhile: True if the drafts were expected to pay, False if they were probes.
         """
-        self._add(place, seconds, tokens, 1)
+        self._add(rate_key, seconds, tokens, 1)
         if not worthwhile:
             self._num_idle += 1
         elif tokens > seconds:
             self._num_idle //= 2
 
-    def book_plain(self, place: Hashable, num_rounds: int) -> None:
+    def record_plain(self, rate_key: Hashable, num_rounds: int) -> None:
         """Record rounds without drafts."""
-        self._add(place, 1.0, 1.0, num_rounds)
+        self._add(rate_key, 1.0, 1.0, num_rounds)
         self._num_idle += num_rounds
 
-    def _add(self, place: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:
-        recent_speed = self._recent_speeds.get(place)
+    def _add(self, rate_key: Hashable, seconds: float, tokens: float, num_rounds: int) -> None:
+        recent_speed = self._recent_speeds.get(rate_key)
         if recent_speed is None:
-            recent_speed = self._recent_speeds[place] = RecentSpeed()
+            recent_speed = self._recent_speeds[rate_key] = RecentSpeed()
         recent_speed.add(seconds, tokens, num_rounds)
         self._age += num_rounds
 

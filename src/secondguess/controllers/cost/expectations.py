@@ -20,7 +20,7 @@ from secondguess.core import Candidate, Row
 CONFIDENCE_EDGES = array("d", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99))
 """Edges of the confidence bins; nodes of one bin share their statistics."""
 BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
-LEAST_CHANCE = 0.02
+MIN_PROB = 0.02
 """Distance that a corrected confidence keeps from 0 and 1."""
 FIRST_GAIN, FIRST_WIDTH, FIRST_SHARE = 1.0, 2.0, 0.8
 """Initial gain in tokens, width in nodes and acceptance rate: high enough to be tried."""
@@ -66,12 +66,12 @@ class DraftAverages:
 class RowHistory:
     """Recent acceptance rate of a row's drafts; None before the first draft."""
 
-    NUM_LEVELS: ClassVar[int] = 5
+    NUM_BINS: ClassVar[int] = 5
 
     share: float | None = None
 
     @property
-    def level(self) -> int:
+    def rate_bin(self) -> int:
         """Bin of the acceptance rate: 0 before the first draft, then 1 to 4."""
         return 0 if self.share is None else 1 + int(self.share * 3.999)
 
@@ -93,7 +93,7 @@ class KindStats:
 
     Args:
         nodes, drafts: stores of the statistics.
-        of_pool: sums over all drafts of this pool.
+        pool_averages: sums over all drafts of this pool.
         pool: drafter, coupling and temperature.
         own: kind of candidate (`Candidate.kind`).
     """
@@ -102,13 +102,14 @@ class KindStats:
         self,
         nodes: AcceptanceStats,
         drafts: AcceptanceStats,
-        of_pool: DraftAverages,
+        pool_averages: DraftAverages,
         pool: Hashable,
         own: Hashable,
     ) -> None:
         self.any_position = nodes.path(("at", pool))
         self.by_position = [
-            nodes.path(("at", pool, place), ("at", pool, own, place)) for place in range(MAX_POSITION + 1)
+            nodes.path(("at", pool, position), ("at", pool, own, position))
+            for position in range(MAX_POSITION + 1)
         ]
         bins = range(len(CONFIDENCE_EDGES) + 1)
         self.by_confidence = [nodes.path(("own", pool, own, number)) for number in bins]
@@ -116,11 +117,11 @@ class KindStats:
             nodes.path(("next", pool, own), ("next", pool, own, number)) for number in bins
         ]
         self.miscalibration = nodes.path(("miscalibration", pool, own))
-        # Result of `Expectations.of_nodes`, until something is learned.
-        self.node_chances: tuple[array[float], array[float]] | None = None
+        # Result of `Expectations.node_probs`, until something is learned.
+        self.node_probs: tuple[array[float], array[float]] | None = None
         self.appears = drafts.path(("comes", pool, own))
-        self.of_pool, self.of_kind = of_pool, DraftAverages()
-        self.at_level = [DraftAverages() for _ in range(RowHistory.NUM_LEVELS)]
+        self.pool_averages, self.averages = pool_averages, DraftAverages()
+        self.by_rate_bin = [DraftAverages() for _ in range(RowHistory.NUM_BINS)]
 
 
 class Expectations:
@@ -141,25 +142,25 @@ class Expectations:
         kind = self._kinds.get(key)
         if kind is None:
             pool = (candidate.part, row.coupled, temperature)
-            of_pool = self._draft_averages.setdefault(pool, DraftAverages())
-            kind = self._kinds[key] = KindStats(self.nodes, self.drafts, of_pool, pool, candidate.kind)
+            pool_averages = self._draft_averages.setdefault(pool, DraftAverages())
+            kind = self._kinds[key] = KindStats(self.nodes, self.drafts, pool_averages, pool, candidate.kind)
         return kind
 
-    def level(self, row: Row) -> int:
-        """Return the bin of the row's recent acceptance rate (`RowHistory.level`)."""
+    def rate_bin(self, row: Row) -> int:
+        """Return the bin of the row's recent acceptance rate (`RowHistory.rate_bin`)."""
         row_history = self.row_histories.get(row)
-        return row_history.level if row_history is not None else 0
+        return row_history.rate_bin if row_history is not None else 0
 
-    def of_draft(self, kind: KindStats, level: int) -> tuple[float, float, float, float]:
-        """Return expectations about a draft for a row of this `level`.
+    def draft_expectations(self, kind: KindStats, rate_bin: int) -> tuple[float, float, float, float]:
+        """Return expectations about a draft for a row of this `rate_bin`.
 
         Returns:
             Tokens accepted, nodes drafted, exploration bonus in tokens (what it might gain beyond
             the expectation), and the share of planned drafts that have any nodes.
         """
-        gain, width = kind.of_kind.means(*kind.of_pool.means(FIRST_GAIN, FIRST_WIDTH))
-        exploration_bonus = max(EXPLORATION_BONUS / (1 + kind.of_kind.count) ** 0.5 - BONUS_OFFSET, 0.0)
-        gain_here, width = kind.at_level[level].means(gain, width)
+        gain, width = kind.averages.means(*kind.pool_averages.means(FIRST_GAIN, FIRST_WIDTH))
+        exploration_bonus = max(EXPLORATION_BONUS / (1 + kind.averages.count) ** 0.5 - BONUS_OFFSET, 0.0)
+        gain_here, width = kind.by_rate_bin[rate_bin].means(gain, width)
         # At least the kind's average: a row with poor drafts may improve, as only drafts can show.
         return max(gain_here, gain), width, exploration_bonus, self.drafts.mean(kind.appears, 1.0)
 
@@ -171,27 +172,27 @@ class Expectations:
         shares += shares[-1:] * (longest - len(shares))
         return list(accumulate(shares, mul))
 
-    def of_nodes(self, kind: KindStats) -> tuple[array[float], array[float]]:
+    def node_probs(self, kind: KindStats) -> tuple[array[float], array[float]]:
         """Return, by confidence bin, the acceptance probabilities of a node and of the one after it.
 
         Each is conditional on all nodes before being accepted.
         """
-        if kind.node_chances is None:
+        if kind.node_probs is None:
             mean, error = self.nodes.mean, self.nodes.mean(kind.miscalibration, 0.0)
             own = [
                 # Prior of the bins: the confidence corrected by the mean error over all bins.
-                mean(path, min(max(centre + error, LEAST_CHANCE), 1 - LEAST_CHANCE))
+                mean(path, min(max(centre + error, MIN_PROB), 1 - MIN_PROB))
                 for path, centre in zip(kind.by_confidence, BIN_CENTRES, strict=True)
             ]
             following = [mean(path, FIRST_SHARE) for path in kind.next_by_confidence]
-            kind.node_chances = array("d", own), array("d", following)
-        return kind.node_chances
+            kind.node_probs = array("d", own), array("d", following)
+        return kind.node_probs
 
     def learn(
         self,
         row: Row,
         kind: KindStats,
-        levels: Sequence[int],
+        confidence_bins: Sequence[int],
         deterministic: bool,
         length: int,
         accepted: int,
@@ -199,29 +200,29 @@ class Expectations:
         """Add a draft of `length` nodes, of which `accepted` were accepted.
 
         Args:
-            levels: confidence bins of its first nodes.
+            confidence_bins: bins of the confidences of its first nodes.
             deterministic: whether its nodes have no draft distribution.
         """
-        add, num_levels = self.nodes.add, len(levels)
-        kind.node_chances = None
-        for place in range(min(accepted + 1, length)):
-            outcome = 1.0 if place < accepted else 0.0
+        add, num_binned = self.nodes.add, len(confidence_bins)
+        kind.node_probs = None
+        for position in range(min(accepted + 1, length)):
+            outcome = 1.0 if position < accepted else 0.0
             if deterministic:
                 add(kind.any_position, outcome)
-                add(kind.by_position[min(place, MAX_POSITION)], outcome)
-            if place < num_levels:
-                level = levels[place]
-                add(kind.by_confidence[level], outcome)
-                add(kind.miscalibration, outcome - BIN_CENTRES[level])
-            if 0 < place <= num_levels:
-                add(kind.next_by_confidence[levels[place - 1]], outcome)
-        if accepted == length <= num_levels:
-            self.nodes.age(kind.next_by_confidence[levels[length - 1]])
+                add(kind.by_position[min(position, MAX_POSITION)], outcome)
+            if position < num_binned:
+                confidence_bin = confidence_bins[position]
+                add(kind.by_confidence[confidence_bin], outcome)
+                add(kind.miscalibration, outcome - BIN_CENTRES[confidence_bin])
+            if 0 < position <= num_binned:
+                add(kind.next_by_confidence[confidence_bins[position - 1]], outcome)
+        if accepted == length <= num_binned:
+            self.nodes.age(kind.next_by_confidence[confidence_bins[length - 1]])
         row_history = self.row_histories.get(row)
         if row_history is None:
             row_history = self.row_histories[row] = RowHistory()
         self.drafts.add(kind.appears, 1.0)
-        for averages in (kind.of_pool, kind.of_kind, kind.at_level[row_history.level]):
+        for averages in (kind.pool_averages, kind.averages, kind.by_rate_bin[row_history.rate_bin]):
             averages.add(accepted, length)
         row_history.add(length, accepted)
 

@@ -14,9 +14,7 @@ SLOW = 1.5
 """Multiple of its expected time above which a round counts as disturbed."""
 NUM_BUSY, NUM_QUIET = 4, 1
 """Minimum number of disturbed rounds in a window for a busy machine, maximum for a quiet one."""
-
-
-QUIET_EXCESS = 1.1
+MAX_QUIET_SLOWDOWN = 1.1
 """Maximum `slowdown` of a quiet machine."""
 
 
@@ -60,13 +58,13 @@ class LoadDetector:
         """
         self._slow = (self._slow << 1 | (ratio > SLOW)) & (1 << WINDOW) - 1
         self._num_seen += 1
-        if not self._slow and not self._was_busy and self.slowdown <= QUIET_EXCESS:
+        if not self._slow and not self._was_busy and self.slowdown <= MAX_QUIET_SLOWDOWN:
             return False
         if self.is_busy:
             self._was_busy = True
         if not self.is_quiet:
             return False
-        self.slowdown, self._count = min(self.slowdown, QUIET_EXCESS), 0
+        self.slowdown, self._count = min(self.slowdown, MAX_QUIET_SLOWDOWN), 0
         was_busy, self._was_busy = self._was_busy, False
         return was_busy
 

@@ -11,20 +11,20 @@ have no drafts after all is bounded by `MAX_PLAN_SHARE` instead.) Its balance, i
 at most MAX_BALANCE. When it falls to -MAX_LOSS, drafting stops for STOP_ROUNDS rounds, and twice
 as long at each further stop until all of the loss is recovered.
 
-The prefill of a draft model serves all later rounds of a row, so it is amortised: booked in equal
-shares, round by round. The rest is booked at once when the row ends or drafting stops, as it may
+The prefill of a draft model serves all later rounds of a row, so it is amortised: recorded in equal
+shares, round by round. The rest is recorded at once when the row ends or drafting stops, as it may
 never be recovered. The balance therefore includes all losses but the outstanding prefill: at most
 that of the rows in flight, and none after a stop. With R the maximum loss of a single round of
 drafting plus all of that prefill, the loss over any N rounds is, in plain rounds, at most
 
     MAX_BALANCE + MAX_LOSS + R  +  (MAX_LOSS / 2 + R) * log2(1 + N / STOP_ROUNDS)
 
-(for N up to 2 ** MOST_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
+(for N up to 2 ** MAX_DOUBLINGS * STOP_ROUNDS, about 65,000 rounds). The balance is
 at most MAX_BALANCE at the beginning and above -MAX_LOSS until the first stop. In addition there is
 either outstanding prefill, or at the stop one round's loss and the prefill outstanding then: R in
-both cases. (Rounds that are booked together are booked before they would exceed the limit.)
+both cases. (Rounds that are recorded together are recorded before they would exceed the limit.)
 Until each further stop it is MAX_LOSS / 2 + R again. All of it starts anew when the machine changes
-its speed (`LossGuard.reset`), since the losses were booked at another speed: the bound holds
+its speed (`LossGuard.reset`), since the losses were recorded at another speed: the bound holds
 between two such changes.
 """
 
@@ -39,7 +39,7 @@ PROBE_INCOME = 0.005
 """Maximum income of the probe budget, as a share of the elapsed time."""
 MAX_PROBE_BALANCE = 6.0
 """Maximum probe budget, in plain rounds."""
-MOST_HALVINGS = 5
+MAX_HALVINGS = 5
 SERIES = 4
 """Approximate number of probes in a series."""
 GRANT = 2.9
@@ -60,7 +60,7 @@ MAX_BALANCE = 16.0
 """Maximum balance of the guard, in plain rounds."""
 STOP_ROUNDS = 64
 """Length of the first stop, in rounds."""
-MOST_DOUBLINGS = 10
+MAX_DOUBLINGS = 10
 NUM_REVIEWED = 16
 """Number of rounds before a stop, and of plain rounds after it, that are compared."""
 MAX_AMORTISATION = 256
@@ -109,49 +109,49 @@ class ProbeBudget:
         """Charge what a probe lost (negative: gained)."""
         self.balance -= lost
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         self._is_grant_due = False
-        self._halvings = min(self._halvings + 1, MOST_HALVINGS)
+        self._halvings = min(self._halvings + 1, MAX_HALVINGS)
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._halvings, self._is_grant_due = 0, False
 
 
 class AmortisedCosts:
-    """Costs not booked yet, which are amortised in equal shares or booked when their row ends."""
+    """Costs not recorded yet, which are amortised in equal shares or recorded when their row ends."""
 
     def __init__(self) -> None:
-        self._of: dict[Row, tuple[float, float]] = {}
+        self._outstanding: dict[Row, tuple[float, float]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return bool(self._outstanding)
 
     def add(self, row: Row, cost: float, num_rounds: float) -> None:
         """Amortise `cost` and what is outstanding for the row over `num_rounds` rounds."""
-        left, _ = self._of.get(row, (0.0, 0.0))
+        left, _ = self._outstanding.get(row, (0.0, 0.0))
         left += cost
-        self._of[row] = left, left / min(max(num_rounds, 1.0), MAX_AMORTISATION)
+        self._outstanding[row] = left, left / min(max(num_rounds, 1.0), MAX_AMORTISATION)
 
     def take_shares(self, rows: Iterable[Row]) -> float:
         """Deduct and return the shares of these rows for one round."""
         due = 0.0
         for row in rows:
-            left, share = self._of.get(row, (0.0, 0.0))
+            left, share = self._outstanding.get(row, (0.0, 0.0))
             if left > share:
-                self._of[row] = left - share, share
+                self._outstanding[row] = left - share, share
                 due += share
             elif left:
-                del self._of[row]
+                del self._outstanding[row]
                 due += left
         return due
 
-    def settle(self, row: Row) -> float:
+    def pop(self, row: Row) -> float:
         """Remove and return all outstanding cost of a row."""
-        return self._of.pop(row, (0.0, 0.0))[0]
+        return self._outstanding.pop(row, (0.0, 0.0))[0]
 
-    def settle_all(self) -> float:
-        due = sum(left for left, _ in self._of.values())
-        self._of.clear()
+    def pop_all(self) -> float:
+        due = sum(left for left, _ in self._outstanding.values())
+        self._outstanding.clear()
         return due
 
 
@@ -159,7 +159,7 @@ class LossGuard:
     """Wall-clock balance of all drafting, in plain rounds.
 
     After a stop, the rounds that led to it are compared with the plain rounds that follow. If
-    those take as long, the machine was the cause, and drafting goes on.
+    those take as long, the machine was the cause, and drafting continues.
     """
 
     def __init__(self) -> None:
@@ -168,33 +168,33 @@ class LossGuard:
         self._doublings = 0
         self._num_waiting = 0
         self._amortised = AmortisedCosts()
-        self._booked: deque[tuple[float, float]] = deque(maxlen=NUM_REVIEWED)
+        self._recorded: deque[tuple[float, float]] = deque(maxlen=NUM_REVIEWED)
         self._review: Review | None = None
 
-    def spread(self, row: Row, cost: float, num_rounds: float) -> None:
+    def amortise(self, row: Row, cost: float, num_rounds: float) -> None:
         """Amortise a row's prefill of `cost` plain rounds over its next `num_rounds` rounds."""
         self._amortised.add(row, cost, num_rounds)
 
-    def book(self, won: float, rows: Iterable[Row] = (), seconds: float = 0.0, plain: float = 1.0) -> None:
+    def record(self, gain: float, rows: Iterable[Row] = (), seconds: float = 0.0, plain: float = 1.0) -> None:
         """Record a round with drafts; prefill that is amortised is not included.
 
         Args:
-            won: plain rounds that it gained (negative: lost).
-            plain: seconds of the plain rounds in which `won` is counted.
+            gain: plain rounds that it gained (negative: lost).
+            plain: seconds of the plain rounds in which `gain` is counted.
         """
-        self._booked.append((seconds, plain))
+        self._recorded.append((seconds, plain))
         due = self._amortised.take_shares(rows) if self._amortised else 0.0
-        self._balance = min(self._balance + won - due, MAX_BALANCE)
+        self._balance = min(self._balance + gain - due, MAX_BALANCE)
         if self._balance >= 0:
             self._doublings, self._limit = 0, -MAX_LOSS
         elif self._balance <= self._limit:
             self._stop()
 
-    def would_stop(self, won: Sequence[float]) -> bool:
-        """Return whether drafting stops if rounds with these gains, in plain rounds, are booked."""
+    def would_stop(self, gains: Sequence[float]) -> bool:
+        """Return whether drafting stops if rounds with these gains, in plain rounds, are recorded."""
         balance, limit = self._balance, self._limit
-        for each in won:
-            balance = min(balance + each, MAX_BALANCE)
+        for gain in gains:
+            balance = min(balance + gain, MAX_BALANCE)
             if balance <= limit:
                 return True
             if balance >= 0:
@@ -202,22 +202,22 @@ class LossGuard:
         return False
 
     def _stop(self) -> None:
-        self._review = Review(tuple(self._booked), self._limit, self._doublings)
-        self._booked.clear()
+        self._review = Review(tuple(self._recorded), self._limit, self._doublings)
+        self._recorded.clear()
         self._num_waiting = STOP_ROUNDS * 2**self._doublings
-        self._doublings = min(self._doublings + 1, MOST_DOUBLINGS)
+        self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
         # The prefilled cache will not be used for a while, and may never be.
-        self._balance -= self._amortised.settle_all()
+        self._balance -= self._amortised.pop_all()
         # The loss stays; only half as much may be added to it before the next, longer stop.
         self._limit = self._balance - MAX_LOSS / 2
 
-    def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
+    def record_plain(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
         """Record rounds without drafts, which took `seconds` in total."""
         for _ in range(num_rounds):
             if self._num_waiting:
                 self._num_waiting -= 1
             elif self._amortised:
-                self.book(0.0, rows)
+                self.record(0.0, rows)
         if self._review is not None and self._review.add(num_rounds, seconds):
             self._revise(self._review)
             self._review = None
@@ -232,14 +232,14 @@ class LossGuard:
         """Allow drafting again: its losses were measured at another machine speed."""
         self._balance = min(max(self._balance, -MAX_LOSS / 2), 0.0)
         self._num_waiting, self._limit, self._doublings = 0, -MAX_LOSS, 0
-        self._booked.clear()
+        self._recorded.clear()
         self._review = None
 
     def release(self, row: Row) -> None:
-        """Book the outstanding prefill of a row that has ended."""
-        due = self._amortised.settle(row)
+        """Record the outstanding prefill of a row that has ended."""
+        due = self._amortised.pop(row)
         if due:
-            self.book(-due)
+            self.record(-due)
 
     @property
     def is_stopped(self) -> bool:
@@ -251,13 +251,13 @@ class Review:
     """Comparison of the rounds that led to a stop with the plain rounds after it.
 
     Args:
-        booked: seconds of each round, and of the plain rounds that it was compared with.
+        recorded: seconds of each round, and of the plain rounds that it was compared with.
         limit, doublings: state of the guard before the stop.
     """
 
-    def __init__(self, booked: Sequence[tuple[float, float]], limit: float, doublings: int) -> None:
+    def __init__(self, recorded: Sequence[tuple[float, float]], limit: float, doublings: int) -> None:
         self.limit, self.doublings = limit, doublings
-        self._booked = booked
+        self._recorded = recorded
         self._num_rounds, self._seconds = 0, 0.0
 
     def add(self, num_rounds: int, seconds: float) -> bool:
@@ -270,4 +270,4 @@ class Review:
     def correction(self) -> float:
         """Amount by which the loss was overestimated, in plain rounds."""
         plain = self._seconds / self._num_rounds
-        return sum(seconds * max(1 / before - 1 / plain, 0.0) for seconds, before in self._booked)
+        return sum(seconds * max(1 / before - 1 / plain, 0.0) for seconds, before in self._recorded)

@@ -60,8 +60,8 @@ class DraftProposal:
         prefill_seconds: seconds of drafter prefill, amortised over the row's remaining rounds.
         net: `estimate.net` less the prefill.
         part, deterministic: those of the candidate.
-        seen, survival, goes_on: confidence bins of the nodes drafted, the probability that all of
-            them are accepted, and whether drafting goes on.
+        confidence_bins, survival, continues: bins of the confidences of the nodes drafted, the
+            probability that all of them are accepted, and whether drafting continues.
     """
 
     row: int
@@ -72,9 +72,9 @@ class DraftProposal:
     net: float
     part: int = field(init=False)
     deterministic: bool = field(init=False)
-    seen: list[int] = field(init=False)
+    confidence_bins: list[int] = field(init=False)
     survival: float = field(init=False)
-    goes_on: bool = field(init=False)
+    continues: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.part, self.deterministic = self.candidate.part, self.candidate.deterministic
@@ -82,7 +82,7 @@ class DraftProposal:
 
     def restart(self) -> None:
         """Begin a draft."""
-        self.seen, self.survival, self.goes_on = [], 1.0, True
+        self.confidence_bins, self.survival, self.continues = [], 1.0, True
 
 
 class ProposalMaker:
@@ -120,20 +120,22 @@ class ProposalMaker:
         estimates: dict[Hashable, Estimate],
     ) -> DraftProposal | None:
         best = None
-        params, room, level = row.params, row.room - 1, self._expectations.level(row)
-        most = room if params.max_draft_length is None else min(params.max_draft_length, room)
-        of_row = row.coupled, params.temperature, level
+        params, room, rate_bin = row.params, row.room - 1, self._expectations.rate_bin(row)
+        limit = room if params.max_draft_length is None else min(params.max_draft_length, room)
+        row_key = row.coupled, params.temperature, rate_bin
         for candidate in choices:
             longest = min(candidate.length_factor * self._longest, MAX_DRAFT_LENGTH)
-            length = min(candidate.longest, longest, most)
+            length = min(candidate.longest, longest, limit)
             if length <= 0:
                 continue
             # Without the prefill, which differs between rows.
-            key = of_row, candidate.part, candidate.kind, candidate.deterministic, length, longest
+            key = row_key, candidate.part, candidate.kind, candidate.deterministic, length, longest
             estimate = estimates.get(key)
             if estimate is None:
                 kind = self._expectations.kind(row, candidate)
-                estimate = estimates[key] = self._estimate(kind, level, candidate, length, longest, num_rows)
+                estimate = estimates[key] = self._estimate(
+                    kind, rate_bin, candidate, length, longest, num_rows
+                )
             prefill = self._prefill_seconds(row, candidate, estimate) if candidate.num_uncached else 0.0
             net = estimate.net - self._cost_model.rate * prefill
             if best is None or net > best[0]:
@@ -146,10 +148,10 @@ class ProposalMaker:
         return DraftProposal(index, candidate, estimate, length, prefill, net)
 
     def _estimate(
-        self, kind: KindStats, level: int, candidate: Candidate, length: int, longest: int, num_rows: int
+        self, kind: KindStats, rate_bin: int, candidate: Candidate, length: int, longest: int, num_rows: int
     ) -> Estimate:
         expectations, rate = self._expectations, self._cost_model.rate
-        gain, mean_width, exploration_bonus, appears = expectations.of_draft(kind, level)
+        gain, mean_width, exploration_bonus, appears = expectations.draft_expectations(kind, rate_bin)
         shares = self._cost_model.shares(candidate.part, longest)
         gains: Sequence[float] = ()
         lengths: Sequence[int] = ()

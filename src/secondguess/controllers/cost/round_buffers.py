@@ -14,13 +14,13 @@ from secondguess.controllers.cost.proposals import DraftProposal
 from secondguess.controllers.cost.round_times import mean_length
 from secondguess.core import Candidate, RoundTime, Row, StoppingRule
 
-FEW = 8
+GROUP_SIZE = 8
 """Maximum number of plain rounds that are added to the statistics as one."""
-MOST_PLAIN = 16
+MAX_PLAIN_ROUNDS = 16
 """Maximum number of buffered plain rounds."""
-MOST_DRAFTED = 8
+MAX_DRAFTED_ROUNDS = 8
 """Maximum number of buffered rounds with drafts."""
-MAX_UNBOOKED = 2.0
+MAX_UNRECORDED_LOSS = 2.0
 """Total loss of buffered rounds with drafts at which they are learned from, in plain rounds."""
 
 
@@ -29,7 +29,7 @@ class Decision:
     """Drafts planned for a round, and for those that repeat it.
 
     Args:
-        place: key of the token rate that drafts are compared with (`CostModel`).
+        rate_key: key of the token rate that drafts are compared with (`CostModel`).
         rate: tokens per second that drafts have to exceed.
         proposals: the drafts, at most one per row.
         explores: True if a batch drafts to learn what drafts cost, with the nodes of a probe, whatever these seem to cost.
@@ -38,7 +38,7 @@ class Decision:
         stopping_rule: that of its only draft, once it was needed.
     """
 
-    place: Hashable = None
+    rate_key: Hashable = None
     rate: float = 0.0
     proposals: Sequence[DraftProposal] = ()
     explores: bool = False
@@ -53,20 +53,20 @@ class DraftedRound(NamedTuple):
     Args:
         decision: what was planned.
         drafted: the proposals that were drafted.
-        seen: confidence bins of the nodes of each.
+        confidence_bins: bins of the confidences of the nodes of each.
         lengths: levels drafted, per row.
         accepted: nodes accepted, per row.
         time: duration.
-        won: plain rounds gained (negative: lost).
+        gain: plain rounds gained (negative: lost).
     """
 
     decision: Decision
     drafted: Sequence[DraftProposal]
-    seen: Sequence[Sequence[int]]
+    confidence_bins: Sequence[Sequence[int]]
     lengths: Sequence[int]
     accepted: Sequence[int]
     time: RoundTime
-    won: float
+    gain: float
 
 
 class DraftedRoundBuffer:
@@ -104,19 +104,19 @@ class DraftedRoundBuffer:
         if not self._decisions or tuple(rows) != self.rows or not all([row.room > 1 for row in rows]):
             return None
         self._num_repeated += 1
-        if self._num_repeated > MOST_DRAFTED:
+        if self._num_repeated > MAX_DRAFTED_ROUNDS:
             return None
         return self._decisions.get(tuple(map(tuple, candidates)))
 
     def add(self, drafted_round: DraftedRound) -> bool:
         """Add a round; return False if the buffer is full now."""
         self._rounds.append(drafted_round)
-        return sum(self.won) > -MAX_UNBOOKED and len(self._rounds) < MOST_DRAFTED
+        return sum(self.gains) > -MAX_UNRECORDED_LOSS and len(self._rounds) < MAX_DRAFTED_ROUNDS
 
     @property
-    def won(self) -> list[float]:
+    def gains(self) -> list[float]:
         """Plain rounds gained by each round."""
-        return [each.won for each in self._rounds]
+        return [each.gain for each in self._rounds]
 
     def take(self) -> list[DraftedRound]:
         """Return the rounds, empty the buffer and discard the decisions."""
@@ -132,16 +132,16 @@ class PlainRounds:
     Attributes:
         num: number of rounds.
         context: mean tokens per row halfway through them.
-        places: number of rounds by key of the token rate (`CostModel`).
+        num_by_rate_key: number of rounds by key of the token rate (`CostModel`).
         seconds: duration of each round without prefill and planning.
     """
 
-    __slots__ = ("context", "num", "places", "seconds")
+    __slots__ = ("context", "num", "num_by_rate_key", "seconds")
 
-    def __init__(self, context: float, places: Sequence[Hashable], times: Sequence[RoundTime]) -> None:
+    def __init__(self, context: float, rate_keys: Sequence[Hashable], times: Sequence[RoundTime]) -> None:
         self.num = len(times)
         self.context = context
-        self.places = {place: places.count(place) for place in set(places)}
+        self.num_by_rate_key = {key: rate_keys.count(key) for key in set(rate_keys)}
         self.seconds = [time.total - time.prefill - time.plan for time in times]
 
 
@@ -151,40 +151,40 @@ class PlainRoundBuffer:
     def __init__(self) -> None:
         self.rows: tuple[Row, ...] = ()
         self._context = 0.0
-        self._places: list[Hashable] = []
+        self._rate_keys: list[Hashable] = []
         self._times: list[RoundTime] = []
 
     def __len__(self) -> int:
         return len(self._times)
 
-    def add(self, place: Hashable, rows: Sequence[Row], time: RoundTime) -> bool:
+    def add(self, rate_key: Hashable, rows: Sequence[Row], time: RoundTime) -> bool:
         """Add a round; return False if the buffer is full or holds rounds of other rows."""
         held = tuple(rows)  # the caller may change its list
         if not self._times:
             self.rows, self._context = held, mean_length(held)
-        elif held != self.rows or len(self._times) == MOST_PLAIN:
+        elif held != self.rows or len(self._times) == MAX_PLAIN_ROUNDS:
             return False
-        self._places.append(place)
+        self._rate_keys.append(rate_key)
         self._times.append(time)
         return True
 
     @property
     def room(self) -> int:
         """Number of rounds that can follow the next one before the buffer is full."""
-        return MOST_PLAIN - 1 - len(self._times) % MOST_PLAIN
+        return MAX_PLAIN_ROUNDS - 1 - len(self._times) % MAX_PLAIN_ROUNDS
 
     def repeat(self, time: RoundTime) -> None:
-        """Add a round of the same rows and the same place as the one before, for which there is room."""
+        """Add a round of the same rows and the same rate key as the one before, for which there is room."""
         self._times.append(time)
 
     def take(self) -> tuple[tuple[Row, ...], list[PlainRounds]]:
-        """Return the rows and their rounds, at most `FEW` together, and empty the buffer."""
-        rows, context, places, times = self.rows, self._context, self._places, self._times
-        self.rows, self._places, self._times = (), [], []
-        places += places[-1:] * (len(times) - len(places))
+        """Return the rows and their rounds, at most `GROUP_SIZE` together, and empty the buffer."""
+        rows, context, rate_keys, times = self.rows, self._context, self._rate_keys, self._times
+        self.rows, self._rate_keys, self._times = (), [], []
+        rate_keys += rate_keys[-1:] * (len(times) - len(rate_keys))
         rounds = []
-        for first in range(0, len(times), FEW):
-            few = times[first : first + FEW]
-            amidst = context + first + len(few) / 2
-            rounds.append(PlainRounds(amidst, places[first : first + FEW], few))
+        for first in range(0, len(times), GROUP_SIZE):
+            group = times[first : first + GROUP_SIZE]
+            amidst = context + first + len(group) / 2
+            rounds.append(PlainRounds(amidst, rate_keys[first : first + GROUP_SIZE], group))
         return rows, rounds

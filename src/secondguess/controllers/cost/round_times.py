@@ -167,7 +167,7 @@ class RoundTimes:
         self._num_since_plain += 1
         curve = self._curves.get(num_rows)
         if curve is None:
-            curve = self._curves[num_rows] = CostCurve(of_batch=num_rows > 1)
+            curve = self._curves[num_rows] = CostCurve(is_batch=num_rows > 1)
         plain = self.plain(num_rows)
         cost, expected = seconds / plain, curve.at(cell)
         if cost < MIN_PASS_COST * self._least_cost:
@@ -244,10 +244,10 @@ class RoundTimes:
         """
         plain = self.plain(num_rows)
         size = min(self._curves, key=lambda other: abs(other - num_rows), default=num_rows)
-        curve, of_size = self._curves.get(size, DEFAULT_CURVE), self.plain(size)
+        curve, curve_plain = self._curves.get(size, DEFAULT_CURVE), self.plain(size)
         scale = levels_per_cell(num_rows) / levels_per_cell(size)
         cells = [max(round(cell * scale), 1) for cell in range(1, num_cells + 1)]
-        return [plain, *[plain + of_size * (curve.at(cell) - 1) for cell in cells]]
+        return [plain, *[plain + curve_plain * (curve.at(cell) - 1) for cell in cells]]
 
     def draft_seconds(self, part: Hashable, num_rows: int) -> LinearSeconds:
         """Return the seconds of drafts over `num_rows` rows; zeros while unknown."""
@@ -268,7 +268,7 @@ class RoundTimes:
         """True once a target pass over a draft was timed."""
         return bool(self._curves)
 
-    def most_rows(self, part: Hashable) -> int:
+    def max_rows(self, part: Hashable) -> int:
         """Return the largest batch in which a draft step was timed; 0 before one was timed."""
         return max(self._steps.get(part, {}), default=0)
 
