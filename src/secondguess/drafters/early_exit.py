@@ -82,7 +82,7 @@ class EarlyExitDrafter(SamplingDrafter):
         if resources.target is not None:
             resources.target.require_partial_forward()
         head, target = load_trained(EarlyExitHead.load, name, resources)
-        return cls(target, head.exit_layer, full_name, shape, head)
+        return cls(target, head.exit_layer, full_name, shape, head.eval().requires_grad_(False))
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._logits(self._read(rows, Draft.chains(self.chains, device=self.device))[:, -1])

@@ -295,7 +295,7 @@ class HeadDrafter(SamplingDrafter):
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
-        self.head = head
+        self.head = head.eval().requires_grad_(False)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
@@ -312,7 +312,7 @@ def load_trained(
     target = resources.require_target(name)
     model = TargetModel.from_runtime(target)
     head = load_head(folder, model).to(target.device, model.dtype)
-    return head.eval().requires_grad_(False), target
+    return head, target
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
