@@ -215,7 +215,7 @@ def what_nobody_drew_is_accepted(patch: Patch) -> None:
 
 
 def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
-    original = trees.TokenProbs.of.__func__
+    original = trees.TokenProbs.from_draft.__func__
     patch.setattr(trees.TokenProbs, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
 
 

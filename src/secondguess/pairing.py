@@ -203,8 +203,10 @@ def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name
     method = read_method(drafter)
     if method is None and target.has_same_tokenizer(draft_model):
         return None
-    of_target, of_draft = (Vocabulary.of(each.tokenizer, each.name) for each in (target, draft_model))
-    pair = VocabularyPair.of(of_target, of_draft, method)
+    target_vocabulary, draft_vocabulary = (
+        Vocabulary.of(each.tokenizer, each.name) for each in (target, draft_model)
+    )
+    pair = VocabularyPair.of(target_vocabulary, draft_vocabulary, method)
     if pair.method == "string" and "tree" in drafter.options:
         raise BadInputError(
             f"expected a draft of one path for vocab=string, which {draft_model.name} needs for {target.name}, got "

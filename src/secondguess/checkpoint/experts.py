@@ -47,7 +47,7 @@ def stored_experts(
         num_experts, *sizes = outline.base_model.layers[index].mlp.experts.down_proj.shape
         width, size = reversed(sizes) if family.experts.is_transposed else sizes
         names = [names_of_expert(outline, index, expert) for expert in range(num_experts)]
-        all_names = {name for of_expert in names for name in of_expert}
+        all_names = {name for expert_names in names for name in expert_names}
         if all_names <= present:  # else they are joined in the checkpoint too
 
             def linear(name: str, num_inputs: int, num_outputs: int) -> StoredLinear:

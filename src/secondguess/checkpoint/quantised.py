@@ -260,7 +260,7 @@ def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
 def _get(parts: Parts, name: str) -> Tensor:
     found = parts(name)
     if found is None:
-        raise CheckpointError(f"expected a tensor {name} beside the others of its weight, got none")
+        raise CheckpointError(f"expected a tensor {name} with the others of its weight, got none")
     return found
 
 

@@ -200,7 +200,7 @@ def _sampling_params(
     min_tokens = min(settings.pop("min_tokens", 0), max_tokens)
     if min_tokens and ending.stop_strings:
         raise BadInputError(
-            "expected no min_length or min_new_tokens beside stop strings, got both: custom_generate would let a row "
+            "expected no min_length or min_new_tokens with stop strings, got both: custom_generate would let a row "
             "go on after a stop string until it is long enough; leave one out"
         )
     return SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, **settings)
@@ -260,11 +260,11 @@ Controllers hold no reference to a model, so the weak keys can expire.
 
 
 def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Controller:
-    of_model = _controllers.setdefault(model, {})
+    controllers = _controllers.setdefault(model, {})
     key = (name, drafter.name)
-    if key not in of_model:
-        of_model[key] = choose_controller(name, drafter)
-    return of_model[key]
+    if key not in controllers:
+        controllers[key] = choose_controller(name, drafter)
+    return controllers[key]
 
 
 class _Weights(NamedTuple):
@@ -279,7 +279,7 @@ class _Weights(NamedTuple):
     num_changes: int
 
     @classmethod
-    def of(cls, model: Any) -> _Weights:
+    def from_model(cls, model: Any) -> _Weights:
         parameters = list(model.parameters())
         return cls(
             tuple([(id(each), each.device, each.dtype) for each in parameters]),
@@ -301,7 +301,7 @@ def _update_weights(model: Any) -> None:
     A model whose weights change in place is in training, and making a copy for each of its states would take
     longer than the copy saves.
     """
-    before, weights = _weights.get(model), _Weights.of(model)
+    before, weights = _weights.get(model), _Weights.from_model(model)
     _weights[model] = weights
     if before is None or before == weights:
         return

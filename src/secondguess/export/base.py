@@ -154,8 +154,8 @@ class ExportTarget:
             for key, value in drafter.given.items()
             if key not in chosen.options
         ]
-        of_drafter = None if drafter.draft_model is None else recommendation.drafter_quantize
-        quantized = {"target": recommendation.quantize, "draft model": of_drafter}
+        draft_format = None if drafter.draft_model is None else recommendation.drafter_quantize
+        quantized = {"target": recommendation.quantize, "draft model": draft_format}
         notes += [
             f"{quantize} of the {whose} is left out: {self.quantized}"
             for whose, quantize in quantized.items()

@@ -46,7 +46,7 @@ class BlockVerifier(UncoupledVerifier):
     def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
         if row.coupled or draft.probs is None:
             return None
-        # A greedy row beside sampled ones accepts what matches.
+        # In a batch with sampled rows, a greedy row accepts what matches.
         return KernelRule.BLOCK if row.params.temperature else KernelRule.MATCH
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
@@ -55,8 +55,8 @@ class BlockVerifier(UncoupledVerifier):
         residuals = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
         draft_lengths = draft.lengths.tolist()
         rows = zip(weights.tolist(), residuals.masses.tolist(), draft_lengths, strict=True)
-        chances = numpy.array([prefix_acceptance_probs(*row) for row in rows])
-        accepted = zip(noise.accept(chances).tolist(), draft_lengths, strict=True)
+        acceptance_probs = numpy.array([prefix_acceptance_probs(*row) for row in rows])
+        accepted = zip(noise.accept(acceptance_probs).tolist(), draft_lengths, strict=True)
         lengths = numpy.array([_longest_passing(row[:length]) for row, length in accepted])
         return make_chain_verdict(draft, target_probs, lengths, residuals.at, noise)
 
@@ -86,10 +86,10 @@ def prefix_acceptance_probs(weights: list[float], masses: list[float], length: i
     Padding has probability 0. 0 / 0 occurs only where w = 1 and p = q: a longer prefix then passes
     for certain, so this probability has no effect.
     """
-    chances = [0.0] * len(masses)
+    acceptance_probs = [0.0] * len(masses)
     for node in range(1, length):
         total = masses[node] + 1 - weights[node]
-        chances[node - 1] = masses[node] / total if total > 0 else 1.0
+        acceptance_probs[node - 1] = masses[node] / total if total > 0 else 1.0
     if length:
-        chances[length - 1] = weights[length]
-    return chances
+        acceptance_probs[length - 1] = weights[length]
+    return acceptance_probs

@@ -29,13 +29,13 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        sheet = TokenProbs.of(shape, draft, target_probs)
-        chances: FloatArray = numpy.zeros(draft.tokens.shape)
+        sheet = TokenProbs.from_draft(shape, draft, target_probs)
+        acceptance_probs: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
         for ranks in shape.levels:
             level = Level(sheet, draft, ranks, dists)
             for rank in ranks:
-                chances[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
+                acceptance_probs[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
                 level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
-        ends = [descend(shape, answers) for answers in noise.accept(chances).tolist()]
+        ends = [descend(shape, answers) for answers in noise.accept(acceptance_probs).tolist()]
         return make_tree_verdict(shape, numpy.array(ends, numpy.int64), dists, noise)

@@ -35,8 +35,8 @@ class RejectionVerifier(UncoupledVerifier):
     supports_trees = False
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        chances = likelihood_ratios(draft, target_probs).clip(max=1.0)
-        lengths = accepted_prefix(draft, noise.accept(chances))
+        acceptance_probs = likelihood_ratios(draft, target_probs).clip(max=1.0)
+        lengths = accepted_prefix(draft, noise.accept(acceptance_probs))
 
         def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
             draft_probs = None if draft.probs is None else at(draft.probs, nodes)

@@ -35,8 +35,8 @@ class TraversalVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        chances, dists = traverse(shape, draft, target_probs)
-        accepted = noise.accept(chances)
+        acceptance_probs, dists = traverse(shape, draft, target_probs)
+        accepted = noise.accept(acceptance_probs)
         return make_tree_verdict(shape, first_accepted(shape.post_order, accepted), dists, noise)
 
 
@@ -51,7 +51,7 @@ def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[FloatArr
         for each query `[row, vocab]`, the distribution of the next token if its node is accepted
         then, not normalised.
     """
-    sheet = TokenProbs.of(shape, draft, target_probs)
+    sheet = TokenProbs.from_draft(shape, draft, target_probs)
     dists = list(target_probs.unbind(1))
     # In log space: a long product of ratios may underflow although a weight may rise again.
     log_weights: FloatArray = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)

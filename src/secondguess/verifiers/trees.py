@@ -78,8 +78,8 @@ class TokenProbs:
         return numpy.diagonal(self.drafted, axis1=1, axis2=2).clip(SMALLEST)
 
     @classmethod
-    def of(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> TokenProbs:
-        """Return those of a draft whose first nodes have this shape.
+    def from_draft(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> TokenProbs:
+        """Return the probabilities of a draft whose first nodes have this shape.
 
         Without `draft.probs` every node has its own one-hot distribution, so that a sibling that
         repeats a token has no mass left.

@@ -75,7 +75,7 @@ def draw_chains(
     if len(states) > ROWS[-1]:
         return None
     keep_drafting = decide_by(decision) if isinstance(decision, StoppingRule) else decision
-    modes = Modes.of(requests)
+    modes = Modes.from_requests(requests)
     longest = _segment(len(states), requests[0].vocab_size, keep_drafting is not None)
     chains: list[list[int]] = [[] for _ in states]
     probs: list[list[Tensor]] = [[] for _ in states]

@@ -49,7 +49,7 @@ class Modes(NamedTuple):
     races: bool
 
     @classmethod
-    def of(cls, requests: Sequence[ChainRequest]) -> Modes:
+    def from_requests(cls, requests: Sequence[ChainRequest]) -> Modes:
         """Return the rules for requests whose sampled rows are all drawn by races, or none."""
         temperatures = [request.settings.temperature for request in requests]
         races = any(request.noise.races for request in requests if request.settings.temperature > 0)
