@@ -125,23 +125,13 @@ def custom_generate(
             drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model)
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [encode(target, ids[kept].tolist()) for ids, kept in zip(input_ids, mask, strict=True)]
+        settings = _seeded(params, len(prompts), num_samples)
         rows = [
-            make_row(target, chosen_verifier, prompt, own)
-            for prompt, own in zip(prompts, _seeded(params, len(prompts), num_samples), strict=True)
+            make_row(target, chosen_verifier, prompt, own, sample=index % num_samples)
+            for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
         ]
-        for index, row in enumerate(rows):
-            row.sample_index = index % num_samples
-            row.end_tokens = ending.end_tokens
-            if ending.stop_strings:
-                row.stop_checker = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())
-        chosen_drafter = make_drafter(
-            drafter,
-            target_vocab_size=target.runtime.vocab_size,
-            load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
-            pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
-            target=target,
-        )
-        _keep_copies(model, drafter)
+        _end_as_in_transformers(rows, ending, input_ids)
+        chosen_drafter = _make_drafter(model, target, drafter)
         check_verifier(chosen_verifier, chosen_drafter)
         chosen_controller = _cached_controller(model, controller, chosen_drafter)
         components = Components(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
@@ -150,6 +140,27 @@ def custom_generate(
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
+
+
+def _end_as_in_transformers(rows: Sequence[Row], ending: StoppingConditions, input_ids: Tensor) -> None:
+    """Give rows the end tokens and stop strings of the call."""
+    for row, ids in zip(rows, input_ids, strict=True):
+        row.end_tokens = ending.end_tokens
+        if ending.stop_strings:
+            row.stop_checker = StopStringWatcher(ending.stop_strings, ids.tolist())
+
+
+def _make_drafter(model: Any, target: LoadedModel, name: str) -> Drafter:
+    """Return the drafter of this name; a copy that it makes of the model is kept."""
+    drafter = make_drafter(
+        name,
+        target_vocab_size=target.runtime.vocab_size,
+        load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
+        pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
+        target=target,
+    )
+    _keep_copies(model, name)
+    return drafter
 
 
 def _decode(components: Components, rows: Sequence[Row], streamer: Any, padding: int) -> None:
