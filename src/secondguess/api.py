@@ -321,7 +321,7 @@ def choose_controller(name: str | None, drafter: Drafter | DrafterInfo) -> Contr
     if name is None:
         return make_controller(drafter.default_controller)
     controller = make_controller(name)
-    if drafter.default_controller == PLAIN_DECODING and controller.name != PLAIN_DECODING:
+    if drafter.never_drafts and controller.name != PLAIN_DECODING:
         raise BadInputError(
             f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
             "leave it out or take another drafter"

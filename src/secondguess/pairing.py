@@ -40,7 +40,7 @@ class DrafterInfo:
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
-        deterministic, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
+        deterministic, never_drafts, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
             model with another tokenizer may turn out to be deterministic when it is loaded.
     """
 
@@ -54,6 +54,7 @@ class DrafterInfo:
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[DrafterInfo, ...] = ()
     deterministic: bool = False
+    never_drafts: bool = False
     can_draft_trees: bool = False
     needs_samples: bool = False
     default_controller: str = Drafter.default_controller
@@ -144,6 +145,7 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
         options=required.options,
         given=name.options,
         deterministic=drafter.deterministic,
+        never_drafts=drafter.never_drafts,
         can_draft_trees=drafter.can_draft_trees or "tree" in name.options,
         needs_samples=drafter.needs_samples,
         default_controller=drafter.default_controller,
