@@ -118,39 +118,46 @@ class Generation:
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
             )
         for prompt, settings in zip(prompts, params, strict=True):
-            prompt, guidance = split_guidance(llm.target, prompt)
-            usable = llm.drafter.parts_without_target
-            if guidance is not None and not usable:
-                raise _guided_drafter_error(llm.drafter.name)
-            ids, images = encode_with_images(llm.target, prompt)
-            if isinstance(settings.prediction, str):  # tokenized once for all samples
-                tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
-                settings = replace(settings, prediction=tokens)
-            for sample in range(settings.n):
-                detokenizer = StreamingDetokenizer(
-                    llm.target.tokenizer, ids, settings.stop, settings.min_tokens
-                )
-                draws_by_race = llm.drafter.draws_by_race
-                row = make_row(
-                    llm.target, llm.verifier, ids, settings, detokenizer.stop_checker, sample, draws_by_race
-                )
-                row.images = images
-                if guidance is not None:
-                    check_request(llm.target, llm.verifier, guidance.negative, settings)
-                    row.guidance, row.parts = guidance, usable
-                    row.context_length -= max(0, len(guidance.negative) - len(ids))
-                if settings.draft_with is not None:
-                    row.parts, sources = select_parts(llm.drafter, settings.draft_with)
-                    if guidance is not None and not row.parts <= usable:
-                        raise _guided_drafter_error(settings.draft_with)
-                    row.sources += sources
-                if llm.share_history and may_share(llm.verifier, row):
-                    row.history = owner
-                self._samples[row] = _Sample(len(self._samples), row, detokenizer)
+            self._add_samples(prompt, settings, owner)
         self.group = RowGroup(list(self._samples), self._receive, is_eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)
         num_new = llm.target.runtime.num_tokens_to_allocate(min(len(self._samples), 1), longest)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
+
+    def _add_samples(self, prompt: Prompt, params: SamplingParams, owner: str) -> None:
+        """Add a row for each sample of a prompt."""
+        llm = self._llm
+        prompt, guidance = split_guidance(llm.target, prompt)
+        usable = None if guidance is None else llm.drafter.parts_without_target
+        if usable is not None and not usable:
+            raise _guided_drafter_error(llm.drafter.name)
+        ids, images = encode_with_images(llm.target, prompt)
+        if isinstance(params.prediction, str):  # tokenized once for all samples
+            params = replace(params, prediction=tuple(_prediction_tokens(llm.target, params.prediction)))
+        if guidance is not None:
+            check_request(llm.target, llm.verifier, guidance.negative, params)
+        for sample in range(params.n):
+            detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, params.stop, params.min_tokens)
+            row = make_row(
+                llm.target,
+                llm.verifier,
+                ids,
+                params,
+                detokenizer.stop_checker,
+                sample,
+                llm.drafter.draws_by_race,
+            )
+            row.images, row.guidance, row.parts = images, guidance, usable
+            if guidance is not None:
+                row.context_length -= max(0, len(guidance.negative) - len(ids))
+            if params.draft_with is not None:
+                row.parts, sources = select_parts(llm.drafter, params.draft_with)
+                if usable is not None and not row.parts <= usable:
+                    raise _guided_drafter_error(params.draft_with)
+                row.sources += sources
+            if llm.share_history and may_share(llm.verifier, row):
+                row.history = owner
+            self._samples[row] = _Sample(len(self._samples), row, detokenizer)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
