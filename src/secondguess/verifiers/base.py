@@ -206,13 +206,13 @@ def _probs_of(tokens: Tensor, dists: Tensor) -> NDArray[numpy.floating]:
     if not dists.is_cpu:
         found: NDArray[numpy.floating] = dists.gather(-1, tokens[..., None])[..., 0].cpu().numpy()
         return found
-    rows, nodes = _places(*tokens.shape)
+    rows, nodes = _node_indices(*tokens.shape)
     found = dists.numpy()[rows, nodes, tokens.numpy()]
     return found
 
 
 @lru_cache(maxsize=256)
-def _places(num_rows: int, num_nodes: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _node_indices(num_rows: int, num_nodes: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
     """Return the indices `[row, 1]` and `[1, node]` of an array; cached, as few shapes occur."""
     return numpy.arange(num_rows)[:, None], numpy.arange(num_nodes)[None]
 
@@ -243,9 +243,9 @@ class Residual:
     dists: Tensor
     masses: FloatArray
 
-    def at(self, places: NDArray[numpy.int64]) -> Residual:
-        """Select one position per row, `places` `[row]`, from residuals `[row, position]`."""
-        return Residual(at(self.dists, places), self.masses[numpy.arange(len(places)), places])
+    def at(self, positions: NDArray[numpy.int64]) -> Residual:
+        """Select one position per row, `positions` `[row]`, from residuals `[row, position]`."""
+        return Residual(at(self.dists, positions), self.masses[numpy.arange(len(positions)), positions])
 
 
 def residual(
@@ -270,14 +270,14 @@ def residual(
 ValuesT = TypeVar("ValuesT", Tensor, FloatArray)
 
 
-def at(values: ValuesT, places: NDArray[numpy.int64]) -> ValuesT:
-    """Select one position per row, `places` `[row]`, from `values` `[row, position, ...]`."""
-    if len(places) == 1 or (places == places[0]).all():
-        return values[:, int(places[0])]
+def at(values: ValuesT, positions: NDArray[numpy.int64]) -> ValuesT:
+    """Select one position per row, `positions` `[row]`, from `values` `[row, position, ...]`."""
+    if len(positions) == 1 or (positions == positions[0]).all():
+        return values[:, int(positions[0])]
     if not isinstance(values, Tensor):
-        return values[numpy.arange(len(places)), places]
-    rows = torch.arange(len(places), device=values.device)
-    return values[rows, torch.from_numpy(places).to(values.device)]
+        return values[numpy.arange(len(positions)), positions]
+    rows = torch.arange(len(positions), device=values.device)
+    return values[rows, torch.from_numpy(positions).to(values.device)]
 
 
 def next_token_probs(
