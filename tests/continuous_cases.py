@@ -111,8 +111,8 @@ def output_error(name: str) -> float:
     target, draft = PAIRS[name]
     values, weights = nodes_and_weights(target.sample(torch.full((1, target.num_uniforms), 0.5)).shape[-1])
     p, q = target.log_density(values).exp(), draft.log_density(values).exp()
-    accepted = q * verification.accept_chances(target, draft, values)
-    kept = p * verification.keep_chances(target, draft, values)
+    accepted = q * verification.acceptance_probs(target, draft, values)
+    kept = p * verification.keep_probs(target, draft, values)
     rejected = 1 - (weights * accepted).sum()
     corrected = kept * rejected / (weights * kept).sum()
     normalisation = max(abs((weights * p).sum() - 1), abs((weights * q).sum() - 1))
@@ -128,8 +128,8 @@ def reflection_error(name: str) -> float:
     values = values[values.abs().amax(1) < 8]
     q = draft.log_density(values).exp()
     images = verification.reflected(target, draft, values)
-    rejected = q * (1 - verification.accept_chances(target, draft, values))
-    accepted = draft.log_density(images).exp() * verification.accept_chances(target, draft, images)
+    rejected = q * (1 - verification.acceptance_probs(target, draft, values))
+    accepted = draft.log_density(images).exp() * verification.acceptance_probs(target, draft, images)
     return float((accepted + rejected - target.log_density(images).exp()).abs().max())
 
 

@@ -20,14 +20,14 @@ from test_mutants import purposes_share_numbers
 
 def corrections_are_drawn_from_the_target(patch: Patch) -> None:
     patch.setattr(
-        verification, "keep_chances", lambda target, draft, values: torch.ones(values.shape[:-1]).double()
+        verification, "keep_probs", lambda target, draft, values: torch.ones(values.shape[:-1]).double()
     )
 
 
 def the_ratio_is_upside_down(patch: Patch) -> None:
-    original = verification.accept_chances
+    original = verification.acceptance_probs
     patch.setattr(
-        verification, "accept_chances", lambda target, draft, values: original(draft, target, values)
+        verification, "acceptance_probs", lambda target, draft, values: original(draft, target, values)
     )
 
 
@@ -51,14 +51,14 @@ def densities_lack_the_scale(patch: Patch) -> None:
 
 def trials_are_limited(patch: Patch) -> None:
     """The last of a few trials is taken if none was kept."""
-    original = verification.keep_chances
+    original = verification.keep_probs
 
     def keep(target, draft, values):
-        chances = original(target, draft, values).clone()
-        chances[:, -1] = 1.0
-        return chances
+        probs = original(target, draft, values).clone()
+        probs[:, -1] = 1.0
+        return probs
 
-    patch.setattr(verification, "keep_chances", keep)
+    patch.setattr(verification, "keep_probs", keep)
 
 
 def students_are_sampled_as_gaussians(patch: Patch) -> None:
@@ -78,9 +78,7 @@ def components_are_equally_likely(patch: Patch) -> None:
 
 def values_behind_a_rejection_count(patch: Patch) -> None:
     original = KeyedNoise.accept
-    patch.setattr(
-        KeyedNoise, "accept", lambda self, chances: numpy.sort(original(self, chances))[:, ::-1].copy()
-    )
+    patch.setattr(KeyedNoise, "accept", lambda self, probs: numpy.sort(original(self, probs))[:, ::-1].copy())
 
 
 def the_draft_claims_wider_distributions(patch: Patch) -> None:

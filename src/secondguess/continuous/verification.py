@@ -46,12 +46,12 @@ class ValueDraft:
     dists: Distribution
 
 
-def accept_chances(target: Distribution, draft: Distribution, values: Tensor) -> Tensor:
+def acceptance_probs(target: Distribution, draft: Distribution, values: Tensor) -> Tensor:
     """Return the probabilities min(1, p / q) of accepting drafted values."""
     return (target.log_density(values) - draft.log_density(values)).clamp(max=0.0).exp()
 
 
-def keep_chances(target: Distribution, draft: Distribution, values: Tensor) -> Tensor:
+def keep_probs(target: Distribution, draft: Distribution, values: Tensor) -> Tensor:
     """Return the probabilities 1 - min(1, q / p) of keeping draws from the target as draws from the residual."""
     return -(draft.log_density(values) - target.log_density(values)).clamp(max=0.0).expm1()
 
@@ -71,8 +71,8 @@ def verify(draft: ValueDraft, target: Distribution, noise: KeyedNoise) -> tuple[
         target: batch `[row, node + 1]`, the target's distributions at the drafted positions and after.
     """
     num_rows, num_nodes = draft.values.shape[:2]
-    chances = accept_chances(target.at((slice(None), slice(num_nodes))), draft.dists, draft.values)
-    accepted = torch.from_numpy(noise.accept(chances.numpy())) & (
+    probs = acceptance_probs(target.at((slice(None), slice(num_nodes))), draft.dists, draft.values)
+    accepted = torch.from_numpy(noise.accept(probs.numpy())) & (
         torch.arange(num_nodes) < draft.lengths[:, None]
     )
     lengths = accepted.long().cumprod(1).sum(1)
@@ -111,7 +111,7 @@ def draw_residual(target: Distribution, draft: Distribution, noise: KeyedNoise) 
         uniforms = uniforms.reshape(len(remaining), count, per_trial)
         p, q = target.at((remaining, None)), draft.at((remaining, None))
         trials = p.sample(uniforms[..., 1:])
-        kept = uniforms[..., 0] < keep_chances(p, q, trials)
+        kept = uniforms[..., 0] < keep_probs(p, q, trials)
         found = torch.empty(len(remaining), trials.shape[-1], dtype=trials.dtype) if found is None else found
         done = kept.any(1)
         found[remaining[done]] = trials[done, kept[done].long().argmax(1)]
