@@ -162,7 +162,7 @@ class Checkpoint:
         return found
 
     @classmethod
-    def of_module(cls, model: Any) -> Checkpoint:
+    def from_module(cls, model: Any) -> Checkpoint:
         """Describe a model in memory, whose directory need not exist."""
         name = str(model.name_or_path)
         try:
@@ -509,7 +509,7 @@ class Checkpoint:
 def wrap_model(model: Any) -> Iterator[LoadedModel]:
     """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
     with wrap_module(model) as runtime:
-        checkpoint = replace(Checkpoint.of_module(model), runtime="transformers")
+        checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
         yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
 
 

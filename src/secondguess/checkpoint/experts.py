@@ -14,7 +14,7 @@ from secondguess.runtime.feed_forward import StoredExperts
 from secondguess.runtime.stored import StoredLinear, WeightSource
 
 
-def names_of_expert(outline: Any, layer: int, expert: int) -> list[str]:
+def expert_weight_names(outline: Any, layer: int, expert: int) -> list[str]:
     """Return the names of the weights of an expert in a checkpoint: gates, values and output."""
     mixture = FAMILIES[outline.config.model_type].experts
     assert mixture is not None, "the caller found experts"
@@ -46,7 +46,7 @@ def stored_experts(
         layer_name = f"{outline.base_model_prefix}.layers.{index}"
         num_experts, *sizes = outline.base_model.layers[index].mlp.experts.down_proj.shape
         width, size = reversed(sizes) if family.experts.is_transposed else sizes
-        names = [names_of_expert(outline, index, expert) for expert in range(num_experts)]
+        names = [expert_weight_names(outline, index, expert) for expert in range(num_experts)]
         all_names = {name for expert_names in names for name in expert_names}
         if all_names <= present:  # else they are joined in the checkpoint too
 

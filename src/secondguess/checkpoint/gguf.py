@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secondguess.checkpoint.experts import names_of_expert
+from secondguess.checkpoint.experts import expert_weight_names
 from secondguess.checkpoint.gguf_config import ARCHITECTURES, ROPE_TENSORS
 from secondguess.checkpoint.quantised import mxfp4_weight
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
@@ -92,7 +92,7 @@ class GgufWeights:
                     )
                 part = ("gate", "up", "down").index(found[2])
                 for expert in range(len(tensor.data)):
-                    name = names_of_expert(outline, int(found[1]), expert)[part]
+                    name = expert_weight_names(outline, int(found[1]), expert)[part]
                     self._sources[name.removesuffix("weight") + found[3]] = tensor, expert
             elif name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight")):
                 self._sources[name] = tensor, None

@@ -248,7 +248,7 @@ def tiny_system(
     def runtime(which: int) -> Runtime:
         # `make_runtime` may modify its model; the reference model must stay intact.
         own = tiny_pair()[which]
-        return Checkpoint.of_module(own).make_runtime(own, lambda: tiny_pair()[which])
+        return Checkpoint.from_module(own).make_runtime(own, lambda: tiny_pair()[which])
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":

@@ -121,7 +121,7 @@ class ChatTemplate:
                 "change the images",
                 "invalid_value",
             ) from error
-        return EncodedPrompt.of_inputs(inputs)
+        return EncodedPrompt.from_inputs(inputs)
 
     def _source(self, formatter: Any, tools: bool) -> str:
         if self._template is not None:
