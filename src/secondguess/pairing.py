@@ -187,7 +187,8 @@ def resolve_pair(
     draft_model = Checkpoint.resolve(
         described.draft_model, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
-    (name,) = (each for each in parse_drafter_name(drafter) if each.argument == described.draft_model)
+    names = parse_drafter_name(drafter)
+    (name,) = (each for each in names if drafter_class(each.kind).requirements(each).draft_model is not None)
     return Pair(target, described, draft_model, pair_vocabularies(target, draft_model, name))
 
 
