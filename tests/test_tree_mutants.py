@@ -216,7 +216,9 @@ def what_nobody_drew_is_accepted(patch: Patch) -> None:
 
 def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
     original = trees.TokenProbs.from_draft.__func__
-    patch.setattr(trees.TokenProbs, "of", classmethod(lambda cls, *args: change(original(cls, *args))))
+    patch.setattr(
+        trees.TokenProbs, "from_draft", classmethod(lambda cls, *args: change(original(cls, *args)))
+    )
 
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
