@@ -118,7 +118,7 @@ class Worker:
         }
 
     def decode(self, system: SecondguessSystem, *, num_tokens: int = 0, seconds: float = 0.0) -> int:
-        """Decode texts one after the other, at least so many tokens and for so long; returns the tokens."""
+        """Decode texts one after the other, at least `num_tokens` tokens and for `seconds`; returns the tokens."""
         end, done = time.monotonic() + seconds, 0
         while done < num_tokens or time.monotonic() < end:
             length = self.options.max_tokens

@@ -1,4 +1,4 @@
-"""Measure a forward pass beside busy processes of equal priority, relative to a quiet machine.
+"""Measure a forward pass next to busy processes of equal priority, relative to a quiet machine.
 
     python benchmarks/busy_machine.py --model pairs/88m/target --competitors 2
     python benchmarks/busy_machine.py --model pairs/88m/target --competitors 1 --pause 9
@@ -73,14 +73,14 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
                 for other in others:
                     other.kill()
                     other.wait()
-        alone, beside = ([each for period in periods for each in period] for periods in (quiet, busy))
+        alone, busy_times = ([each for period in periods for each in period] for periods in (quiet, busy))
         results[f"{width} tokens"] = {
             "quiet_ms": round(median(alone), 2),
-            "busy_ms": round(median(beside), 2),
-            "busy_p90_ms": round(quantiles(beside, n=10)[-1], 2),
-            "ratio": round(median(beside) / median(alone), 2),
-            "ratio_of_p90": round(quantiles(beside, n=10)[-1] / quantiles(alone, n=10)[-1], 2),
-            "ratio_of_means": round(fmean(beside) / fmean(alone), 2),
+            "busy_ms": round(median(busy_times), 2),
+            "busy_p90_ms": round(quantiles(busy_times, n=10)[-1], 2),
+            "ratio": round(median(busy_times) / median(alone), 2),
+            "ratio_of_p90": round(quantiles(busy_times, n=10)[-1] / quantiles(alone, n=10)[-1], 2),
+            "ratio_of_means": round(fmean(busy_times) / fmean(alone), 2),
             "ratio_by_turn": [round(fmean(b) / fmean(q), 2) for q, b in zip(quiet, busy, strict=True)],
         }
     return results

@@ -46,12 +46,12 @@ class Scene:
 
     Args:
         candidates: returns the draft candidates of every row, by round number.
-        chance: acceptance probability of a node; confidences are drawn around it.
+        acceptance_prob: acceptance probability of a node; confidences are drawn around it.
     """
 
     name: str
     candidates: Callable[[int], tuple[Candidate, ...]]
-    chance: float
+    acceptance_prob: float
     num_rows: int = 1
 
 
@@ -120,7 +120,7 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
         ]
         while active:
             dists = FixedConfidences(
-                [min(max(scene.chance + rng.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows]
+                [min(max(scene.acceptance_prob + rng.uniform(-0.2, 0.2), 0.05), 0.995) for _ in rows]
             )
             depth = max(lengths[index] for index in active) - 1
             answers = meter.time(
@@ -131,7 +131,8 @@ def play(controller: Controller, scene: Scene, num_rounds: int, meter: Meter) ->
                 lengths[index] += 1
             active = [index for index in active if plans[index].length > lengths[index]]
         accepted = [
-            next((d for d in range(length) if rng.random() >= scene.chance), length) for length in lengths
+            next((d for d in range(length) if rng.random() >= scene.acceptance_prob), length)
+            for length in lengths
         ]
         draft = Draft.chains([[0] * length for length in lengths])
         verdict = Verdict.from_chain(accepted, [0] * len(rows))

@@ -79,7 +79,7 @@ def count_equal_texts(runs: dict[str, list[Run]]) -> dict[str, int]:
 
 
 def figures(runs: dict[str, list[Run]]) -> Json:
-    """Return the speed of each system, beside plain decoding in bfloat16 and on its own weights."""
+    """Return the speed of each system, compared with plain decoding in bfloat16 and on its own weights."""
     speeds = {name: [run.num_tokens / run.decode_seconds for run in of] for name, of in runs.items()}
     found: Json = {}
     for name, of_prompts in runs.items():
@@ -98,7 +98,7 @@ def figures(runs: dict[str, list[Run]]) -> Json:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--draft-model", help="path of a draft model to measure beside the copy")
+    parser.add_argument("--draft-model", help="path of a draft model to measure in addition to the copy")
     parser.add_argument(
         "--runtime", default="auto", help="transformers for the cost of a Transformers module"
     )

@@ -77,7 +77,7 @@ NUMBERS = {"seconds": 420.0, "agreement": 0.8, "tokens": 256, "prompts": 3, "tur
 
 @dataclass(eq=False)
 class Report:
-    """Results so far, written at every change; after so many seconds, no measurement is begun."""
+    """Results so far, written at every change; after the given seconds, no measurement is begun."""
 
     path: Path
     seconds: float
@@ -87,9 +87,9 @@ class Report:
     def put(self, name: str, value: object) -> None:
         self.values |= {name: value, "seconds": round(time.perf_counter() - self.started, 1)}
         print(f"{self.values['seconds']} s: {name}", flush=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.values, indent=1) + "\n")
-        beside.replace(self.path)  # a run that is killed leaves a whole file
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values, indent=1) + "\n")
+        part.replace(self.path)  # a run that is killed leaves a whole file
 
     def attempt(self, what: str, measure: Callable[..., Any], *inputs: Any) -> Any:
         """Return a measurement, or None if no time is left or it fails: the others still run."""

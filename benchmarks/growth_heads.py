@@ -2,7 +2,7 @@
 
 A head of a grown target (growth.py) reads the small target's states, repeated; the last, normalised
 ones are also divided by the number of repetitions. Its layers grow to the sizes of the target's, so
-that a draft step costs what it would cost beside a target of that shape.
+that a draft step costs what it would cost with a target of that shape.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/never_slower.py --num-prompts 40 --batch-size 1
 
 Drafters: a model with random weights (its drafts are noise), the target itself (its drafts are
-perfect but far too slow), and look-ups beside the noise, which may help. All systems decode every
+perfect but far too slow), and look-ups together with the noise, which may help. All systems decode every
 prompt at the same time, one round of each in turn, `--repeats` times (a batch starts at each of
 the prompts). One controller is kept over all prompts, as in a loaded model. A prompt's ratio is
 the median over its runs, each compared with plain decoding in the same run: `median_prompt` is the median and `worst` the

@@ -1,4 +1,4 @@
-"""Measure a draft model with another tokenizer than the target's, beside the same model with the target's.
+"""Measure a draft model with another tokenizer than the target's, compared with the same model with the target's.
 
     python benchmarks/other_vocabulary.py --output other.json
     python benchmarks/other_vocabulary.py --model pairs/grown-88m/target --draft pairs/grown-88m/drafter --transformers

@@ -1,4 +1,4 @@
-"""Certify drafts of a model with another tokenizer, beside the same drafts in Transformers.
+"""Certify drafts of a model with another tokenizer, compared with the same drafts in Transformers.
 
     python benchmarks/other_vocabulary_exactness.py --output exactness.json
 

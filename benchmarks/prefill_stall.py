@@ -95,10 +95,10 @@ def measure_stall(llm: LLM, prompts: Sequence[list[int]], late: list[int]) -> di
     alone = [step() for _ in range(BASELINE)]
     joining = submit([late], NUM_TOKENS)
     (row,) = joining.group.rows
-    beside, after, num_prefilled = [], [], []
+    during, after, num_prefilled = [], [], []
     while not row.num_output:
         before = runtime.num_prefilled
-        beside.append(step())
+        during.append(step())
         num_prefilled.append(runtime.num_prefilled - before)
     while not row.finished:
         after.append(step())
@@ -109,16 +109,16 @@ def measure_stall(llm: LLM, prompts: Sequence[list[int]], late: list[int]) -> di
     return {
         "round_ms": round(round_ms, 2),
         "round_p99_ms": round(quantiles(alone, n=100)[-1], 2),
-        "step_beside_prefill_ms": round(median(beside), 2),
-        "step_beside_prefill_p99_ms": round(quantiles(beside, n=100)[-1], 2),
-        "largest_step_beside_prefill_ms": round(max(beside), 2),
+        "step_beside_prefill_ms": round(median(during), 2),
+        "step_beside_prefill_p99_ms": round(quantiles(during, n=100)[-1], 2),
+        "largest_step_beside_prefill_ms": round(max(during), 2),
         "first_steps_after_prefill_ms": [round(each, 2) for each in after[:2]],
-        "steps_in_rounds": round(median(beside) / round_ms, 2),
-        "steps_beyond_budget": sum(each > (1 + MAX_DELAY) * round_ms for each in beside),
-        "num_steps": len(beside),
+        "steps_in_rounds": round(median(during) / round_ms, 2),
+        "steps_beyond_budget": sum(each > (1 + MAX_DELAY) * round_ms for each in during),
+        "num_steps": len(during),
         "prefilled_per_step": [min(num_prefilled), int(median(num_prefilled)), max(num_prefilled)],
         "text_alone_ms": round(whole, 1),
-        "time_to_first_token_ms": round(sum(beside), 1),
+        "time_to_first_token_ms": round(sum(during), 1),
         "texts_equal": all(same) and row.output == expected_late,
     }
 

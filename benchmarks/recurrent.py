@@ -6,7 +6,7 @@
   layers of width 768, three recurrent ones for each attention layer: gated delta rule, Mamba-2 and
   short convolutions. Each runs with the kernels and with the functions of Transformers and torch
   alone; all widths and both ways take turns.
-- The speed of a hybrid of 24 such layers with a drafter of its first layer, beside plain decoding.
+- The speed of a hybrid of 24 such layers with a drafter of its first layer, compared with plain decoding.
   The later layers are damped until both have the same greedy token as often as requested, as in
   make_pair.py. Attention layers and a few others round by the width of a pass (docs/runtimes.md), so
   in bfloat16 some greedy texts may differ; how many are equal is part of the result.

@@ -170,7 +170,7 @@ class Findings:
 def known_answers(num_tokens: int) -> list[Known]:
     """Return requests with the texts that `LLM.generate` gives for them."""
     llm, found = load(), []
-    template = ChatTemplate(ServedModel.of(llm))
+    template = ChatTemplate(ServedModel.from_llm(llm))
     for place, prompt in enumerate(PROMPTS):
         for settings in SETTINGS:
             length = num_tokens * (1 + place % 3) // 2

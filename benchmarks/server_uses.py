@@ -190,13 +190,13 @@ def measure_long_prompt(server: ServerProcess, speculation: str) -> Json:
     alone = [
         later - earlier for earlier, later in gaps if start - 0.8 * STREAM_SECONDS < earlier and later < start
     ]
-    beside = [later - earlier for earlier, later in gaps if later > start and earlier < end]
+    during = [later - earlier for earlier, later in gaps if later > start and earlier < end]
     round_seconds = median(alone)
     return {
         "round_seconds": round_seconds,
         "prefill_seconds": end - start,
         "delay_in_rounds_before": delays(alone, round_seconds),
-        "delay_in_rounds": delays(beside, round_seconds),
+        "delay_in_rounds": delays(during, round_seconds),
     }
 
 
@@ -235,7 +235,7 @@ def main() -> int:
         ],
     ]
     for name, found in report["long_prompt"].items():
-        where = f"long prompt beside 8 streams, speculation {name}"
+        where = f"long prompt next to 8 streams, speculation {name}"
         for each in ("p99", "longest"):
             delay = found["delay_in_rounds"][each]
             rows.append([f"{where}: {each} delay in rounds", f"{delay:.2f}", "at most 3"])

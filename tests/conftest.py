@@ -18,7 +18,7 @@ import typer
 
 from checkpoints import write_llama
 
-# Workers beside each other share the cores: a parallel region waits for its slowest thread, and with more threads than
+# Workers that run at the same time share the cores: a parallel region waits for its slowest thread, and with more threads than
 # cores it waits for a thread that does not run. Read by whatever a test starts, too.
 _num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _num_threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // _num_workers))

@@ -416,7 +416,7 @@ def test_a_grammar_holds_in_a_second_round(verifier, regex):
 @pytest.mark.parametrize("controller", ["fixed:2", "cost:2"])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_rows_own_sources_keep_the_distribution(regex, controller):
-    """Forced tokens, always drafted, and a prediction stand beside the drafter; two rounds."""
+    """Forced tokens, always drafted, and a prediction in addition to the drafter; two rounds."""
     pair, params = PAIRS_WITH_END["four"], with_regex(SAMPLED, REGEXES[regex])
 
     def make_rows():

@@ -234,7 +234,7 @@ def test_a_prompt_that_ends_with_an_image_is_refused(vision):
         for name, each in inputs.items()
     }
     with pytest.raises(BadInputError, match="text after the last image"):
-        vision.llm.generate(EncodedPrompt.of_inputs(cut), max_tokens=2)
+        vision.llm.generate(EncodedPrompt.from_inputs(cut), max_tokens=2)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

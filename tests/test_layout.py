@@ -122,7 +122,7 @@ def variants_of(folder: str) -> set[str]:
 def test_sibling_variants_never_import_each_other():
     for name, tree in MODULES:
         parts = name.split(".")
-        # `auto` is a composition of verifiers and not a variant beside them.
+        # `auto` is a composition of verifiers and not another variant.
         if parts[0] not in FOLDERS_OF_VARIANTS or len(parts) < 2 or name == "verifiers.auto":
             continue
         siblings = variants_of(parts[0]) - {parts[1]}

@@ -144,8 +144,8 @@ class LLM:
             )
         else:
             chosen = [
-                _with_settings(each, settings, f"params[{place}]", "give one SamplingParams per prompt")
-                for place, each in enumerate(params)
+                _with_settings(each, settings, f"params[{index}]", "give one SamplingParams per prompt")
+                for index, each in enumerate(params)
             ]
         outputs = iter(Generation(self, batch, chosen).run())
         samples = [list(islice(outputs, each.n)) for each in chosen]
@@ -236,9 +236,9 @@ def load(
             `int8` needs `pip install secondguess[quant]`, and `int4` is refused.
         drafter_quantize: the same for a draft model.
         runtime: `native` (compiled kernels; decoders in bfloat16, 8 or 4 bits on a CPU),
-            `fused` (the same in torch, in any dtype), `transformers` (the unmodified module), or
-            `auto`: the first that covers the model and matches the module's output in a check at
-            loading. A draft model always uses `auto`.
+            `fused` (the same in torch, in any dtype), `graphs` (Triton kernels in CUDA graphs),
+            `transformers` (the unmodified module), or `auto`: the first that covers the model and
+            matches the module's output in a check at loading. A draft model always uses `auto`.
         share_history: draft from recent outputs of other calls, too, with the drafter `suffix`,
             alone or joined by `+` (see `docs/drafters.md`). It changes the speed alone.
 
@@ -321,7 +321,7 @@ def choose_controller(name: str | None, drafter: Drafter | DrafterInfo) -> Contr
     if name is None:
         return make_controller(drafter.default_controller)
     controller = make_controller(name)
-    if drafter.default_controller == PLAIN_DECODING and controller.name != PLAIN_DECODING:
+    if drafter.never_drafts and controller.name != PLAIN_DECODING:
         raise BadInputError(
             f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
             "leave it out or take another drafter"

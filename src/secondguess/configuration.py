@@ -32,7 +32,7 @@ Rates = Annotated[tuple[Rate, ...], Field(strict=False)]
 
 
 class Table(Settings):
-    """Table of the file; None is an absent key, and descriptions become the comments beside the keys."""
+    """Table of the file; None is an absent key, and descriptions become the comments of the keys."""
 
     def given(self) -> dict[str, Any]:
         """Return the keys that are present, with their values."""

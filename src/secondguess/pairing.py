@@ -40,7 +40,7 @@ class DrafterInfo:
         options: values of all its options.
         given: options in the name, as written.
         parts: descriptions of the component drafters, if the name joins several; else empty.
-        deterministic, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
+        deterministic, never_drafts, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
             model with another tokenizer may turn out to be deterministic when it is loaded.
     """
 
@@ -54,6 +54,7 @@ class DrafterInfo:
     given: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[DrafterInfo, ...] = ()
     deterministic: bool = False
+    never_drafts: bool = False
     can_draft_trees: bool = False
     needs_samples: bool = False
     default_controller: str = Drafter.default_controller
@@ -144,6 +145,7 @@ def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
         options=required.options,
         given=name.options,
         deterministic=drafter.deterministic,
+        never_drafts=drafter.never_drafts,
         can_draft_trees=drafter.can_draft_trees or "tree" in name.options,
         needs_samples=drafter.needs_samples,
         default_controller=drafter.default_controller,
@@ -185,7 +187,8 @@ def resolve_pair(
     draft_model = Checkpoint.resolve(
         described.draft_model, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
-    (name,) = (each for each in parse_drafter_name(drafter) if each.argument == described.draft_model)
+    names = parse_drafter_name(drafter)
+    (name,) = (each for each in names if drafter_class(each.kind).requirements(each).draft_model is not None)
     return Pair(target, described, draft_model, pair_vocabularies(target, draft_model, name))
 
 
@@ -203,8 +206,10 @@ def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name
     method = read_method(drafter)
     if method is None and target.has_same_tokenizer(draft_model):
         return None
-    own, other = (Vocabulary.from_tokenizer(each.tokenizer, each.name) for each in (target, draft_model))
-    pair = VocabularyPair.from_vocabularies(own, other, method)
+    target_vocabulary, draft_vocabulary = (
+        Vocabulary.from_tokenizer(each.tokenizer, each.name) for each in (target, draft_model)
+    )
+    pair = VocabularyPair.from_vocabularies(target_vocabulary, draft_vocabulary, method)
     if pair.method == "string" and "tree" in drafter.options:
         raise BadInputError(
             f"expected a draft of one path for vocab=string, which {draft_model.name} needs for {target.name}, got "

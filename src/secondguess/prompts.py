@@ -52,7 +52,7 @@ class EncodedPrompt:
     images: ImageInputs | None = None
 
     @classmethod
-    def of_inputs(cls, inputs: Mapping[str, Any]) -> EncodedPrompt:
+    def from_inputs(cls, inputs: Mapping[str, Any]) -> EncodedPrompt:
         """Return the prompt of a processor's output."""
         images = {
             name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")
@@ -258,7 +258,7 @@ def _encode_images(target: PromptModel, messages: list[dict[str, Any]]) -> Encod
             f"expected messages that the processor of {target.name} can format, got an error from it: {error}; "
             "change the messages"
         ) from error
-    return EncodedPrompt.of_inputs(inputs)
+    return EncodedPrompt.from_inputs(inputs)
 
 
 def processor_template(target: PromptModel) -> str | None:

@@ -165,7 +165,7 @@ def test_a_task_with_few_prompts_has_no_interval():
 
 
 def results_over(num_prompts, batch_size=1):
-    """Two systems over so many prompts of one task."""
+    """Two systems over `num_prompts` prompts of one task."""
     by_system = {
         name: {Setting(0.0, batch_size): runs([speed + place for place in range(num_prompts)])}
         for name, speed in (("ours plain", 10.0), ("ours fast", 20.0))

@@ -307,13 +307,13 @@ def test_named_controllers_run_with_every_drafter_that_uses_them(models, tiny_dr
         "secondguess plain", ours, f"{ours} fixed:3", f"{ours} confidence:4", "secondguess ngram",
         "secondguess ngram fixed:3",
     ]  # fmt: skip
-    assert notes == ["ngram is not run with confidence:4, which it would not ask"]
+    assert notes == ["ngram is not run with confidence:4, which does not work with it"]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"controllers": ("confidence:4",)}, "would ask the controller 'confidence:4', got ngram"),
+        ({"controllers": ("confidence:4",)}, "the controller 'confidence:4' works with, got ngram"),
         ({"controllers": ("guess:4",)}, "guess"),
         ({"controllers": ("fixed:4",), "drafters": ()}, "got none at all"),
         ({"draft_lengths": (65,)}, "between 0 and 64"),

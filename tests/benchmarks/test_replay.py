@@ -112,7 +112,7 @@ def test_a_replayed_row_is_coupled_as_it_was(coupled: bool) -> None:
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_replay_has_the_rounds_of_the_recorded_decoding(coupled: bool) -> None:
-    """The text is decided before the drafts, here of a lookup beside a draft model."""
+    """The text is decided before the drafts, here of a lookup in addition to a draft model."""
     target = TableModel(8, random_probs(8, seed=1))
 
     def row_of(max_tokens: int) -> Row:

@@ -71,9 +71,9 @@ def shard(folder):
         "older weights",
         "shards",
         "an index",
-        "older weights beside shards",
+        "older weights next to shards",
         "an adapter",
-        "older weights beside others that are named",
+        "older weights next to others that are named",
     ],
 )
 def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left, dtype):
@@ -83,10 +83,10 @@ def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left,
     others = {name: tensor * 0 for name, tensor in load_file(weights).items()}
     if left == "older weights":
         save_file(others, copied / "model_old.safetensors", {"format": "pt"})
-    elif left == "older weights beside shards":
+    elif left == "older weights next to shards":
         shard(copied)
         save_file(others, copied / "weights.safetensors", {"format": "pt"})
-    elif left == "older weights beside others that are named":
+    elif left == "older weights next to others that are named":
         weights.rename(copied / "custom.safetensors")
         save_file(others, weights, {"format": "pt"})
         config = json.loads((copied / "config.json").read_text())
@@ -468,7 +468,7 @@ def test_kernels_are_built_on_supported_systems():
     if not expected:
         pytest.skip("this processor lacks what the kernels are compiled for")
     assert expected <= {unit.name for unit in units()}, (
-        "expected kernels beside library.py; run `pip install -v -e .` to see why not"
+        "expected kernels next to library.py; run `pip install -v -e .` to see why not"
     )
 
 

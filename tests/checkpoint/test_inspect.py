@@ -93,7 +93,7 @@ def test_weights_of_a_smaller_model_than_the_configuration_describes_are_refused
     done = secondguess_command("inspect", folder, *FLOAT32)
     assert done.code == 2
     assert "expected weights of" in done.err
-    # Of weights in the older format, beside which there may be an adapter, nothing is known.
+    # Of weights in the older format, next to which there may be an adapter, nothing is known.
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(bytes(100))
     assert secondguess_command("inspect", folder, *FLOAT32).code == 0

@@ -1,7 +1,7 @@
 """Quantised checkpoints: their weights are decoded as their formats define, and run without another rounding.
 
 The `compressed-tensors` library writes its own checkpoint where it is installed; the layouts of GPTQ and AWQ are written here
-as gptqmodel 7.7 (`pack_original`) and AutoAWQ (`WQLinear_GEMM`) write them, since neither installs beside our versions.
+as gptqmodel 7.7 (`pack_original`) and AutoAWQ (`WQLinear_GEMM`) write them, since neither installs with our versions.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def test_an_option_reaches_the_sampling_settings(secondguess_command, monkeypatc
     )
     assert secondguess_command("generate", "x", "--json", *arguments).code == 0
     assert getattr(seen[0], name) == value
-    # Several samples need a temperature beside them.
+    # Several samples need a temperature, too.
     base = SamplingParams(temperature=1.0) if name == "n" else SamplingParams()
     assert seen == [LLM.sampling(base, **{name: value})]
 

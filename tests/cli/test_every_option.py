@@ -1,6 +1,6 @@
 """Every option of every command is on one of the command lines below, all of which run.
 
-The effect of each option is tested beside its command. Training and serving are replaced: their
+The effect of each option is tested with its command. Training and serving are replaced: their
 options have to reach the function that would train or serve.
 """
 

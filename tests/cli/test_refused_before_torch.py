@@ -43,7 +43,7 @@ CASES = {
     ("tune", "builtin", "--drafter", "abacus"): "suffix",
     ("train", "medusa", "--out", "out", "--loss", "abacus"): "lk, kl, tv",
 }
-"""Command -> what its one line names, beside the value that came."""
+"""Command -> what its one line names, in addition to the value that came."""
 
 
 def run_all():

@@ -44,7 +44,7 @@ def play(
     accepted: bool = False,
     planning: float = 0.0,
 ) -> list[int]:
-    """One round in which a node and planning cost so many plain rounds; gives the draft lengths, one node at most."""
+    """One round in which a node and planning cost the given plain rounds; gives the draft lengths, one node at most."""
     plans = controller.plan(rows, candidates)
     lengths = [min(plan.length, 1) for plan in plans]
     kept = [length * accepted for length in lengths]

@@ -34,7 +34,7 @@ class Clock:
 
 
 class TimedModel(TableModel):
-    """A forward takes so many seconds, and more for each node."""
+    """A forward takes these seconds, and more for each node."""
 
     def __init__(self, seed: int, clock: Clock, seconds: float, per_node: float) -> None:
         super().__init__(VOCAB_SIZE, random_probs(VOCAB_SIZE, seed))
@@ -81,7 +81,7 @@ def test_cost_stops_drafting_trees_that_do_not_pay(per_node: float, same_dists: 
 
 
 def play_draft(controller: EntropyController | CostController, parents: list[int], accepted: int) -> None:
-    """A round with one draft of this form, beside another row that was asked about one level more."""
+    """A round with one draft of this form, with another row that was asked about one level more."""
     rows = [Row([1], SamplingParams(max_tokens=100, temperature=1.0))]
     controller.plan(rows, [(Candidate(),)])
     draft = Draft(

@@ -115,7 +115,7 @@ class CountingTimes(RoundTimes):
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_costs_are_not_recomputed_in_every_round(num_rows: int) -> None:
-    """A decision takes time too: beside a pass of a millisecond it is to be cheap."""
+    """A decision takes time too: compared with a pass of a millisecond it is to be cheap."""
     controller = CostController()
     controller.times = CountingTimes()
     simulation = Simulation(lambda number, depth: 0.8, step=0.05).play(controller, 100, num_rows)

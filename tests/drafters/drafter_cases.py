@@ -115,7 +115,7 @@ def is_controlled(drafter: str, controller: str) -> bool:
     to read for controllers that stop by them.
     """
     made = DRAFTERS[drafter]()
-    if made.default_controller == "fixed:0":
+    if made.never_drafts:
         return controller == "fixed:0"
     return not (made.deterministic and make_controller(controller).needs_probs)
 

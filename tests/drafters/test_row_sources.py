@@ -1,4 +1,4 @@
-"""Draft sources of a row: forced tokens and predictions, beside any drafter."""
+"""Draft sources of a row: forced tokens and predictions, in addition to any drafter."""
 
 import keyword
 import re

@@ -22,7 +22,7 @@ from secondguess.engine import (
     NewPiece,
     QueueFullError,
     Request,
-    Ticket,
+    RequestHandle,
 )
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -36,7 +36,7 @@ class Client:
     def __init__(self, engine: Engine, request: Request) -> None:
         self.events: list[Event] = []
         self._ended, self._begun = threading.Event(), threading.Event()
-        self.ticket: Ticket = engine.submit(request, self._receive)
+        self.handle: RequestHandle = engine.submit(request, self._receive)
 
     def _receive(self, event: Event) -> None:
         self.events.append(event)
@@ -95,8 +95,8 @@ def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> N
 def test_a_cancelled_request_ends_with_its_text_so_far(engine: Engine) -> None:
     client, other = Client(engine, Request("x", ENDLESS)), Client(engine, request())
     client.wait_for_text()
-    client.ticket.cancel()
-    client.ticket.cancel()
+    client.handle.cancel()
+    client.handle.cancel()
     event = client.last_event()
     assert isinstance(event, Finished)
     assert event.outputs[0].finish_reason is None
@@ -112,11 +112,11 @@ def test_a_request_that_waits_can_be_cancelled(
     running = Client(engine, Request("x", ENDLESS))
     running.wait_for_text()
     waiting = Client(engine, request())
-    waiting.ticket.cancel()
+    waiting.handle.cancel()
     event = waiting.last_event()
     assert isinstance(event, Finished)
     assert event.outputs[0].token_ids == []
-    running.ticket.cancel()
+    running.handle.cancel()
 
 
 def test_a_request_fails_at_its_deadline(engine: Engine) -> None:
@@ -138,7 +138,7 @@ def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch:
     assert engine.status().num_waiting == 2
     # Further prompts of a request that has been accepted.
     waiting.append(Client(engine, replace(request(), follows=True)))
-    running.ticket.cancel()
+    running.handle.cancel()
     assert all(isinstance(client.last_event(), Finished) for client in waiting)
     engine.close()
 
@@ -218,16 +218,16 @@ def test_row_11_cancel_random_arrivals_and_cancellations_do_not_change_other_tex
         client = Client(engine, request(generator.choice(prompts), max_tokens=24))
         clients.append(client)
         if generator.random() < 0.3:
-            client.ticket.cancel()
+            client.handle.cancel()
         if generator.random() < 0.5:
             client.wait_for_text()
     for client in clients:
         event = client.last_event()
         assert isinstance(event, Finished)
-        right = expected[client.ticket._request.prompt]  # type: ignore[index]
+        right = expected[client.handle._request.prompt]  # type: ignore[index]
         output = event.outputs[0]
         assert output.token_ids == right[: len(output.token_ids)]
-        assert client.ticket.is_cancelled or output.token_ids == right
+        assert client.handle.is_cancelled or output.token_ids == right
 
 
 def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
@@ -240,7 +240,7 @@ def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
         patched.setattr(llm.target.runtime, "score", lambda *_: 1 / 0)
         event = client.last_event()
     assert isinstance(event, Failed)
-    llm.target.runtime.release(client.ticket.generation.group.rows[0])
+    llm.target.runtime.release(client.handle.generation.group.rows[0])
     llm.shared_batch.step()
     assert isinstance(Client(engine, request()).last_event(), Finished)
 

@@ -139,7 +139,7 @@ def test_the_default_is_large_enough_to_pass():
     def next_dist(text):
         return subject.reference_logits((*subject.prompt, *text)).softmax(-1)
 
-    masses = Cells.of(next_dist, options.num_tokens, options.num_cells).masses.values()
+    masses = Cells.split(next_dist, options.num_tokens, options.num_cells).masses.values()
     deviations = [math.sqrt(mass * (1 - mass) / options.num_samples) for mass in masses]
     assert math.sqrt(2 / math.pi) * sum(deviations) / 2 + options.slack < 0.97 * options.limit
 
@@ -183,13 +183,13 @@ def test_the_reference_model_runs_once_per_prefix():
         asked.append(text)
         return dist(text)
 
-    Cells.of(next_dist, num_tokens=3, num_cells=30)
+    Cells.split(next_dist, num_tokens=3, num_cells=30)
     assert len(asked) == len(set(asked))
 
 
 def test_cells_split_the_most_probable_prefixes():
     dist = random_probs(50, seed=1)
-    cells = Cells.of(dist, num_tokens=3, num_cells=30)
+    cells = Cells.split(dist, num_tokens=3, num_cells=30)
     assert sum(cells.masses.values()) == pytest.approx(1)
     assert 30 <= len(cells.masses) <= 35
     assert not cells.covers_all_texts(3)
@@ -202,7 +202,7 @@ def test_cells_split_the_most_probable_prefixes():
 
 def test_every_text_of_a_small_vocabulary_has_its_cell():
     dist = random_probs(3, seed=1)
-    cells = Cells.of(dist, num_tokens=2, num_cells=9)
+    cells = Cells.split(dist, num_tokens=2, num_cells=9)
     assert cells.covers_all_texts(2)
     for text, mass in cells.masses.items():
         assert mass == pytest.approx(float(dist(())[text[0]] * dist(text[:1])[text[1]]))

@@ -30,7 +30,7 @@ VISUAL = range(200, 240)
 
 
 def guided_branches(verifier: str, drafter: str, num_rounds: int, pair: str = "ternary") -> list[Branch]:
-    """Return all branches of guided rounds, beside a row without guidance."""
+    """Return all branches of guided rounds, with a row without guidance."""
 
     def make_rows() -> list[Row]:
         return [
@@ -87,7 +87,7 @@ def llm(folder: Path) -> LLM:
 
 
 def test_guided_text_is_that_of_transformers(folder: Path, llm: LLM) -> None:
-    """At temperature 0, beside a row of the batch that is not guided."""
+    """At temperature 0, with a row of the batch that is not guided."""
     own, negative = [5, 6, 7, 250], [9, 250]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     guidance = {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([negative])}

@@ -61,8 +61,8 @@ def live():
 
 @pytest.fixture
 def engine(live):
-    defaults = dict(vars(live[0]), requests=[], tickets=[])
-    vars(live[0]).update(requests=[], tickets=[])
+    defaults = dict(vars(live[0]), requests=[], handles=[])
+    vars(live[0]).update(requests=[], handles=[])
     yield live[0]
     vars(live[0]).update(defaults)
 

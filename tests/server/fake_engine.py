@@ -44,7 +44,7 @@ def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
     return LoadedModel(checkpoint, runtime, tokenizer, frozenset([tokenizer.eos_token_id or 0]))
 
 
-class FakeTicket:
+class FakeHandle:
     def __init__(self):
         self.cancelled = threading.Event()
 
@@ -66,7 +66,7 @@ class FakeEngine:
         self.reply, self.round_size, self.pause = reply, round_size, pause
         self.totals = Stats()
         self.requests: list[Request] = []
-        self.tickets: list[FakeTicket] = []
+        self.handles: list[FakeHandle] = []
         self.is_full = self.is_draining = False
         self.failure: Exception | None = None
         self.end_reason = None
@@ -83,11 +83,11 @@ class FakeEngine:
         if len(request.prompt) >= target.runtime.context_length:
             raise BadInputError("expected a shorter prompt")
         request.params.check_vocab(target.runtime.vocab_size)
-        ticket = FakeTicket()
+        handle = FakeHandle()
         self.requests.append(request)
-        self.tickets.append(ticket)
-        threading.Thread(target=self._run, args=(request, ticket, on_event), daemon=True).start()
-        return ticket
+        self.handles.append(handle)
+        threading.Thread(target=self._run, args=(request, handle, on_event), daemon=True).start()
+        return handle
 
     def status(self):
         return EngineStatus(1, 2, 3, self.is_draining)
@@ -105,15 +105,15 @@ class FakeEngine:
     def last(self) -> Request:
         return self.requests[-1]
 
-    def _run(self, request, ticket, on_event):
+    def _run(self, request, handle, on_event):
         if self.failure is not None:
             on_event(Failed(self.failure))
             return
         samples = [self._sample(request, index) for index in range(request.params.n)]
         rounds = 0
-        while any(not row.finished for row, *_ in samples) and not ticket.cancelled.is_set():
+        while any(not row.finished for row, *_ in samples) and not handle.cancelled.is_set():
             if self.hold_after is not None and rounds >= self.hold_after:
-                ticket.cancelled.wait()
+                handle.cancelled.wait()
                 break
             for row, detokenizer, pieces, logprobs, left, stats in samples:
                 if not row.finished:

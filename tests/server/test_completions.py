@@ -135,7 +135,7 @@ def test_a_disconnect_cancels_the_request(client, engine, stream):
     with pytest.raises(openai.APITimeoutError):
         for _ in complete(client.with_options(timeout=0.5), stream=stream):
             pass
-    wait_for(lambda: engine.tickets and all(ticket.cancelled.is_set() for ticket in engine.tickets))
+    wait_for(lambda: engine.handles and all(handle.cancelled.is_set() for handle in engine.handles))
 
 
 def test_closing_a_stream_cancels_the_request(client, engine, http):
@@ -145,10 +145,10 @@ def test_closing_a_stream_cancels_the_request(client, engine, http):
     before, engine.hold_after = num_aborted(), 2
     stream = complete(client, stream=True)
     next(iter(stream))
-    assert not engine.tickets[0].cancelled.is_set()
+    assert not engine.handles[0].cancelled.is_set()
     assert num_aborted() == before
     stream.close()
-    wait_for(engine.tickets[0].cancelled.is_set)
+    wait_for(engine.handles[0].cancelled.is_set)
     wait_for(lambda: num_aborted() == before + 1)
     engine.hold_after = None
     complete(client)
@@ -177,5 +177,5 @@ def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(clie
     with pytest.raises(openai.APIStatusError) as caught:
         complete(client)
     assert caught.value.status_code == 503
-    with pytest.raises(openai.APIError, match="before its end"):
+    with pytest.raises(openai.APIError, match="because the server stops"):
         list(complete(client, stream=True))

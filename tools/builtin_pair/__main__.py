@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--start", type=Path, help="the target folder of an earlier pair to continue")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument(
-        "--most-threads", type=int, default=0, help="follow the load of the machine, up to so many threads"
+        "--most-threads", type=int, default=0, help="follow the load of the machine, up to this many threads"
     )
     for name in ("export", "install", "install-head"):
         command = commands.add_parser(name)

@@ -23,7 +23,7 @@ SAMPLE_PROMPTS = (
 
 
 def write_cards(directory: Path, figures: PairFigures, llm: LLM, seed: int) -> None:
-    """Write ``README.md`` beside both exported models of a finished run; ``llm`` is the target."""
+    """Write ``README.md`` next to both exported models of a finished run; ``llm`` is the target."""
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     summary = json.loads((directory / "tokens" / "summary.json").read_text(encoding="utf-8"))
     shared = "\n".join([_figures(figures), _data(manifest, summary), _training(directory, seed)])

@@ -31,7 +31,7 @@ of rows of different lengths. The runtime `transformers` runs whole batches in o
 `transformers, row by row` is for modules that do not take our masks ([runtimes](runtimes.md#row-by-row)), and
 `transformers, single tokens` for those that lose their recurrent state in a pass over several tokens
 ([runtimes](runtimes.md#recurrent-state)).
-[Families with kernels](runtimes.md#families) have faster runtimes beside it.
+[Families with kernels](runtimes.md#families) have faster runtimes in addition.
 
 """
 HEADER = """| model type | class | result | runtime | reason |

@@ -156,9 +156,9 @@ class Measurement:
 
     def runs_of(self, system: str, setting: Setting, indices: Iterable[int] | None = None) -> list[Run]:
         """Return the median run of each batch (by default of all) that a system has finished."""
-        of_size, key = self.runs[setting.batch_size], (system, setting.temperature)
-        chosen = sorted(of_size) if indices is None else indices
-        finished = [of_size[index][key] for index in chosen if key in of_size[index]]
+        size_runs, key = self.runs[setting.batch_size], (system, setting.temperature)
+        chosen = sorted(size_runs) if indices is None else indices
+        finished = [size_runs[index][key] for index in chosen if key in size_runs[index]]
         return [sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for runs in finished]
 
     def finished_runs(self, systems: Sequence[System]) -> dict[str, dict[Setting, list[Run]]]:

@@ -37,7 +37,7 @@ def one_for_all(speedups: Mapping[int, Speedups]) -> str:
     }
     close_to_best = [name for name, gain in candidates.items() if gain >= max(candidates.values()) / WORTH_IT]
     gains = {
-        name: [of_size[name] for of_size in speedups.values() if of_size.get(name, 0) >= 1]
+        name: [size_speedups[name] for size_speedups in speedups.values() if size_speedups.get(name, 0) >= 1]
         for name in close_to_best
     }
     return max(close_to_best, key=lambda name: geometric_mean(gains[name]))
@@ -45,20 +45,20 @@ def one_for_all(speedups: Mapping[int, Speedups]) -> str:
 
 def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
     """Return the batch sizes at which a system is slower than plain decoding, or was not measured."""
-    return [size for size, of_size in speedups.items() if of_size.get(name, 0) < 1]
+    return [size for size, size_speedups in speedups.items() if size_speedups.get(name, 0) < 1]
 
 
 def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
-    """Return lines with the system for a configuration, and the fastest of each batch size beside it."""
+    """Return lines with the system for a configuration, and the fastest of each batch size next to it."""
     chosen = one_for_all(speedups)
     lines = [f"The configuration has {_short(chosen)} for all batch sizes. The best for each:"]
-    for size, of_size in speedups.items():
-        best = fastest(of_size)
+    for size, size_speedups in speedups.items():
+        best = fastest(size_speedups)
         if best == PLAIN:
             line = f"plain (--drafter none), nothing is faster by more than {WORTH_IT - 1:.0%}"
         else:
-            line = f"{_short(best)}, {of_size[best]:.2f} times as fast as plain"
-        relative = of_size[chosen] / of_size[best]
+            line = f"{_short(best)}, {size_speedups[best]:.2f} times as fast as plain"
+        relative = size_speedups[chosen] / size_speedups[best]
         same = "the configuration has it"
         other = f"the configuration's choice has {relative:.2f} of its speed"
         lines.append(f"- batch size {size}: {line}; {same if best == chosen else other}.")

@@ -88,14 +88,14 @@ def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], lis
         if all((drafter, controller) in unused for drafter in drafters):
             found = ", ".join(map(public_name, drafters)) or "none at all"
             raise BadInputError(
-                f"expected a drafter that would ask the controller {controller!r}, got {found}; add a drafter with a "
+                f"expected a drafter that the controller {controller!r} works with, got {found}; add a drafter with a "
                 "model, or take fixed:K"
             )
     if "transformers" in config.against:
         systems += _transformers_systems(config, models, draft_models(systems))
     require_different_names(systems)
     notes = [
-        f"{public_name(drafter)} is not run with {controller}, which it would not ask"
+        f"{public_name(drafter)} is not run with {controller}, which does not work with it"
         for drafter, controller in unused
     ]
     alone = list(dict.fromkeys(system.family for system in systems if not system.batches))

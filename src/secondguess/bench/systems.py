@@ -160,10 +160,10 @@ class RunningBatch:
 
         Counters are summed over the rows; seconds, which rows share, are the maximum.
         """
-        of_rows = [self._components.recorder.of(row) for row in self._rows]
-        stats = sum_stats(of_rows)
-        stats.seconds = dict(max(of_rows, key=lambda row: sum(row.seconds.values())).seconds)
-        stats.drafting_seconds = max(row.drafting_seconds for row in of_rows)
+        row_stats = [self._components.recorder.of(row) for row in self._rows]
+        stats = sum_stats(row_stats)
+        stats.seconds = dict(max(row_stats, key=lambda row: sum(row.seconds.values())).seconds)
+        stats.drafting_seconds = max(row.drafting_seconds for row in row_stats)
         return Run([row.output for row in self._rows], self._seconds, stats)
 
 

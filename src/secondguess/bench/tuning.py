@@ -38,7 +38,7 @@ MAX_PASSES = 5
 NUM_DRAFTERS = 2
 """Drafters that run under all controllers."""
 NUM_FINALISTS = 3
-"""Systems of each batch size that enter the final runs, beside plain decoding and the default."""
+"""Systems of each batch size that enter the final runs with plain decoding and the default."""
 SHARE_OF_DRAFTERS, SHARE_OF_CONTROLLERS = 0.3, 0.5
 """Largest shares of the time that is left when the step begins."""
 WARM_UP_TOKENS = 8
@@ -107,8 +107,8 @@ class Tuning:
                 draft_length=self._best_constant_length(chosen, smallest, rounds.draft_length),
                 cost_ratio=round(rounds.cost_ratio, 4) if chosen != PLAIN else None,
                 speedup={
-                    size: round(of_size[chosen], 3)
-                    for size, of_size in speedups.items()
+                    size: round(size_speedups[chosen], 3)
+                    for size, size_speedups in speedups.items()
                     if size not in losing
                 },
             ),
@@ -218,7 +218,7 @@ class Tuner:
     def halve(
         self, size: int, systems: Sequence[SecondguessSystem], keep: int, share: float
     ) -> list[SecondguessSystem]:
-        """Return the fastest few by successive halving; plain decoding runs beside them."""
+        """Return the fastest few by successive halving; plain decoding runs with them."""
         has_time = self._budget.until(share / len(self._config.batch_sizes))
         dropped, num_batches = self.dropped[size], len(self.measurement.batches[size])
         plain = self._system(size, "none", None)

@@ -76,7 +76,7 @@ from secondguess.runtime.weight_format import (
 from secondguess.runtime.wrap import wrap_module
 
 DEFAULT_CONTEXT = 4096
-"""Cached tokens, over all rows, that must fit into memory beside the weights by default."""
+"""Cached tokens, over all rows, that must fit into memory with the weights by default."""
 BYTES_OF_READING = 8
 """Bytes per weight that are in use while a weight of a GGUF file is read: in float32, and converted."""
 
@@ -162,7 +162,7 @@ class Checkpoint:
         return found
 
     @classmethod
-    def of_module(cls, model: Any) -> Checkpoint:
+    def from_module(cls, model: Any) -> Checkpoint:
         """Describe a model in memory, whose directory need not exist."""
         name = str(model.name_or_path)
         try:
@@ -333,7 +333,7 @@ class Checkpoint:
         if self._quantises_linears and not by_kernels:
             counts = self._linear_counts
             head = stored_as.head_format.bytes_per_weight
-            if self._ties_embeddings:  # beside the embeddings
+            if self._ties_embeddings:  # stored in addition to the embeddings
                 return counts.in_layers * (size - stored_as.bytes_per_weight) - counts.in_head * head
             return counts.in_layers * (size - stored_as.bytes_per_weight) + counts.in_head * (size - head)
         if not stored_as.is_quantised or not (by_kernels or self.quantize is not None):
@@ -348,7 +348,7 @@ class Checkpoint:
         return saved
 
     def copy_bytes(self, weight_format: WeightFormat) -> int:
-        """Return the bytes of a copy with weights in another encoding, beside this model's.
+        """Return the bytes of a copy with weights in another encoding, in addition to this model's.
 
         Raises:
             UnsupportedModelError: if it cannot be copied.
@@ -376,7 +376,7 @@ class Checkpoint:
         return is_module and can_quantise(self.device) and self._linear_counts.is_majority
 
     def has_room_for_copy(self, weight_format: WeightFormat) -> bool:
-        """Return whether a copy of this model drafts by default and memory holds it beside the model.
+        """Return whether a copy of this model drafts by default and memory holds it in addition to the model.
 
         The copy must leave as much memory for longer KV caches as it takes itself. With graphs, where it gains less
         (docs/benchmarks.md, "On a GPU"), it drafts only on request.
@@ -509,7 +509,7 @@ class Checkpoint:
 def wrap_model(model: Any) -> Iterator[LoadedModel]:
     """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
     with wrap_module(model) as runtime:
-        checkpoint = replace(Checkpoint.of_module(model), runtime="transformers")
+        checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
         yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
 
 

@@ -208,7 +208,7 @@ class MemoryPlan:
             "total_bytes": self.total_bytes,
             "available_bytes": self.available_bytes,
             "fits": None if self.missing_bytes is None else self.missing_bytes == 0,
-            **{f"{name}_weights_bytes": of_parts for name, of_parts in self.quantised.items()},
+            **{f"{name}_weights_bytes": num_bytes for name, num_bytes in self.quantised.items()},
             "int8_obstacle": self.int8_obstacle,
         }
 

@@ -14,12 +14,12 @@ from secondguess.runtime.feed_forward import StoredExperts
 from secondguess.runtime.stored import StoredLinear, WeightSource
 
 
-def names_of_expert(outline: Any, layer: int, expert: int) -> list[str]:
+def expert_weight_names(outline: Any, layer: int, expert: int) -> list[str]:
     """Return the names of the weights of an expert in a checkpoint: gates, values and output."""
     mixture = FAMILIES[outline.config.model_type].experts
     assert mixture is not None, "the caller found experts"
-    place = f"{outline.base_model_prefix}.layers.{layer}"
-    return [f"{place}.{name.format(expert)}.weight" for name in mixture.names]
+    layer_name = f"{outline.base_model_prefix}.layers.{layer}"
+    return [f"{layer_name}.{name.format(expert)}.weight" for name in mixture.names]
 
 
 def stored_experts(
@@ -33,7 +33,7 @@ def stored_experts(
         dtype: dtype of the weights.
 
     Returns:
-        Modules by their place in the model, and names in the checkpoint.
+        Modules by their names, and names in the checkpoint.
     """
     config, found, used = outline.config, dict[str, StoredExperts](), set[str]()
     family = FAMILIES.get(config.model_type)
@@ -43,11 +43,11 @@ def stored_experts(
     for index, has_experts in enumerate(family.has_experts(config)):
         if not has_experts:
             continue
-        place = f"{outline.base_model_prefix}.layers.{index}"
+        layer_name = f"{outline.base_model_prefix}.layers.{index}"
         num_experts, *sizes = outline.base_model.layers[index].mlp.experts.down_proj.shape
         width, size = reversed(sizes) if family.experts.is_transposed else sizes
-        names = [names_of_expert(outline, index, expert) for expert in range(num_experts)]
-        all_names = {name for of_expert in names for name in of_expert}
+        names = [expert_weight_names(outline, index, expert) for expert in range(num_experts)]
+        all_names = {name for expert_names in names for name in expert_names}
         if all_names <= present:  # else they are joined in the checkpoint too
 
             def linear(name: str, num_inputs: int, num_outputs: int) -> StoredLinear:
@@ -58,7 +58,7 @@ def stored_experts(
                 ([linear(gate, width, size), linear(up, width, size)], linear(down, size, width))
                 for gate, up, down in names
             ]
-            found[f"{place}.mlp.experts"] = StoredExperts(
+            found[f"{layer_name}.mlp.experts"] = StoredExperts(
                 linears, getattr(config, family.activation), family.gate_clamp(config)
             )
             used |= all_names | (present & set(map(_bias_of, all_names)))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secondguess.checkpoint.experts import names_of_expert
+from secondguess.checkpoint.experts import expert_weight_names
 from secondguess.checkpoint.gguf_config import ARCHITECTURES, ROPE_TENSORS
 from secondguess.checkpoint.quantised import mxfp4_weight
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
@@ -92,7 +92,7 @@ class GgufWeights:
                     )
                 part = ("gate", "up", "down").index(found[2])
                 for expert in range(len(tensor.data)):
-                    name = names_of_expert(outline, int(found[1]), expert)[part]
+                    name = expert_weight_names(outline, int(found[1]), expert)[part]
                     self._sources[name.removesuffix("weight") + found[3]] = tensor, expert
             elif name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight")):
                 self._sources[name] = tensor, None
@@ -124,8 +124,8 @@ class GgufWeights:
         if rows is None:
             return torch.from_numpy(np.array(self._in_order(name, dequantize(self._data(name), kind))))
         weight = torch.empty(len(rows), int(tensor.shape[0]), dtype=torch.float32)
-        for place in _slices(rows):
-            weight[place] = _dequantise(rows[place], kind)
+        for part in _slices(rows):
+            weight[part] = _dequantise(rows[part], kind)
         return weight
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
@@ -136,7 +136,7 @@ class GgufWeights:
         rows = self._rows(name)
         if rows is None:
             return GroupedWeight.rounded(self.read(name))
-        slices = (np.array(rows[place]) for place in _slices(rows))
+        slices = (np.array(rows[part]) for part in _slices(rows))
         if decode := DECODERS.get(kind.name):
             return GroupedWeight.joined([decode(torch.from_numpy(each)) for each in slices])
         return GroupedWeight.joined([GroupedWeight.rounded(_dequantise(each, kind)) for each in slices])
@@ -146,11 +146,11 @@ class GgufWeights:
         rows = self._data(name)
         if rows.ndim != 2:
             return None
-        places = np.arange(len(rows), dtype=np.float32)[:, None]
-        order = self._in_order(name, places)
-        if np.array_equal(order, places):
+        indices = np.arange(len(rows), dtype=np.float32)[:, None]
+        order = self._in_order(name, indices)
+        if np.array_equal(order, indices):
             return rows
-        return rows[order[:, 0].astype(np.int64)] if np.array_equal(np.sort(order, 0), places) else None
+        return rows[order[:, 0].astype(np.int64)] if np.array_equal(np.sort(order, 0), indices) else None
 
     def _data(self, name: str) -> Any:
         tensor, expert = self._sources[name]

@@ -26,14 +26,14 @@ from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Place in an int32 of each of eight successive outputs."""
+"""Position in an int32 of each of eight successive outputs."""
 BITS = (2, 4, 8)
 FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
 """As in `product.h`: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0), doubled, plus 12."""
 FP4_GROUP = 32
 LARGEST_EXPONENT = 230
 """Up to which the sums of products of some thousand inputs are finite in float32."""
-JOINED = re.compile(r"(?P<place>.*)\.(?P<name>gate_up|down)_proj_blocks")
+JOINED = re.compile(r"(?P<layer>.*)\.(?P<name>gate_up|down)_proj_blocks")
 PARTS_OF_JOINED = {
     "gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down": {"down_proj": slice(None)},
@@ -57,7 +57,7 @@ class Encoding:
         word: bits of a number of these tensors.
         scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
-        has_levels: whether codes are places in the table of MXFP4.
+        has_levels: whether codes are indices into the table of MXFP4.
         is_kept: whether the kernels take the codes as they are (`GroupedWeight.weight_format`), else in bfloat16.
     """
 
@@ -260,7 +260,7 @@ def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
 def _get(parts: Parts, name: str) -> Tensor:
     found = parts(name)
     if found is None:
-        raise CheckpointError(f"expected a tensor {name} beside the others of its weight, got none")
+        raise CheckpointError(f"expected a tensor {name} with the others of its weight, got none")
     return found
 
 
@@ -388,9 +388,9 @@ class JoinedExperts:
         for name, match in joined.items() if by_expert else ():
             for expert in range(self._tensors.shape(f"{name}_blocks")[0]):
                 for part, outputs in PARTS_OF_JOINED[match["name"]].items():
-                    place = f"{match['place']}.{expert}.{part}"
-                    self._parts[f"{place}.weight"] = _PartOfJoined(name, expert, outputs)
-                    self._parts[f"{place}.bias"] = _PartOfJoined(name, expert, outputs)
+                    module = f"{match['layer']}.{expert}.{part}"
+                    self._parts[f"{module}.weight"] = _PartOfJoined(name, expert, outputs)
+                    self._parts[f"{module}.bias"] = _PartOfJoined(name, expert, outputs)
         hidden = {f"{name}{suffix}" for name in joined for suffix in ("_blocks", "_scales")}
         if by_expert:
             hidden |= {f"{name}_bias" for name in joined}

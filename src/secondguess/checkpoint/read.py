@@ -91,7 +91,7 @@ def _reading(part: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def _place(path: str) -> dict[str, Any]:
+def _source(path: str) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a directory or a GGUF file."""
     file = Path(path)
     if is_gguf(path):
@@ -114,7 +114,7 @@ def read_config(path: str) -> Any:
             return read_gguf_config(Path(path))
         if not isinstance(json.loads((Path(path) / "config.json").read_bytes()), dict):
             raise ValueError("not a JSON object")
-        config = AutoConfig.from_pretrained(**_place(path))
+        config = AutoConfig.from_pretrained(**_source(path))
         for name in ("num_hidden_layers", "max_position_embeddings"):
             number = getattr(config.get_text_config(), name, None)
             if number is not None and number < 1:
@@ -214,7 +214,7 @@ def read_tokenizer(path: str) -> Any:
         # AutoTokenizer reads the configuration, too
         is_of_its_own = is_gguf(path) and is_of_gpt_oss(Path(path))
         tokenizer_class = TokenizersBackend if is_of_its_own else AutoTokenizer
-        tokenizer = tokenizer_class.from_pretrained(**_place(path))
+        tokenizer = tokenizer_class.from_pretrained(**_source(path))
         if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
             raise ValueError("it has no tokens of its own")
         return tokenizer
@@ -250,7 +250,7 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         auto_class = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         loader = auto_class if has_text(config) else class_of(config)  # pixels have no automatic class
         model, found = loader.from_pretrained(
-            **_place(path), config=config, dtype=dtype, output_loading_info=True, **_experts_option(dtype)
+            **_source(path), config=config, dtype=dtype, output_loading_info=True, **_experts_option(dtype)
         )
         _check_complete(model, found)
         if getattr(config, "quantization_config", None) is not None:
@@ -278,9 +278,9 @@ def _read_stored(
     linears = {f"{name}.weight": each for name, each in outline.named_modules() if type(each) is nn.Linear}
     experts, in_experts = stored_experts(weights, outline, dtype) if layer_by_layer else ({}, set())
     tensors, stored = {}, {}
-    for place in experts:
-        for name, joined in outline.get_submodule(place).named_parameters():
-            tensors[f"{place}.{name}"] = torch.zeros((), dtype=dtype).expand(joined.shape)
+    for layer_name in experts:
+        for name, joined in outline.get_submodule(layer_name).named_parameters():
+            tensors[f"{layer_name}.{name}"] = torch.zeros((), dtype=dtype).expand(joined.shape)
     for name in weights.names:
         if name in in_experts:
             continue
@@ -303,11 +303,11 @@ def _read_stored(
     )
     _check_complete(model, info)
     for name, sizes in stored.items():
-        place = name.removesuffix(".weight")
-        bias = model.get_submodule(place).bias
-        model.set_submodule(place, StoredLinear(weights, name, *sizes, bias, dtype))
-    for place, module in experts.items():
-        model.set_submodule(place, module)
+        module_name = name.removesuffix(".weight")
+        bias = model.get_submodule(module_name).bias
+        model.set_submodule(module_name, StoredLinear(weights, name, *sizes, bias, dtype))
+    for layer_name, module in experts.items():
+        model.set_submodule(layer_name, module)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

@@ -177,8 +177,8 @@ def _os_error_message(error: OSError) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     # Compared by name, to avoid importing torch; torch's CPU allocator has no exception class.
-    of_torch = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
-    return isinstance(error, MemoryError) or of_torch
+    is_torch_error = type(error).__name__ == "OutOfMemoryError" or CPU_ALLOCATOR in str(error)
+    return isinstance(error, MemoryError) or is_torch_error
 
 
 def _repeat_lost_interrupt(otherwise: Callable[[Any], Any], unraisable: Any) -> None:

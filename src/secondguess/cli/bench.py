@@ -67,7 +67,7 @@ def bench(
     draft_lengths: Annotated[
         list[int] | None,
         workload_option(
-            "Constant draft length to measure beside the default controller; repeatable.",
+            "Constant draft length to measure in addition to the default controller; repeatable.",
             "--draft-length",
             show_default="3, 5 and 8",
         ),
@@ -75,7 +75,7 @@ def bench(
     controllers: Annotated[
         list[str] | None,
         workload_option(
-            "A controller to try with every drafter, beside its default one (with --drafters all instead of it); "
+            "A controller to try with every drafter, in addition to its default one (with --drafters all instead of it); "
             "repeatable.",
             "--controller",
             callback=options.check_controller,

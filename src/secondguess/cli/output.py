@@ -36,8 +36,8 @@ Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 class JsonWriter:
     """Writer of one JSON object per sample, each on its own line.
 
-    Writers show batches in order. A batch has one place per sample: a request with several samples
-    occupies several places.
+    Writers show batches in order. A batch has one index per sample: a request with several samples
+    has several indices.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -49,7 +49,7 @@ class JsonWriter:
         self._requests = list(requests)
 
     def show(self, pieces: Pieces) -> None:
-        """Show new text as pairs of (place in the batch, piece)."""
+        """Show new text as pairs of (index in the batch, piece)."""
 
     def end(self, outputs: Sequence[Output]) -> None:
         """Finish a batch that is complete or was interrupted."""
@@ -84,18 +84,18 @@ class TerminalWriter:
         self._write_prompt(self._prompts[0])
 
     def show(self, pieces: Pieces) -> None:
-        for place, piece in pieces:
-            if place == 0:
+        for index, piece in pieces:
+            if index == 0:
                 self._write_piece(piece)
             else:
-                self._buffered[place].append(piece)
+                self._buffered[index].append(piece)
 
     def end(self, outputs: Sequence[Output]) -> None:
         several = any(output.index > 0 for output in outputs)
-        for place, output in enumerate(outputs):
-            if place > 0:
-                self._write_prompt(self._prompts[place])
-            for piece in self._buffered[place]:
+        for index, output in enumerate(outputs):
+            if index > 0:
+                self._write_prompt(self._prompts[index])
+            for piece in self._buffered[index]:
                 self._write_piece(piece)
             sample = f"sample {output.index + 1}: " if several else ""
             ending = FINISH_PREFIXES.get(output.finish_reason, "")

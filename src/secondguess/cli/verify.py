@@ -128,12 +128,12 @@ def _runtime_for(settings: Mapping[str, Any]) -> str:
     if settings["dtype"] not in ("float32", "float64"):
         return "auto"
     drafter, model = settings.get("drafter"), settings["model"]
-    places = {key: settings[key] for key in ("dtype", "device") if key in settings}
+    load_options = {key: settings[key] for key in ("dtype", "device") if key in settings}
     if drafter is None:
-        drafter = default_drafter(model, Checkpoint.resolve(model, runtime="transformers", **places))
+        drafter = default_drafter(model, Checkpoint.resolve(model, runtime="transformers", **load_options))
     parts = [(name, drafter_class(name.kind)) for name in parse_drafter_name(drafter)]
     copies = [part.requirements(name).target_copy is not None for name, part in parts]
-    needs_module = any(copies) and Checkpoint.resolve(model, **places).runtimes[0] != "graphs"
+    needs_module = any(copies) and Checkpoint.resolve(model, **load_options).runtimes[0] != "graphs"
     return "transformers" if needs_module else "auto"
 
 

@@ -28,9 +28,9 @@ class AutoregressionDrafter(StandardisedDrafter):
     def fit(self, past: Tensor, problem: Problem) -> None:
         self._past, self._lags, self._horizon = past, torch.tensor(problem.lags), problem.horizon
         steps = torch.arange(int(self._lags.max()), past.shape[1])
-        places = steps[:, None] - self._lags
-        known = (problem.observed[:, steps] & problem.observed[:, places].all(2)).all(-1, keepdim=True)
-        design = torch.nn.functional.pad(past[:, places].flatten(2), (0, 1), value=1.0) * known
+        positions = steps[:, None] - self._lags
+        known = (problem.observed[:, steps] & problem.observed[:, positions].all(2)).all(-1, keepdim=True)
+        design = torch.nn.functional.pad(past[:, positions].flatten(2), (0, 1), value=1.0) * known
         values = past[:, steps] * known
         gram = design.mT @ design + RIDGE * torch.eye(design.shape[-1], dtype=torch.float64)
         coefficients = torch.linalg.solve(gram, design.mT @ values)
@@ -64,7 +64,7 @@ class AutoregressionDrafter(StandardisedDrafter):
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         longest, reach = noise.shape[1], int(self._lags.max())
         known = starts[:, None] + torch.arange(-reach, 0)
-        # A step is at the same place in all rows: the known values that it depends on, then the drafts.
+        # A step is at the same position in all rows: the known values that it depends on, then the drafts.
         aligned = torch.cat((self._values_at(series, values, known), torch.zeros_like(noise)), 1).float()
         noise = noise.float()
         all_weights = self._weights[series]
@@ -72,10 +72,10 @@ class AutoregressionDrafter(StandardisedDrafter):
         steps = (starts[:, None] + torch.arange(longest)).clamp(max=self._horizon - 1)
         constants = constants.take_along_dim(steps[..., None], 1)
         low, high = self._low[series].float(), self._high[series].float()
-        places = reach - self._lags
+        positions = reach - self._lags
         means, scales = [], []
         for step in range(longest):
-            features = self._features(aligned[:, places + step].flatten(1))
+            features = self._features(aligned[:, positions + step].flatten(1))
             found = torch.baddbmm(constants[:, step, None], features[:, None], weights)[:, 0]
             mean, log_scale = found.chunk(2, -1)
             scale = log_scale.clamp(low, high).exp_()
@@ -107,8 +107,10 @@ class AutoregressionDrafter(StandardisedDrafter):
             self._moments[each] += own.T.double() @ (target - own.double() @ self._base[each])
         self._weights = (self._base + torch.linalg.solve(self._gram, self._moments)).float()
 
-    def _values_at(self, series: Tensor, values: Tensor, places: Tensor) -> Tensor:
-        """Return values `[n, place, dim]` at `places` `[n, place]`, of which negative ones are in the past."""
+    def _values_at(self, series: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """Return values `[n, position, dim]` at `positions` `[n, position]`, of which negative ones are in the past."""
         rows = torch.arange(len(series))[:, None]
-        forecast = values[rows, places.clamp(min=0)]
-        return torch.where(places[..., None] < 0, self._past[series[:, None], places.clamp(max=-1)], forecast)
+        forecast = values[rows, positions.clamp(min=0)]
+        return torch.where(
+            positions[..., None] < 0, self._past[series[:, None], positions.clamp(max=-1)], forecast
+        )

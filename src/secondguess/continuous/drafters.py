@@ -110,8 +110,8 @@ class StandardisedDrafter(ValueDrafter):
         shape = (len(series), int(lengths.max()), values.shape[-1])
         zeros, ones = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
         standard = self._distribution(series, zeros, ones)
-        places = [range(shape[1] * standard.num_uniforms)] * shape[0]
-        uniforms = torch.from_numpy(noise.uniforms(places, Purpose.DRAFT)).reshape(*shape[:2], -1)
+        indices = [range(shape[1] * standard.num_uniforms)] * shape[0]
+        uniforms = torch.from_numpy(noise.uniforms(indices, Purpose.DRAFT)).reshape(*shape[:2], -1)
         drawn = standard.sample(uniforms)
         # Shorter drafts are padded beyond the horizon.
         padded = torch.cat(((values - center) / unit, zeros), 1)
@@ -160,13 +160,13 @@ class ForecasterDrafter(ValueDrafter):
         rows, none = torch.arange(len(starts)), torch.zeros_like(starts)
         params, drawn = [], []
         for step in range(int(lengths.max())):
-            place = (starts + step).clamp(max=self._runtime.horizon - 1)
-            params.append(self._runtime.score(histories.rows, histories.series, values, place, none))
+            position = (starts + step).clamp(max=self._runtime.horizon - 1)
+            params.append(self._runtime.score(histories.rows, histories.series, values, position, none))
             dist = make_distribution(params[-1])
-            places = range(step * dist.num_uniforms, (step + 1) * dist.num_uniforms)
-            uniforms = torch.from_numpy(noise.uniforms([places] * len(rows), Purpose.DRAFT))
-            values[rows, place] = dist.sample(uniforms[:, None])[:, 0]
-            drawn.append(values[rows, place])
+            indices = range(step * dist.num_uniforms, (step + 1) * dist.num_uniforms)
+            uniforms = torch.from_numpy(noise.uniforms([indices] * len(rows), Purpose.DRAFT))
+            values[rows, position] = dist.sample(uniforms[:, None])[:, 0]
+            drawn.append(values[rows, position])
         dists = make_distribution([torch.cat(each, 1) for each in zip(*params, strict=True)])
         return ValueDraft(torch.stack(drawn, 1), lengths, dists)
 

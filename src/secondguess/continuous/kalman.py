@@ -49,8 +49,8 @@ class KalmanDrafter(StandardisedDrafter):
             value = torch.where(drafted[:, None] < 0, values[:, step], own)
             level, slope = mean + gains[0] * (value - mean), slope + gains[1] * (value - mean)
             means.append(mean)
-        places = starts[:, None] + torch.arange(longest)
-        return torch.stack(means, 1)[rows[:, None], places], scale[:, None].expand(-1, longest, -1)
+        positions = starts[:, None] + torch.arange(longest)
+        return torch.stack(means, 1)[rows[:, None], positions], scale[:, None].expand(-1, longest, -1)
 
     def learn(self, series: Tensor, values: Tensor, steps: Tensor, locs: Tensor, scales: Tensor) -> None:
         self._scale = mean_by(series, scales.log(), self._scale.log()).exp()

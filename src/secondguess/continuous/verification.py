@@ -68,7 +68,7 @@ def verify(draft: ValueDraft, target: Distribution, noise: KeyedNoise) -> tuple[
     """Return the number of accepted values `[row]` and the value that follows them `[row, dim]`.
 
     Args:
-        target: batch `[row, node + 1]`, the target's distributions at the drafted places and after.
+        target: batch `[row, node + 1]`, the target's distributions at the drafted positions and after.
     """
     num_rows, num_nodes = draft.values.shape[:2]
     probs = acceptance_probs(target.at((slice(None), slice(num_nodes))), draft.dists, draft.values)
@@ -81,9 +81,9 @@ def verify(draft: ValueDraft, target: Distribution, noise: KeyedNoise) -> tuple[
     values = following.sample(torch.from_numpy(uniforms))
     rejected = (lengths < draft.lengths).nonzero()[:, 0]
     if len(rejected):
-        places = (rejected, lengths[rejected])
+        positions = (rejected, lengths[rejected])
         values[rejected] = corrections(
-            target.at(places), draft.dists.at(places), draft.values[places], noise.select(rejected)
+            target.at(positions), draft.dists.at(positions), draft.values[positions], noise.select(rejected)
         )
     return lengths, values
 
@@ -106,8 +106,8 @@ def draw_residual(target: Distribution, draft: Distribution, noise: KeyedNoise) 
     found: Tensor | None = None
     first, count = 0, FIRST_TRIALS
     while len(remaining):
-        places = [range(first * per_trial, (first + count) * per_trial)] * len(remaining)
-        uniforms = torch.from_numpy(noise.select(remaining).uniforms(places, Purpose.DRAW))
+        indices = [range(first * per_trial, (first + count) * per_trial)] * len(remaining)
+        uniforms = torch.from_numpy(noise.select(remaining).uniforms(indices, Purpose.DRAW))
         uniforms = uniforms.reshape(len(remaining), count, per_trial)
         p, q = target.at((remaining, None)), draft.at((remaining, None))
         trials = p.sample(uniforms[..., 1:])

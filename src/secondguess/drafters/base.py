@@ -86,6 +86,7 @@ class Drafter(ABC):
         name: as given to `--drafter`, with the options that were used.
         deterministic: True if drafts never carry probabilities (`Draft.probs` is None), as for n-gram
             and suffix lookup.
+        never_drafts: True for plain decoding.
         can_draft_trees: True if drafts can be trees; False for drafters of chains only.
         default_controller: name of the controller used if the user names none.
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
@@ -99,6 +100,7 @@ class Drafter(ABC):
 
     name: str
     deterministic: bool
+    never_drafts: bool = False
     can_draft_trees: bool = False
     default_controller: str = "cost"
     hidden_layers: Sequence[int] = ()

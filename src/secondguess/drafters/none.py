@@ -14,6 +14,7 @@ class NoDrafter(Drafter):
 
     name = "none"
     deterministic = True
+    never_drafts = True
     default_controller = "fixed:0"
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:

@@ -131,24 +131,15 @@ def custom_generate(
             encode_with_images(target, EncodedPrompt(ids[kept].tolist(), images))[0]
             for ids, kept in zip(input_ids, mask, strict=True)
         ]
+        settings = _seeded(params, len(prompts), num_samples)
         rows = [
-            make_row(target, chosen_verifier, prompt, own)
-            for prompt, own in zip(prompts, _seeded(params, len(prompts), num_samples), strict=True)
+            make_row(target, chosen_verifier, prompt, own, sample=index % num_samples)
+            for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
         ]
-        for index, row in enumerate(rows):
+        for row in rows:
             row.images = images
-            row.sample_index = index % num_samples
-            row.end_tokens = ending.end_tokens
-            if ending.stop_strings:
-                row.stop_checker = StopStringWatcher(ending.stop_strings, input_ids[index].tolist())
-        chosen_drafter = make_drafter(
-            drafter,
-            target_vocab_size=target.runtime.vocab_size,
-            load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
-            pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
-            target=target,
-        )
-        _keep_copies(model, drafter)
+        _end_as_in_transformers(rows, ending, input_ids)
+        chosen_drafter = _make_drafter(model, target, drafter)
         check_verifier(chosen_verifier, chosen_drafter)
         chosen_controller = _cached_controller(model, controller, chosen_drafter)
         components = Components(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
@@ -157,6 +148,27 @@ def custom_generate(
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
+
+
+def _end_as_in_transformers(rows: Sequence[Row], ending: StoppingConditions, input_ids: Tensor) -> None:
+    """Give rows the end tokens and stop strings of the call."""
+    for row, ids in zip(rows, input_ids, strict=True):
+        row.end_tokens = ending.end_tokens
+        if ending.stop_strings:
+            row.stop_checker = StopStringWatcher(ending.stop_strings, ids.tolist())
+
+
+def _make_drafter(model: Any, target: LoadedModel, name: str) -> Drafter:
+    """Return the drafter of this name; a copy that it makes of the model is kept."""
+    drafter = make_drafter(
+        name,
+        target_vocab_size=target.runtime.vocab_size,
+        load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
+        pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
+        target=target,
+    )
+    _keep_copies(model, name)
+    return drafter
 
 
 def _decode(components: Components, rows: Sequence[Row], streamer: Any, padding: int) -> None:
@@ -207,7 +219,7 @@ def _sampling_params(
     min_tokens = min(settings.pop("min_tokens", 0), max_tokens)
     if min_tokens and ending.stop_strings:
         raise BadInputError(
-            "expected no min_length or min_new_tokens beside stop strings, got both: custom_generate would let a row "
+            "expected no min_length or min_new_tokens with stop strings, got both: custom_generate would let a row "
             "go on after a stop string until it is long enough; leave one out"
         )
     return SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, **settings)
@@ -267,11 +279,11 @@ Controllers hold no reference to a model, so the weak keys can expire.
 
 
 def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Controller:
-    of_model = _controllers.setdefault(model, {})
+    controllers = _controllers.setdefault(model, {})
     key = (name, drafter.name)
-    if key not in of_model:
-        of_model[key] = choose_controller(name, drafter)
-    return of_model[key]
+    if key not in controllers:
+        controllers[key] = choose_controller(name, drafter)
+    return controllers[key]
 
 
 class _Weights(NamedTuple):
@@ -286,7 +298,7 @@ class _Weights(NamedTuple):
     num_changes: int
 
     @classmethod
-    def of(cls, model: Any) -> _Weights:
+    def from_model(cls, model: Any) -> _Weights:
         parameters = list(model.parameters())
         return cls(
             tuple([(id(each), each.device, each.dtype) for each in parameters]),
@@ -308,7 +320,7 @@ def _update_weights(model: Any) -> None:
     A model whose weights change in place is in training, and making a copy for each of its states would take
     longer than the copy saves.
     """
-    before, weights = _weights.get(model), _Weights.of(model)
+    before, weights = _weights.get(model), _Weights.from_model(model)
     _weights[model] = weights
     if before is None or before == weights:
         return

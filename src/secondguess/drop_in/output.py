@@ -44,7 +44,7 @@ def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int
         return 0
     if not ending.has_end_tokens:
         raise BadInputError(
-            "expected eos_token_id beside stop strings for several rows, got none: without it Transformers does not "
+            "expected eos_token_id with stop strings for several rows, got none: without it Transformers does not "
             "pad a row that has ended; give eos_token_id, or generate row by row"
         )
     for name in ("pad_token_id", "eos_token_id"):

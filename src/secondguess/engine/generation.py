@@ -118,39 +118,46 @@ class Generation:
                 f"expected sampling settings for each of {len(prompts)} prompts, got {len(params)}; give one per prompt"
             )
         for prompt, settings in zip(prompts, params, strict=True):
-            prompt, guidance = split_guidance(llm.target, prompt)
-            usable = llm.drafter.parts_without_target
-            if guidance is not None and not usable:
-                raise _guided_drafter_error(llm.drafter.name)
-            ids, images = encode_with_images(llm.target, prompt)
-            if isinstance(settings.prediction, str):  # tokenized once for all samples
-                tokens = tuple(_prediction_tokens(llm.target, settings.prediction))
-                settings = replace(settings, prediction=tokens)
-            for sample in range(settings.n):
-                detokenizer = StreamingDetokenizer(
-                    llm.target.tokenizer, ids, settings.stop, settings.min_tokens
-                )
-                draws_by_race = llm.drafter.draws_by_race
-                row = make_row(
-                    llm.target, llm.verifier, ids, settings, detokenizer.stop_checker, sample, draws_by_race
-                )
-                row.images = images
-                if guidance is not None:
-                    check_request(llm.target, llm.verifier, guidance.negative, settings)
-                    row.guidance, row.parts = guidance, usable
-                    row.context_length -= max(0, len(guidance.negative) - len(ids))
-                if settings.draft_with is not None:
-                    row.parts, sources = select_parts(llm.drafter, settings.draft_with)
-                    if guidance is not None and not row.parts <= usable:
-                        raise _guided_drafter_error(settings.draft_with)
-                    row.sources += sources
-                if llm.share_history and may_share(llm.verifier, row):
-                    row.history = owner
-                self._samples[row] = _Sample(len(self._samples), row, detokenizer)
-        self.group = RowGroup(list(self._samples), self._receive, eager=False)
+            self._add_samples(prompt, settings, owner)
+        self.group = RowGroup(list(self._samples), self._receive, is_eager=False)
         longest = max((len(row.tokens) for row in self._samples), default=0)
         num_new = llm.target.runtime.num_tokens_to_allocate(min(len(self._samples), 1), longest)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
+
+    def _add_samples(self, prompt: Prompt, params: SamplingParams, owner: str) -> None:
+        """Add a row for each sample of a prompt."""
+        llm = self._llm
+        prompt, guidance = split_guidance(llm.target, prompt)
+        usable = None if guidance is None else llm.drafter.parts_without_target
+        if usable is not None and not usable:
+            raise _guided_drafter_error(llm.drafter.name)
+        ids, images = encode_with_images(llm.target, prompt)
+        if isinstance(params.prediction, str):  # tokenized once for all samples
+            params = replace(params, prediction=tuple(_prediction_tokens(llm.target, params.prediction)))
+        if guidance is not None:
+            check_request(llm.target, llm.verifier, guidance.negative, params)
+        for sample in range(params.n):
+            detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, params.stop, params.min_tokens)
+            row = make_row(
+                llm.target,
+                llm.verifier,
+                ids,
+                params,
+                detokenizer.stop_checker,
+                sample,
+                llm.drafter.draws_by_race,
+            )
+            row.images, row.guidance, row.parts = images, guidance, usable
+            if guidance is not None:
+                row.context_length -= max(0, len(guidance.negative) - len(ids))
+            if params.draft_with is not None:
+                row.parts, sources = select_parts(llm.drafter, params.draft_with)
+                if usable is not None and not row.parts <= usable:
+                    raise _guided_drafter_error(params.draft_with)
+                row.sources += sources
+            if llm.share_history and may_share(llm.verifier, row):
+                row.history = owner
+            self._samples[row] = _Sample(len(self._samples), row, detokenizer)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
@@ -180,7 +187,8 @@ class Generation:
     def _receive_tokens(self, commits: Sequence[Commit]) -> list[NewPiece]:
         """Receive commits whose text is decoded at the end.
 
-        In a round that takes 0.1 ms, as the forward pass has evicted the code from the caches.
+        Decoding it in every round would cost 0.1 ms, because the forward pass evicts the code from
+        the CPU caches.
         """
         for commit in commits:
             sample = self._samples[commit.row]
@@ -245,7 +253,7 @@ def _guided_drafter_error(drafter: str) -> BadInputError:
 
 
 def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
-    """Return whether so many rows can decode together, the longest of which has so many tokens.
+    """Return whether `num_rows` rows of up to `longest` tokens can decode together.
 
     Rows count with the length that they may reach, `max_tokens` included: a row that decodes keeps
     its entries until it ends, so memory that it may need later cannot be given to another.
@@ -271,7 +279,7 @@ def check_request(
     if len(ids) >= context:
         raise BadInputError(
             f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
-            f"place must stay free), got {len(ids)}; shorten it"
+            f"position must stay free), got {len(ids)}; shorten it"
         )
     params.check_vocab(target.runtime.vocab_size)
     if params.stop and isinstance(target.tokenizer, TokenCodes):
@@ -286,7 +294,7 @@ def check_request(
 def may_share(verifier: Verifier, row: Row) -> bool:
     """Return whether a row may draft from the outputs of earlier requests.
 
-    Not if its seed promises a text that depends on the drafts, and thereby would on these requests.
+    False for a seeded row whose text depends on its drafts: it would then depend on earlier requests.
     """
     depends_on_drafts = row.params.temperature > 0 and verifier.guarantee(row) != Exactness.DRAFTER_INVARIANT
     return row.params.history and not (row.params.seed is not None and depends_on_drafts)
@@ -359,4 +367,4 @@ def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> 
         return prediction
     ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
     vocab_size = target.runtime.vocab_size
-    return ids[: next((place for place, token in enumerate(ids) if token >= vocab_size), len(ids))]
+    return ids[: next((index for index, token in enumerate(ids) if token >= vocab_size), len(ids))]

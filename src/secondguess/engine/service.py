@@ -33,11 +33,14 @@ class QueueFullError(SecondGuessError):
     """More requests are waiting than the engine accepts.
 
     Args:
+        limit: number of waiting samples from which on requests are refused.
         retry_after: estimated seconds until there is room.
     """
 
-    def __init__(self, num_waiting: int, retry_after: float) -> None:
-        super().__init__(f"expected fewer than {num_waiting} waiting samples; retry in {retry_after:.0f} s")
+    def __init__(self, limit: int, retry_after: float) -> None:
+        super().__init__(
+            f"expected fewer than {limit} waiting samples, got as many; retry in {retry_after:.0f} s"
+        )
         self.retry_after = retry_after
 
 
@@ -111,7 +114,7 @@ class EngineStatus:
     is_asleep: bool = False
 
 
-class Ticket:
+class RequestHandle:
     """Handle of a submitted request."""
 
     def __init__(
@@ -179,7 +182,7 @@ class Engine:
         self.llm = llm
         check_range("max_waiting", max_waiting, 1, 1_000_000)
         self._max_waiting = max_waiting
-        self._tickets: list[Ticket] = []
+        self._handles: list[RequestHandle] = []
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
         self._seconds_per_request, self._last_end = 1.0, time.monotonic()
@@ -188,7 +191,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
         """Queue a request.
 
         Args:
@@ -204,15 +207,15 @@ class Engine:
         self._check_accepting(request)
         generation = Generation(self.llm, [request.prompt], [request.params], request.owner)
         generation.group.is_eager = True
-        ticket = Ticket(generation, request, on_event, self._wake)
+        handle = RequestHandle(generation, request, on_event, self._wake)
         with self._changed:
             self._check_accepting(request)
-            if not self._tickets:
+            if not self._handles:
                 self._last_end = time.monotonic()  # idle time is no time per request
-            self._tickets.append(ticket)
+            self._handles.append(handle)
             self.llm.shared_batch.submit(generation.group)
             self._changed.notify()
-        return ticket
+        return handle
 
     def _check_accepting(self, request: Request) -> None:
         if self._is_draining:
@@ -222,7 +225,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         shared = self.llm.shared_batch
-        return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._tickets), self._is_draining)
+        return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._handles), self._is_draining)
 
     @property
     def totals(self) -> Stats:
@@ -251,9 +254,9 @@ class Engine:
         """Accept no more requests, and wait for those in progress; cancel them after `seconds`."""
         with self._changed:
             self._is_draining = True
-            self._changed.wait_for(lambda: not self._tickets, seconds)
-            for ticket in self._tickets:
-                ticket.is_cancelled = True
+            self._changed.wait_for(lambda: not self._handles, seconds)
+            for handle in self._handles:
+                handle.is_cancelled = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -271,24 +274,24 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tickets or self._is_closed)
-                if not self._tickets:
+                self._changed.wait_for(lambda: self._handles or self._is_closed)
+                if not self._handles:
                     return
-                tickets = list(self._tickets)
+                handles = list(self._handles)
             try:
-                for ticket in tickets:
-                    if ticket.is_cancelled or ticket.is_late:
-                        self.llm.shared_batch.cancel(ticket.generation.group)
+                for handle in handles:
+                    if handle.is_cancelled or handle.is_late:
+                        self.llm.shared_batch.cancel(handle.generation.group)
                 self.llm.shared_batch.step()
             except Exception as error:  # errors of rounds end groups, so this is one of releasing rows
                 logger.exception("the engine failed")
-                for ticket in tickets:
-                    ticket.generation.group.error = error
+                for handle in handles:
+                    handle.generation.group.error = error
                     with suppress(Exception):
-                        self.llm.shared_batch.cancel(ticket.generation.group)
-            self._end([ticket for ticket in tickets if self._report(ticket)])
+                        self.llm.shared_batch.cancel(handle.generation.group)
+            self._end([handle for handle in handles if self._report(handle)])
 
-    def _end(self, ended: Sequence[Ticket]) -> None:
+    def _end(self, ended: Sequence[RequestHandle]) -> None:
         """Forget requests that have ended."""
         if not ended:
             return
@@ -297,22 +300,22 @@ class Engine:
         self._seconds_per_request += (seconds - self._seconds_per_request) / 8
         self._last_end = now
         with self._changed:
-            self._tickets = [ticket for ticket in self._tickets if ticket not in ended]
+            self._handles = [handle for handle in self._handles if handle not in ended]
             self._changed.notify_all()
 
-    def _report(self, ticket: Ticket) -> bool:
+    def _report(self, handle: RequestHandle) -> bool:
         """Send a request's events; return True if it has ended."""
-        group = ticket.generation.group
+        group = handle.generation.group
         is_done = group.is_done  # read first: the last results precede it
         while group.results:
             for piece in group.results.popleft():
-                ticket.send(piece)
+                handle.send(piece)
         if not is_done:
             return False
         if isinstance(group.error, Exception):
-            ticket.send(Failed(group.error))
-        elif group.is_cancelled and ticket.is_late and not ticket.is_cancelled:
-            ticket.send(Failed(DeadlineError("the deadline of the request has passed")))
+            handle.send(Failed(group.error))
+        elif group.is_cancelled and handle.is_late and not handle.is_cancelled:
+            handle.send(Failed(DeadlineError("the deadline of the request has passed")))
         else:
-            ticket.send(Finished(ticket.generation.outputs(), ticket.queue_seconds))
+            handle.send(Finished(handle.generation.outputs(), handle.queue_seconds))
         return True

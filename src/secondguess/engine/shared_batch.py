@@ -36,10 +36,13 @@ class RowGroup(Generic[ResultT]):
         rows: the rows; finished ones are skipped.
         receive: turns the commits of a round into a result. It is called in the thread that runs
             the round, before the next round of these rows.
-        eager: True to take part in every round; False to take part only while the caller waits for
-            a result, as for a stream that may be read slowly or not at all.
+        is_eager: True to take part in every round; False to take part only while the caller waits
+            for a result, as for a stream that may be read slowly or not at all.
 
     Attributes:
+        is_eager: as given; it may be changed.
+        num_callers_waiting: number of threads that wait for a result.
+        is_cancelled: True if no more rounds are to run for these rows.
         results: results per round that the caller has not taken.
         num_open: number of rows whose last commit has not been received.
         error: exception that ended the group; its rows are released.
@@ -47,7 +50,7 @@ class RowGroup(Generic[ResultT]):
     """
 
     def __init__(
-        self, rows: Sequence[Row], receive: Callable[[list[Commit]], ResultT], eager: bool = True
+        self, rows: Sequence[Row], receive: Callable[[list[Commit]], ResultT], is_eager: bool = True
     ) -> None:
         self.rows = [row for row in rows if not row.finished]
         self.num_open = len(self.rows)
@@ -55,7 +58,7 @@ class RowGroup(Generic[ResultT]):
         self.results: deque[ResultT] = deque()
         self.error: BaseException | None = None
         self.admitted_at: float | None = None
-        self.is_eager = eager
+        self.is_eager = is_eager
         self.num_callers_waiting = 0
         self.is_cancelled = False
 
@@ -233,9 +236,9 @@ class SharedBatch:
                 if len(groups) == 1:
                     raise
                 logger.warning("a prefill of %d calls failed; each runs its own", len(groups), exc_info=error)
-                for group, of_group in groups.items():
+                for group, own_rows in groups.items():
                     with self._failing([group]):
-                        batch.prefill(of_group)
+                        batch.prefill(own_rows)
 
     def _prefill_drafter(self) -> None:
         """Continue the drafter's prefill of the oldest row for which it is not finished."""
@@ -259,8 +262,8 @@ class SharedBatch:
             except Exception as error:
                 self._run_each_alone(groups, lengths, error)
         except BaseException:
-            for group, of_group in groups.items():
-                if any(len(row.tokens) != lengths[row] for row in of_group):
+            for group, own_rows in groups.items():
+                if any(len(row.tokens) != lengths[row] for row in own_rows):
                     self._fail(group, InterruptedRoundError("another thread was interrupted"))
             raise
 
@@ -282,8 +285,9 @@ class SharedBatch:
     def _running(self) -> list[Row]:
         """Return the rows that take part in the next round.
 
-        There is no round while other rows of all their groups are prefilled: a call ends sooner if its rows
-        decode together. Beside the rounds of another group, a long prefill would stop them for too long.
+        If every group with decoding rows is also prefilling, no round runs: a call ends sooner if its
+        rows decode together. If another group decodes, rounds continue, so that a long prefill does
+        not stall them.
         """
         rows = self._taking_part(self._batch.decoding)
         if not self._batch.prefilling:
@@ -306,10 +310,10 @@ class SharedBatch:
             by_group.setdefault(self._group_of[commit.row], []).append(commit)
             if commit.row.finished:
                 self._forget(commit.row)
-        for group, of_group in by_group.items():
+        for group, own_commits in by_group.items():
             try:
-                group.results.append(group.receive(of_group))
-                group.num_open -= sum([commit.row.finished for commit in of_group])
+                group.results.append(group.receive(own_commits))
+                group.num_open -= sum([commit.row.finished for commit in own_commits])
             except Exception as error:
                 self._fail(group, error)
 

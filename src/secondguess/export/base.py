@@ -47,7 +47,7 @@ class Recommendation:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        low = 0 if self.drafter.kind == "none" else 1
+        low = 0 if self.drafter.never_drafts else 1
         high = MAX_DRAFT_LENGTH if low else 0
         if not low <= self.draft_length <= high:
             raise BadInputError(
@@ -154,14 +154,14 @@ class ExportTarget:
             for key, value in drafter.given.items()
             if key not in chosen.options
         ]
-        of_drafter = None if drafter.draft_model is None else recommendation.drafter_quantize
-        quantized = {"target": recommendation.quantize, "draft model": of_drafter}
+        draft_format = None if drafter.draft_model is None else recommendation.drafter_quantize
+        quantized = {"target": recommendation.quantize, "draft model": draft_format}
         notes += [
             f"{quantize} of the {whose} is left out: {self.quantized}"
             for whose, quantize in quantized.items()
             if quantize is not None and self.quantized
         ]
-        on_speculation = self.notes if drafter.kind != "none" else ()
+        on_speculation = () if drafter.never_drafts else self.notes
         return ExportResult(text, (*recommendation.notes, *notes, *chosen.notes, *on_speculation))
 
 
@@ -219,9 +219,9 @@ def recommend(
         joined = drafter.name
         drafter, *rest = sorted(drafter.parts, key=lambda part: not (part.draft_model or part.trained))
         others = tuple(rest)
-    if length == 0 and drafter.kind != "none":
+    if length == 0 and not drafter.never_drafts:
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
-        drafter, others, joined = DrafterInfo("none", "none"), (), ""
+        drafter, others, joined = resolve_drafter("none"), (), ""
     if drafter.draft_model is not None:
         drafter = replace(drafter, draft_model=_resolve_builtin(drafter.draft_model))
     return Recommendation(
@@ -243,7 +243,7 @@ def _draft_length(
     """Return the draft length, and notes on its origin."""
     if asked is not None:
         return asked, []
-    if drafter.kind == "none":
+    if drafter.never_drafts:
         return 0, []
     controller = settings.controller or ""
     if controller.partition(":")[0] == "fixed":

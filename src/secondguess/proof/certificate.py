@@ -248,7 +248,7 @@ def tiny_system(
     def runtime(which: int) -> Runtime:
         # `make_runtime` may modify its model; the reference model must stay intact.
         own = tiny_pair()[which]
-        return Checkpoint.of_module(own).make_runtime(own, lambda: tiny_pair()[which])
+        return Checkpoint.from_module(own).make_runtime(own, lambda: tiny_pair()[which])
 
     def load_draft_model(path: str) -> Runtime:
         if path != "tiny":
@@ -310,7 +310,7 @@ def certify(
     the number of texts sampled.
     """
     start = time.perf_counter()
-    cells = Cells.of(
+    cells = Cells.split(
         _next_dist(subject, options.temperature), options.num_tokens, options.num_cells, progress
     )
     counts, recorder = _sample(subject, options, cells, progress)
@@ -372,7 +372,7 @@ class Cells:
     branches: dict[Text, frozenset[int]]
 
     @classmethod
-    def of(
+    def split(
         cls,
         next_dist: Callable[[Text], Tensor],
         num_tokens: int,
@@ -392,12 +392,12 @@ class Cells:
             progress(len(masses) + len(open_prefixes), num_cells, "exact probabilities")
             negative_mass, prefix = heapq.heappop(open_prefixes)
             probs = next_dist(prefix)
-            chances, tokens = probs.topk(min(4, len(probs)))
+            top_probs, tokens = probs.topk(min(4, len(probs)))
             branches[prefix] = frozenset(tokens.tolist())
             if len(probs) > len(tokens):
-                masses[(*prefix, OTHER_TOKEN)] = -negative_mass * max(0.0, 1 - float(chances.sum()))
-            for token, chance in zip(tokens.tolist(), chances.tolist(), strict=True):
-                longer, mass = (*prefix, token), -negative_mass * chance
+                masses[(*prefix, OTHER_TOKEN)] = -negative_mass * max(0.0, 1 - float(top_probs.sum()))
+            for token, prob in zip(tokens.tolist(), top_probs.tolist(), strict=True):
+                longer, mass = (*prefix, token), -negative_mass * prob
                 if len(longer) == num_tokens:
                     masses[longer] = mass
                 else:

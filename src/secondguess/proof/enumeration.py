@@ -101,11 +101,11 @@ class OutcomeScript:
             )
         return self.digits[question][rows] if question in self.digits else torch.zeros_like(rows)
 
-    def weigh(self, question: Decision, rows: Tensor, chances: Tensor) -> None:
+    def weigh(self, question: Decision, rows: Tensor, probs: Tensor) -> None:
         """Multiply the probabilities of some rows by those `[n]` of their outcomes of a scripted decision."""
         if question in self.digits:
             so_far = self.probabilities[rows]
-            self.probabilities[rows] = torch.where(so_far > 0, so_far * chances.double(), 0.0)
+            self.probabilities[rows] = torch.where(so_far > 0, so_far * probs.double(), 0.0)
 
     def real(self) -> Tensor:
         """Return the `[row]` bool mask of distinct branches of positive probability.
@@ -180,8 +180,8 @@ class EnumeratingNoise(Noise):
             return self._draft_each(dists, depth, torch.tensor(node))
         tokens = drafted = self._decide("draft", depth if node is None else node, dists)
         if token_ids is not None:
-            of_target = dists.new_zeros(len(dists), int(token_ids.max()) + 1)
-            dists, drafted = of_target.index_copy(1, token_ids, dists), token_ids[tokens]
+            padded = dists.new_zeros(len(dists), int(token_ids.max()) + 1)
+            dists, drafted = padded.index_copy(1, token_ids, dists), token_ids[tokens]
         if self.coupled.any():
             self._record_coupled(dists[self.coupled].double(), drafted[self.coupled], depth)
         return tokens
@@ -236,7 +236,7 @@ class EnumeratingNoise(Noise):
         dists = dists.double()
         question = self.number, "race", query
         tokens = self.script.answer(question, self.rows, dists.shape[-1])
-        chances = _at(dists, tokens)[:, 0]
+        probs = _at(dists, tokens)[:, 0]
         for (number, depth), (draft_dists, drafted) in self.script.coupled_drafts.items():
             if number == self.number:
                 joined = self.coupled & (depths == depth) & (drafted[self.rows] >= 0)
@@ -245,8 +245,8 @@ class EnumeratingNoise(Noise):
                 q, p = (pad(each, (0, width - each.shape[1])) for each in (q, dists[joined]))
                 both = joint_race_probability(q, p, x, tokens[joined])
                 alone = _at(q, x)[:, 0]
-                chances[joined] = torch.where(alone > 0, both / alone, 0.0)
-        self.script.weigh(question, self.rows, chances)
+                probs[joined] = torch.where(alone > 0, both / alone, 0.0)
+        self.script.weigh(question, self.rows, probs)
         return tokens
 
 
@@ -276,11 +276,11 @@ def joint_race_probability(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor
     breakpoints = torch.where(by_q + by_p > 0, by_q / (by_q + by_p), 0.0)
     low = _at(by_q, y) / (1 + _at(by_q, y))
     high = torch.maximum(low, 1 / (1 + _at(by_p, x)))
-    places = torch.cat([low, breakpoints.clamp(low, high).sort(-1).values, high], -1)
-    rates = torch.maximum((1 - places[..., None]) * by_q[:, None], places[..., None] * by_p[:, None])
+    points = torch.cat([low, breakpoints.clamp(low, high).sort(-1).values, high], -1)
+    rates = torch.maximum((1 - points[..., None]) * by_q[:, None], points[..., None] * by_p[:, None])
     others = torch.ones_like(q).scatter(-1, x[:, None], 0.0).scatter(-1, y[:, None], 0.0)
     area = 1 + (rates * others[:, None]).sum(-1)
-    differ = (places.diff(dim=-1) / (area[:, 1:] * area[:, :-1])).sum(-1)
+    differ = (points.diff(dim=-1) / (area[:, 1:] * area[:, :-1])).sum(-1)
     return torch.where(possible[:, 0], torch.where(x == y, match, differ), 0.0)
 
 
@@ -310,7 +310,9 @@ def enumerate_rounds(
         BadInputError: there are more than `MAX_BRANCHES` branches, or coupled rows with trees.
     """
     branches = _enumerate(components, make_rows, num_rounds, prunes=True)
-    if all(abs(sum(branch.probability for branch in of_row) - 1) < COMPLETE for of_row in branches):
+    if all(
+        abs(sum(branch.probability for branch in row_branches) - 1) < COMPLETE for row_branches in branches
+    ):
         return branches
     # A controller that learns from the whole batch can use a decision that was pruned in a smaller batch.
     return _enumerate(components, make_rows, num_rounds, prunes=False)
@@ -388,9 +390,9 @@ def text_dist(
     for length in range(num_tokens):
         for text in [text for text in dist if len(text) == length and not end_tokens.intersection(text)]:
             mass = dist.pop(text)
-            for token, chance in enumerate(next_dist(text).tolist()):
+            for token, prob in enumerate(next_dist(text).tolist()):
                 longer = (*text, token)
-                dist[longer] = dist.get(longer, 0.0) + mass * chance
+                dist[longer] = dist.get(longer, 0.0) + mass * prob
     return dist
 
 

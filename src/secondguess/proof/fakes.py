@@ -69,13 +69,16 @@ class TableModel(Runtime):
         self.num_forwards += 1
         contexts = [self._cache_row(row, draft, index) for index, row in enumerate(rows)]
         # Rows of an enumeration share most contexts: each distribution is computed once.
-        places = {context: place for place, context in enumerate(dict.fromkeys(chain(*contexts)))}
-        dists = torch.stack([self.dist(context) for context in places])
+        indices = {context: index for index, context in enumerate(dict.fromkeys(chain(*contexts)))}
+        dists = torch.stack([self.dist(context) for context in indices])
         with_padding = torch.cat([dists.log(), torch.zeros_like(dists[:1])])
         num_queries = draft.num_nodes + 1
         index = [
-            [*(places[context] for context in of_row), *[len(places)] * (num_queries - len(of_row))]
-            for of_row in contexts
+            [
+                *(indices[context] for context in row_contexts),
+                *[len(indices)] * (num_queries - len(row_contexts)),
+            ]
+            for row_contexts in contexts
         ]
         return ForwardOutput(with_padding[torch.tensor(index)], {})
 

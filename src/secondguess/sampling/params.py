@@ -39,6 +39,29 @@ class TokenBias(Mapping[int, float]):
         return repr(self._values)
 
 
+_OFF_AT_0, _OFF_AT_1 = "use 0 to turn it off", "use 1 to turn it off"
+_INTEGERS = {
+    "max_tokens": (1, 2**31 - 1, ""),
+    "top_k": (0, 2**31 - 1, _OFF_AT_0),
+    "n": (1, MAX_SAMPLES, ""),
+}
+"""Setting -> lowest value, highest value and advice."""
+_OPTIONAL_INTEGERS = {
+    "seed": (0, 2**64 - 1, "leave it out for a fresh text each time"),
+    "logprobs": (0, MAX_LOGPROBS, "leave it out to report none"),
+    "draft_length": (0, MAX_DRAFT_LENGTH, "leave it out to let the controller decide"),
+    "max_draft_length": (0, MAX_DRAFT_LENGTH, "leave it out for no limit"),
+}
+_NUMBERS = {
+    "temperature": (0, 100, "0 is greedy decoding, 1 the model's own distribution"),
+    "top_p": (0, 1, _OFF_AT_1),
+    "min_p": (0, 1, _OFF_AT_0),
+    "repetition_penalty": (0.01, 100, _OFF_AT_1),
+    "frequency_penalty": (-2, 2, _OFF_AT_0),
+    "presence_penalty": (-2, 2, _OFF_AT_0),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings of a request, validated on construction.
@@ -110,38 +133,27 @@ class SamplingParams:
     history: bool = True
 
     def __post_init__(self) -> None:
-        self._check_integer("max_tokens", 1, 2**31 - 1)
+        for name, bounds in _INTEGERS.items():
+            self._check_integer(name, *bounds)
         self._check_integer("min_tokens", 0, self.max_tokens, "it may not exceed max_tokens")
-        self._check_number("temperature", 0, 100, "0 is greedy decoding, 1 the model's own distribution")
+        for name, bounds in _OPTIONAL_INTEGERS.items():
+            if getattr(self, name) is not None:
+                self._check_integer(name, *bounds)
+        for name, (low, high, advice) in _NUMBERS.items():
+            self._check_number(name, low, high, advice)
         if 0 < self.temperature < 1e-4:
             raise _invalid("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
-        self._check_integer("top_k", 0, 2**31 - 1, "use 0 to turn it off")
-        self._check_number("top_p", 0, 1, "use 1 to turn it off")
         if self.top_p == 0:
             raise _invalid("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")
-        self._check_number("min_p", 0, 1, "use 0 to turn it off")
-        self._check_number("repetition_penalty", 0.01, 100, "use 1 to turn it off")
-        self._check_number("frequency_penalty", -2, 2, "use 0 to turn it off")
-        self._check_number("presence_penalty", -2, 2, "use 0 to turn it off")
-        self._set("logit_bias", _checked_bias(self.logit_bias))
-        self._set("stop", _checked_stop(self.stop))
-        self._set("stop_token_ids", _checked_tokens("stop_token_ids", self.stop_token_ids))
-        self._check_integer("n", 1, MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
             raise _invalid(
                 "n", "1 at temperature 0, where all samples are equal", self.n, "set a temperature above 0"
             )
-        if self.seed is not None:
-            self._check_integer("seed", 0, 2**64 - 1, "leave it out for a fresh text each time")
-        if self.logprobs is not None:
-            self._check_integer("logprobs", 0, MAX_LOGPROBS, "leave it out to report none")
+        self._set("logit_bias", _checked_bias(self.logit_bias))
+        self._set("stop", _checked_stop(self.stop))
+        self._set("stop_token_ids", _checked_tokens("stop_token_ids", self.stop_token_ids))
         if self.grammar is not None:
             self._set("grammar", Grammar.parse(self.grammar))
-        if self.draft_length is not None:
-            advice = "leave it out to let the controller decide"
-            self._check_integer("draft_length", 0, MAX_DRAFT_LENGTH, advice)
-        if self.max_draft_length is not None:
-            self._check_integer("max_draft_length", 0, MAX_DRAFT_LENGTH, "leave it out for no limit")
         if self.draft_with is not None and not isinstance(self.draft_with, str):
             raise _invalid("draft_with", "a name", self.draft_with, "leave it out for the loaded drafter")
         for name in ("ignore_eos", "history"):
@@ -185,7 +197,7 @@ class SamplingParams:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_integer(self, name: str, lowest: int, highest: int, advice: str = "") -> None:
+    def _check_integer(self, name: str, lowest: int, highest: int, advice: str) -> None:
         value = getattr(self, name)
         if not _is_integer(value) or not lowest <= value <= highest:
             raise _invalid(name, f"a whole number from {lowest} to {highest}", value, advice)

@@ -121,7 +121,7 @@ class ChatTemplate:
                 "change the images",
                 "invalid_value",
             ) from error
-        return EncodedPrompt.of_inputs(inputs)
+        return EncodedPrompt.from_inputs(inputs)
 
     def _source(self, formatter: Any, tools: bool) -> str:
         if self._template is not None:
@@ -158,7 +158,7 @@ def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversatio
     Raises:
         ApiError: a message without content, or an image that is refused.
     """
-    found = [_to_message(message, place) for place, message in enumerate(messages)]
+    found = [_to_message(message, index) for index, message in enumerate(messages)]
     contents = [message.content for message in messages]
     has_images = any(
         isinstance(part, ImagePart) for parts in contents if isinstance(parts, list) for part in parts
@@ -178,7 +178,7 @@ def _to_part(part: str | TextPart | ImagePart, images: ImageReader) -> dict[str,
     return {"type": "text", "text": part if isinstance(part, str) else part.text}
 
 
-def _to_message(message: Message, place: int) -> dict[str, Any]:
+def _to_message(message: Message, index: int) -> dict[str, Any]:
     found = {key: value for key, value in message.model_dump(exclude_none=True).items() if value != []}
     found["content"] = text_of(message.content)
     if message.role == "developer":
@@ -187,7 +187,7 @@ def _to_message(message: Message, place: int) -> dict[str, Any]:
         found.pop("refusal", None)
         found["content"] = found["content"] or message.refusal or ""
         for call in found.get("tool_calls", ()):
-            call["function"]["arguments"] = _to_arguments(call["function"]["arguments"], place)
+            call["function"]["arguments"] = _to_arguments(call["function"]["arguments"], index)
     return found
 
 
@@ -199,7 +199,7 @@ def text_of(content: Content) -> str:
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in texts)
 
 
-def _to_arguments(arguments: str, place: int) -> Any:
+def _to_arguments(arguments: str, index: int) -> Any:
     """Return the arguments of an earlier tool call as the object that templates format."""
     try:
         found = json.loads(arguments or "{}")
@@ -208,7 +208,7 @@ def _to_arguments(arguments: str, place: int) -> Any:
     except (ValueError, RecursionError):
         raise refused(
             "messages",
-            f"expected arguments of messages[{place}].tool_calls to be JSON in valid Unicode, "
+            f"expected arguments of messages[{index}].tool_calls to be JSON in valid Unicode, "
             f"got {arguments!r:.60}; repeat them as they came",
             "invalid_value",
         ) from None

@@ -11,7 +11,7 @@ from secondguess.server.convert import Job
 from secondguess.server.replies import Head, Json, origin, report, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import Generation, to_event
+from secondguess.server.streams import RequestStream, to_event
 
 RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
 
@@ -51,15 +51,15 @@ class ChunkStream(ABC, Generic[RequestT]):
     def end(self, index: int, output: Output) -> Iterable[Json]:
         """Return the last choices of an output."""
 
-    async def run(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def run(self, stream: RequestStream) -> AsyncIterator[bytes]:
         """Yield the chunks as events."""
         for choice in self.begin():
             yield self._chunk([choice])
-        async for place, event in generation.pieces():
+        async for prompt_index, event in stream.pieces():
             more = origin(event.piece, self._tokenizer) if self.request.report else {}
-            for choice in self.add(place * self.job.params.n + event.index, event, more):
+            for choice in self.add(prompt_index * self.job.params.n + event.index, event, more):
                 yield self._chunk([choice])
-        outputs = generation.outputs()
+        outputs = stream.outputs()
         check_finished(outputs)
         for index, output in enumerate(outputs):
             for choice in self.end(index, output):

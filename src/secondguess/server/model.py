@@ -34,7 +34,7 @@ class ServedModel:
     is_limited_by_memory: bool = False
 
     @classmethod
-    def of(cls, llm: LLM, name: str | None = None) -> ServedModel:
+    def from_llm(cls, llm: LLM, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
         A longer request than that would not fit either when all others have ended.

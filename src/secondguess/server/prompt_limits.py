@@ -37,10 +37,10 @@ def check_characters(target: ServedModel, text: str) -> None:
 
 
 def too_long(target: ServedModel, got: str) -> ApiError:
-    """Return the error of a prompt that leaves no place free."""
+    """Return the error of a prompt that leaves no position free."""
     context = target.context_length
     message = (
-        f"expected a prompt of at most {context - 1} tokens ({limit_of(target)} {context} and one place must stay "
+        f"expected a prompt of at most {context - 1} tokens ({limit_of(target)} {context} and one position must stay "
         f"free), got {got}; shorten it"
     )
     return ApiError(400, message, "prompt", "context_length_exceeded")

@@ -25,7 +25,7 @@ from secondguess.server.response_output import OutputItems
 from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest
 from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import Generation, streamed, to_event
+from secondguess.server.streams import RequestStream, streamed, to_event
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ async def create_response(request: ResponseRequest, http: HttpRequest) -> Respon
     convert = partial(_convert, service, request)
     if not request.stream:
         return await service.reply(http, convert, partial(_response, service, request, model))
-    job, generation = await service.start(http, convert)
-    (parser,) = await service.parsers(job, generation)
-    events = _Events(request, model, parser).run(job, generation)
-    return streamed(generation, events, ends_with_done=False)
+    job, stream = await service.start(http, convert)
+    (parser,) = await service.parsers(job, stream)
+    events = _Events(request, model, parser).run(job, stream)
+    return streamed(stream, events, ends_with_done=False)
 
 
 def _convert(service: Service, request: ResponseRequest) -> Job:
@@ -134,15 +134,15 @@ class _Events:
         self._items = OutputItems(wants_logprobs(request))
         self._number = 0
 
-    async def run(self, job: Job, generation: Generation) -> AsyncIterator[bytes]:
+    async def run(self, job: Job, stream: RequestStream) -> AsyncIterator[bytes]:
         """Yield the events; an error becomes `response.failed`."""
         for state in ("created", "in_progress"):
             yield self._event_of_state(state, self._reply.object("in_progress", ()))
         try:
-            async for _, event in generation.pieces():
+            async for _, event in stream.pieces():
                 for found in self._items.add(self._parser.feed(event.piece), event.logprobs):
                     yield self._event(found)
-            outputs = generation.outputs()
+            outputs = stream.outputs()
             check_finished(outputs)
         except Exception as error:
             failed = api_error(error)

@@ -24,7 +24,7 @@ from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import Generation, JsonReply, unless_disconnected
+from secondguess.server.streams import JsonReply, RequestStream, unless_disconnected
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -41,7 +41,7 @@ class Service:
     def __init__(self, engine: ServerEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.target = ServedModel.of(engine.llm, next(iter(settings.model_names), None))
+        self.target = ServedModel.from_llm(engine.llm, next(iter(settings.model_names), None))
         self.model_names = settings.model_names or (self.target.name,)
         self.template = ChatTemplate(self.target, settings.chat_template)
         self.convert = Converter(self.target, settings, self.template)
@@ -80,53 +80,53 @@ class Service:
         return request.model or self.model_names[0]
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of slow work, done beside the event loop."""
+        """Return the result of slow work, computed on a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, Generation]:
+    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, RequestStream]:
         """Convert a request and give it to the engine."""
         observer = Observer(self.metrics)
-        generation = Generation(self.engine, observer, http.state.owner)
+        stream = RequestStream(self.engine, observer, http.state.owner)
         seconds = self.settings.request_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
 
         def prepare() -> Job:
             job = convert()
-            generation.submit(job, deadline)
+            stream.submit(job, deadline)
             return job
 
         try:
             job = await self.run(prepare)
         except BaseException:
-            generation.cancel()
+            stream.cancel()
             raise
         for prompt in job.prompts:
             observer.on_prompt(len(prompt))
-        return job, generation
+        return job, stream
 
     async def reply(
         self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job, Sequence[Output]], object]
     ) -> JsonReply:
-        """Return the whole reply to a request, or stop its generation when the client disconnects."""
+        """Return the whole reply to a request, or cancel it when the client disconnects."""
 
         async def work() -> JsonReply:
-            job, generation = await self.start(http, convert)
+            job, stream = await self.start(http, convert)
             try:
-                outputs = await generation.finish()
+                outputs = await stream.finish()
             finally:
-                generation.cancel()
+                stream.cancel()
             check_finished(outputs)
             return await self.run(lambda: JsonReply(build(job, outputs)))
 
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
 
-    async def parsers(self, job: Job, generation: Generation) -> list[ReplyParser]:
-        """Return the parsers of a stream, made beside the event loop; cancel it if that fails."""
+    async def parsers(self, job: Job, stream: RequestStream) -> list[ReplyParser]:
+        """Return the parsers of a stream, made on a worker thread; cancel it if that fails."""
         try:
             return await self.run(lambda: [self.parser(job) for _ in range(job.num_choices)])
         except BaseException:
-            generation.cancel()
+            stream.cancel()
             raise
 
     def parser(self, job: Job) -> ReplyParser:
@@ -149,7 +149,7 @@ def check_finished(outputs: Sequence[Output]) -> None:
     """Refuse outputs that were cut off by the server rather than by a limit.
 
     Raises:
-        ApiError: generation was cancelled, for instance because the server stops, or a grammar left no
+        ApiError: the request was cancelled, for instance because the server stops, or a grammar left no
             token to go on with.
     """
     for output in outputs:
@@ -160,5 +160,5 @@ def check_finished(outputs: Sequence[Output]) -> None:
             )
             raise ApiError(400, message, code="grammar_limit")
         if finish_reason(output) is None:
-            message = f"the server ended the generation before its end ({output.finish_reason}); try again"
+            message = "expected a finished output, got one that was cancelled because the server stops; send the request again"
             raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

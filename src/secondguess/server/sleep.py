@@ -12,7 +12,7 @@ from threading import Condition, Thread
 import torch
 
 from secondguess.api import LLM
-from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, Ticket
+from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, RequestHandle
 from secondguess.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class SleepingEngine:
         with self._changed:
             return self._awake().llm
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
         """Queue a request, as `Engine.submit` does; loads the models first if they are released."""
 
         def receive(event: Event) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from secondguess.engine import Event, Failed, NewPiece, Output, Request, Ticket
+from secondguess.engine import Event, Failed, NewPiece, Output, Request, RequestHandle
 from secondguess.prompts import EncodedPrompt
 from secondguess.server.convert import Job
 from secondguess.server.errors import ApiError, api_error
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
-class Generation:
-    """The engine's work for one HTTP request.
+class RequestStream:
+    """Events and outputs of one HTTP request.
 
     `submit` is called on a thread, everything else on the event loop.
 
@@ -44,7 +44,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._lock = Lock()
-        self._tickets: list[Ticket] = []
+        self._handles: list[RequestHandle] = []
         self._is_cancelled = False
         self._num_prompts = self._num_ended = 0
         self._samples_per_prompt = 1
@@ -59,26 +59,26 @@ class Generation:
             DrainingError: the engine accepts no more requests.
         """
         self._num_prompts, self._samples_per_prompt = len(job.prompts), job.params.n
-        for place, prompt in enumerate(job.prompts):
+        for prompt_index, prompt in enumerate(job.prompts):
             encoded = prompt if job.images is None else EncodedPrompt(prompt, job.images)
-            request = Request(encoded, job.params, deadline, self._owner, follows=place > 0)
-            ticket = self._engine.submit(request, partial(self._receive, place))
+            request = Request(encoded, job.params, deadline, self._owner, follows=prompt_index > 0)
+            handle = self._engine.submit(request, partial(self._receive, prompt_index))
             with self._lock:
-                self._tickets.append(ticket)
+                self._handles.append(handle)
                 is_cancelled = self._is_cancelled
             if is_cancelled:
                 self._observer.on_cancelled(self._samples_per_prompt)
-                ticket.cancel()
+                handle.cancel()
 
     def cancel(self) -> None:
         """Stop what still runs; does nothing to requests that have ended."""
         with self._lock:
             is_first, self._is_cancelled = not self._is_cancelled, True
-            tickets = list(self._tickets)
+            handles = list(self._handles)
         if is_first:
-            self._observer.on_cancelled((len(tickets) - self._num_ended) * self._samples_per_prompt)
-        for ticket in tickets:
-            ticket.cancel()
+            self._observer.on_cancelled((len(handles) - self._num_ended) * self._samples_per_prompt)
+        for handle in handles:
+            handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, NewPiece]]:
         """Yield `(prompt, piece)` until all prompts are finished.
@@ -87,16 +87,16 @@ class Generation:
             Exception: the error of a prompt that failed.
         """
         while self._num_ended < self._num_prompts:
-            place, event = await self._events.get()
+            prompt_index, event = await self._events.get()
             if isinstance(event, NewPiece):
                 self._observer.on_piece(event)
-                yield place, event
+                yield prompt_index, event
                 continue
             self._num_ended += 1
             if isinstance(event, Failed):
                 self._observer.on_failed(self._samples_per_prompt)
                 raise event.error
-            self._outputs[place] = event.outputs
+            self._outputs[prompt_index] = event.outputs
             self._observer.on_outputs(event)
 
     async def finish(self) -> list[Output]:
@@ -107,12 +107,12 @@ class Generation:
 
     def outputs(self) -> list[Output]:
         """Return the outputs of all prompts, once they are finished."""
-        return [output for place in sorted(self._outputs) for output in self._outputs[place]]
+        return [output for prompt_index in sorted(self._outputs) for output in self._outputs[prompt_index]]
 
-    def _receive(self, place: int, event: Event) -> None:
+    def _receive(self, prompt_index: int, event: Event) -> None:
         """Pass an event to the loop; called on the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (prompt_index, event))
         except RuntimeError:  # the loop was closed while the engine still ran
             self.cancel()
 
@@ -148,10 +148,8 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-def streamed(
-    generation: Generation, events: AsyncIterator[bytes], ends_with_done: bool = True
-) -> EventStream:
-    """Return a generation's events as a reply that ends with `[DONE]`; an error becomes an event."""
+def streamed(stream: RequestStream, events: AsyncIterator[bytes], ends_with_done: bool = True) -> EventStream:
+    """Return the events of a request as a reply that ends with `[DONE]`; an error becomes an event."""
 
     async def content() -> AsyncIterator[bytes]:
         try:
@@ -165,7 +163,7 @@ def streamed(
         if ends_with_done:
             yield DONE
 
-    return EventStream(content(), generation.cancel)
+    return EventStream(content(), stream.cancel)
 
 
 def to_json(value: object) -> bytes:

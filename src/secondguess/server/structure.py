@@ -88,8 +88,8 @@ def _of_tool_choice(request: ChatRequest, max_bytes: int) -> Grammar | None:
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the schema of a call of one of these tools: an object with `name` and `arguments`."""
     calls = []
-    for place, tool in enumerate(tools):
-        base = ("#" if len(tools) == 1 else f"#/anyOf/{place}") + "/properties/arguments"
+    for index, tool in enumerate(tools):
+        base = ("#" if len(tools) == 1 else f"#/anyOf/{index}") + "/properties/arguments"
         parameters = {"type": "object", **_moved(tool.function.parameters or {}, base)}
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         required = ["name", "arguments"]

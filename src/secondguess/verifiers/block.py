@@ -46,7 +46,7 @@ class BlockVerifier(UncoupledVerifier):
     def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
         if row.coupled or draft.probs is None:
             return None
-        # A greedy row in a batch with sampled ones accepts what matches.
+        # In a batch with sampled rows, a greedy row accepts what matches.
         return KernelRule.BLOCK if row.params.temperature else KernelRule.MATCH
 
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:

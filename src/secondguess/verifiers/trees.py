@@ -79,7 +79,7 @@ class TokenProbs:
 
     @classmethod
     def from_draft(cls, shape: Shape, draft: Draft, target_probs: Tensor) -> TokenProbs:
-        """Return those of a draft whose first nodes have this shape.
+        """Return the probabilities of a draft whose first nodes have this shape.
 
         Without `draft.probs` every node has its own one-hot distribution, so that a sibling that
         repeats a token has no mass left.

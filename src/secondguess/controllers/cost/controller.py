@@ -317,36 +317,58 @@ class CostController(Controller):
             self.times.add_plan(len(rows), False, self._paused_plan + time.plan)
             self._paused_plan = 0.0
         if self._in_backoff:
-            if (
-                draft.num_nodes
-            ):  # drafts of rows with their own `draft_length`, which may gain more than one token
+            # Drafts of rows with their own `draft_length` may gain more than one token.
+            if draft.num_nodes:
                 self._learn_buffered()
             else:
                 self._buffer_round(rows, time)
             return
-        num_rows = len(rows)
         # In levels, as in plans: the cost of all nodes of a level is measured together.
         lengths = draft.num_levels
-        decision = self._decision
-        drafted = [proposal for proposal in decision.proposals if lengths[proposal.row]]
-        if num_rows - lengths.count(0) > len(drafted) + self._num_certain:
+        proposals = self._decision.proposals
+        drafted = [proposal for proposal in proposals if lengths[proposal.row]]
+        if len(rows) - lengths.count(0) > len(drafted) + self._num_certain:
             return  # rows with their own `draft_length` were drafted for: the plan was not measured
-        for proposal in decision.proposals:
+        for proposal in proposals:
             # A row whose cache the drafter fills first has no draft yet.
             if not lengths[proposal.row] and not proposal.candidate.num_uncached:
                 self.expectations.add_empty_draft(proposal.estimate.kind)
-        if not drafted and not decision.proposals:
-            if draft.num_nodes:  # certain drafts only: time passes, but nothing is measured
-                self.guard.record_plain(rows, 1, time.total)
-                return
-            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.rate_key], [time]))
-            return
-        if not drafted:  # the drafter gave no nodes, but took time
+        if drafted:
+            self._buffer_drafted(rows, drafted, lengths, verdict.lengths, time)
+        else:
+            self._learn_undrafted(rows, draft.num_nodes > 0, time)
+
+    def _learn_undrafted(self, rows: Sequence[Row], has_certain: bool, time: RoundTime) -> None:
+        """Learn from a round in which none of the planned drafts was made.
+
+        Args:
+            has_certain: whether there were drafts that are certain to be accepted.
+        """
+        decision = self._decision
+        if decision.proposals:  # the drafter gave no nodes, but took time
             self._learn_drafted()
             self.expectations.decay_rows(rows, 1)
-            self._record(decision, rows, num_rows, time.total, 0.0, time.total)
-            return
-        accepted = verdict.lengths
+            self._record(decision, rows, len(rows), time.total, 0.0, time.total)
+        elif has_certain:  # time passes, but nothing is measured
+            self.guard.record_plain(rows, 1, time.total)
+        else:
+            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.rate_key], [time]))
+
+    def _buffer_drafted(
+        self,
+        rows: Sequence[Row],
+        drafted: Sequence[DraftProposal],
+        lengths: Sequence[int],
+        accepted: Sequence[int],
+        time: RoundTime,
+    ) -> None:
+        """Buffer a round with drafts, and learn from the buffered ones if that cannot wait.
+
+        Args:
+            drafted: the proposals that were drafted.
+            lengths, accepted: levels drafted, and nodes accepted, per row.
+        """
+        num_rows, decision = len(rows), self._decision
         gain = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
         confidence_bins = [proposal.confidence_bins for proposal in drafted]
         drafted_round = DraftedRound(decision, drafted, confidence_bins, lengths, accepted, time, gain)

@@ -160,7 +160,7 @@ class CostModel:
         return max(self._rest(after) - self._rest(before), 0.0)
 
     def _rest(self, num_levels: int) -> float:
-        """Return the seconds, without drafting, of a round with drafts of so many levels in all.
+        """Return the seconds, without drafting, of a round whose drafts have `num_levels` levels in all.
 
         Any draft takes a fixed time, so that those below the first point of the curve cost as much as there.
         """
