@@ -22,12 +22,13 @@ from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import packing, scans
+from secondguess.runtime.native import library
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.recurrence import StatesByToken, delta_rule, state_space
 from secondguess.runtime.native.weights import Arena
 from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.scans import Convolution, recording
-from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
+from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS
 from secondguess.runtime.wrap import wrap_module
 
 pytestmark = needs_kernels
@@ -91,6 +92,18 @@ def test_inputs_of_another_width_are_refused(weight_format):
     for width in (199, 3000):
         with pytest.raises(RuntimeError, match=rf"inputs of 200 numbers, got \(2, {width}\)"):
             layer(torch.zeros(2, width, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("unit", library.units(), ids=lambda unit: unit.name)
+@pytest.mark.parametrize("weight_format", [BFLOAT16, INT8, INT4, INT8_GROUPS], ids=lambda each: each.name)
+def test_inputs_that_are_undefined_give_outputs_that_are(weight_format, unit):
+    layer = KernelLinear(nn.Linear(96, 40, bias=False).to(torch.bfloat16), Arena(), weight_format)
+    layer._unit = unit
+    values = random_values(2, 96).to(torch.bfloat16)
+    values[1, 3] = torch.nan
+    outputs = layer(values)
+    assert outputs[0].isfinite().all()
+    assert outputs[1].isnan().all()
 
 
 def test_a_quantised_layer_has_neither_a_gradient_nor_a_state():

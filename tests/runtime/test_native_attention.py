@@ -100,3 +100,17 @@ def test_bits_at_the_edges_of_blocks_depend_only_on_the_prefix(checkpoint, unit)
                 runtime.release(each)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_scores_and_logits_that_are_undefined_stay_so_under_a_cap(tmp_path, unit):
+    """Gemma 2 caps both. Here it has a token with an undefined embedding."""
+    config = FAMILIES["gemma2"]()
+    config.tie_word_embeddings = False
+    module = read_module(str(write_checkpoint(config, tmp_path)), torch.bfloat16).eval()
+    decoder = fuse(module, packed=False)
+    assert decoder is not None
+    decoder.embedding.data[6] = torch.nan
+    logits = NativeRuntime(NativeDecoder(decoder, unit=unit)).probe(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    assert logits[0].isfinite().all()
+    assert logits[1:].isnan().all()

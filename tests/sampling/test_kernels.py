@@ -103,6 +103,12 @@ def test_probabilities_equal_those_of_torch_in_float64(unit, settings, special, 
     assert torch.equal(alone.nan_to_num(-1), found[1:2, 1:].nan_to_num(-1))
 
 
+def test_the_smallest_logits_are_drawn_from_if_there_are_no_others(unit):
+    logits = torch.full((1, 1, 5), torch.finfo(torch.float32).min)
+    found = make_rule([SamplingParams(temperature=1.0, top_p=0.9)], logits.device)(logits)
+    torch.testing.assert_close(found, torch.full((1, 1, 5), 0.2))
+
+
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_top_k_keeps_what_equals_its_last_token(unit, top_k):
     logits = torch.zeros(1, 1, 5000)

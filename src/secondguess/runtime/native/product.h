@@ -212,11 +212,16 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
     }
 }
 
-// Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale.
+// Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale, which is NaN if the row has one.
 inline float quantise(const bf16* row, int64_t count, int8_t* to) {
     Floats maxima = zeros();
-    for (int64_t i = 0; i < count; i += 16) maxima = largest(maxima, absolute(load(row + i)));
-    const float scale = std::max(largest_of(maxima), 1e-30f) / 127;
+    bool is_defined = true;
+    for (int64_t i = 0; i < count; i += 16) {
+        const Floats numbers = load(row + i);
+        is_defined &= !has_nan(numbers);
+        maxima = largest(maxima, absolute(numbers));
+    }
+    const float scale = is_defined ? std::max(largest_of(maxima), 1e-30f) / 127 : NAN;
     const Floats factor = all(1 / scale);
     for (int64_t i = 0; i < count; i += 16) store_small(to + i, load(row + i) * factor);
     return scale;

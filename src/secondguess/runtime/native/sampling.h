@@ -184,7 +184,7 @@ int secondguess_truncated_softmax(const float* logits, int64_t num_rows, int64_t
                 });
                 // All logits below this one together have less than 1 - top_p.
                 const double least = maximum + temperature * std::log(mass * (1 - top_p) / (2 * width));
-                collect_from((float)std::max(least, -1e38), from, 0, width, found);
+                collect_from((float)std::max(least, -(double)FLT_MAX), from, 0, width, found);
             }
             std::sort(found.begin(), found.end(), comes_first);
             double before = 0;

@@ -49,9 +49,10 @@ inline Floats zeros() { return all(0.0f); }
 // Round to bfloat16 precision, as the Transformers modules do after each operation.
 inline Floats rounded(Floats numbers) { return widen(narrow(numbers)); }
 
-// e^x to float32 precision: 2 to the integer part, times a polynomial in the remainder.
+// e^x to float32 precision: 2 to the integer part, times a polynomial in the remainder. NaN stays NaN, because
+// `smallest` and `largest` return the second operand if one is NaN.
 inline Floats exponential(Floats x) {
-    x = largest(smallest(x, all(88.0f)), all(-87.0f));
+    x = largest(all(-87.0f), smallest(all(88.0f), x));
     const Floats whole = nearest_whole(x * all(1.44269504f));
     Floats rest = subtract_product(x, whole, all(0.693359375f));
     rest = subtract_product(rest, whole, all(-2.12194440e-4f));
