@@ -306,6 +306,39 @@ def test_a_folder_without_any_file_of_a_tokenizer_is_named(copied):
         Checkpoint.resolve(copied).load()
 
 
+def edit_json(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("part", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_not_run(copied, part, monkeypatch, capfd):
+    """Transformers would ask on the standard input."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (copied / "own.py").write_text("raise SystemExit('run')")
+    if part == "config.json":
+        edit_json(copied / part, model_type="of_its_own", auto_map={"AutoConfig": "own.Config"})
+    else:
+        edit_json(copied / part, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    with pytest.raises(
+        CheckpointError, match=r"got: one that needs code of the checkpoint; use a checkpoint"
+    ):
+        Checkpoint.resolve(str(copied)).load()
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(3, {3}), ([3, 5], {3, 5}), (-1, set()), ([3, -1], {3})])
+def test_negative_end_tokens_stand_for_none(copied, ends, expected):
+    edit_json(copied / "generation_config.json", eos_token_id=ends)
+    assert Checkpoint.resolve(str(copied)).load().end_tokens == expected
+
+
+@pytest.mark.parametrize("ends", ["<|end|>", 3.0, [[3]], [3, "x"]])
+def test_end_tokens_that_are_no_ids_are_refused(copied, ends):
+    edit_json(copied / "generation_config.json", eos_token_id=ends)
+    with pytest.raises(CheckpointError, match="expected eos_token_id to be a token id or a list"):
+        Checkpoint.resolve(str(copied)).load()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
     config, file = json.loads((copied / "config.json").read_text()), copied / "model.safetensors"

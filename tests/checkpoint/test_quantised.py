@@ -260,6 +260,7 @@ REFUSED = {
     "marlin": (FORMATS["gptq"].config | {"checkpoint_format": "marlin"}, "gptq stored as marlin"),
     "gemv": (FORMATS["awq"].config | {"version": "gemv"}, "awq gemv"),
     "mixed": (packed_config(3), "pack-quantized weights of several or other types"),
+    "rotated": (packed_config(transform_config={"config_groups": {"u": {}}}), "transformed inputs"),
     "unknown": ({"quant_method": "rot13"}, "rot13"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
 }

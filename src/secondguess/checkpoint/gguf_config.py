@@ -93,7 +93,9 @@ def read_gguf_config(file: Path) -> Any:
     if is_of_gpt_oss(file):
         config = _gpt_oss_config(file)
     else:
-        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
+        )
     _complete_config(config, file)
     return config
 

@@ -118,6 +118,11 @@ def read_encoding(path: Path) -> Encoding | None:
             f"decoded: integers of one of {BITS} bits",
         )
         _require(
+            not config.get("transform_config"),
+            "transformed inputs",
+            "decoded: weights without transform_config",
+        )
+        _require(
             not any(group.get("input_activations") for group in groups),
             "quantised activations",
             "decoded: quantised weights only",

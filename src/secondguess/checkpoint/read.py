@@ -58,6 +58,8 @@ TOKENIZER_FILES = ("tokeniz*", "*vocab*", "*.model", "*.tiktoken", "merges.txt",
 """Patterns of the names of a tokenizer's files."""
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
 """Name of a tensor in a list of layers."""
+_ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of `from_pretrained`. If `trust_remote_code` is left out, Transformers asks on the standard input."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -83,6 +85,11 @@ def _reading(part: str, path: str) -> Iterator[None]:
             advice = "install the package, or use another model"
         elif isinstance(error, KeyError):
             reason = f"no {reason}"
+        elif "trust_remote_code" in reason:
+            reason, advice = (
+                "one that needs code of the checkpoint",
+                "use a checkpoint without, because it is not run",
+            )
         elif "does not recognize this architecture" in reason:
             reason, advice = reason.partition(". ")[0], "update Transformers, or use another model"
         raise CheckpointError(
@@ -95,12 +102,8 @@ def _source(path: str) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a directory or a GGUF file."""
     file = Path(path)
     if is_gguf(path):
-        return {
-            "pretrained_model_name_or_path": str(file.parent),
-            "gguf_file": file.name,
-            "local_files_only": True,
-        }
-    return {"pretrained_model_name_or_path": path, "local_files_only": True}
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, **_ONLY_FILES}
+    return {"pretrained_model_name_or_path": path, **_ONLY_FILES}
 
 
 def read_config(path: str) -> Any:
@@ -194,7 +197,7 @@ def read_processor(path: str) -> Any:
         CheckpointError: if there is none, or it cannot be read.
     """
     with _reading("a processor for images", path):
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(path, **_ONLY_FILES)
         if not isinstance(processor, ProcessorMixin):
             raise ValueError(f"a {type(processor).__name__} alone; add the processor's files of the original")
         return processor
@@ -419,7 +422,11 @@ def pick_device(device: str) -> torch.device:
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return a model's end-of-sequence tokens; `tokenizer` may be None."""
+    """Return a model's end-of-sequence tokens, without negative ones, which stand for none; `tokenizer` may be None.
+
+    Raises:
+        CheckpointError: if they are not token ids.
+    """
     candidates = [
         model.generation_config.eos_token_id,
         getattr(model.config.get_text_config(), "eos_token_id", None),
@@ -427,7 +434,13 @@ def find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     if tokenizer is not None:
         candidates.append(tokenizer.eos_token_id)
     ends = next((found for found in candidates if found is not None), ())
-    return frozenset([ends] if isinstance(ends, int) else ends)
+    ids = ends if isinstance(ends, list | tuple | set) else [ends]
+    if not all(type(each) is int for each in ids):
+        raise CheckpointError(
+            f"expected eos_token_id to be a token id or a list of them, got {ends!r:.60}; correct it in "
+            "generation_config.json or config.json"
+        )
+    return frozenset(each for each in ids if each >= 0)
 
 
 def require_torchao() -> None:
