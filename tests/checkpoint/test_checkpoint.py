@@ -306,6 +306,19 @@ def test_a_folder_without_any_file_of_a_tokenizer_is_named(copied):
         Checkpoint.resolve(copied).load()
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")]
+)
+def test_memory_that_the_system_does_not_give_is_named(checkpoint, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(read, "_read_stored", refuse)
+    monkeypatch.setattr(read, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=refuse))
+    with pytest.raises(OutOfMemoryError, match="expected memory for weights of"):
+        Checkpoint.resolve(str(checkpoint)).load()
+
+
 def edit_json(path, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 

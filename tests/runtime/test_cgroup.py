@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,11 @@ def test_available_memory_is_the_smaller_of_the_machines_and_the_groups(tmp_path
     assert available_memory(cpu, root) == 4000
     (root / limit).write_text("max\n")
     assert available_memory(cpu, root) == 5 * 1024
+
+
+def test_available_memory_is_bounded_by_the_limit_of_the_process(tmp_path, monkeypatch):
+    page = os.sysconf("SC_PAGE_SIZE")
+    root = write(tmp_path, "0::/\n", {"proc/meminfo": "MemAvailable: 500 kB\n", "proc/self/statm": "10 1\n"})
+    for limit, expected in ((12 * page, 2 * page), (5 * page, 0), (resource.RLIM_INFINITY, 500 * 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert available_memory(torch.device("cpu"), root) == expected

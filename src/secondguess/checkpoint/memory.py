@@ -46,7 +46,7 @@ class MemoryEstimate:
 def available_memory(device: torch.device, root: Path = cgroup.ROOT) -> int | None:
     """Return the bytes that can still be allocated on a device, or None if unknown.
 
-    On a CPU the limits of the process's control group count too.
+    On a CPU the limits of the process (`ulimit -v`) and of its control group count too.
 
     Args:
         device: the device.
@@ -54,7 +54,7 @@ def available_memory(device: torch.device, root: Path = cgroup.ROOT) -> int | No
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    limits = (_memory_of_machine(root), cgroup.memory_left(root))
+    limits = (_memory_of_machine(root), _address_space_left(root), cgroup.memory_left(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -67,6 +67,19 @@ def _memory_of_machine(root: Path) -> int | None:
     if "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def _address_space_left(root: Path) -> int | None:
+    """Return the bytes of address space that the process may still take; None without a limit."""
+    statm = root / "proc/self/statm"
+    if not statm.exists():
+        return None
+    import resource  # not on every system
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - int(statm.read_text().split()[0]) * resource.getpagesize())
 
 
 def head_memory(name: str, num_bytes: int) -> MemoryEstimate:

@@ -26,7 +26,13 @@ from secondguess.checkpoint.quantised import (
     read_encoding,
 )
 from secondguess.checkpoint.weights import is_gguf, tensor_files
-from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
+from secondguess.errors import (
+    BadInputError,
+    CheckpointError,
+    OutOfMemoryError,
+    SecondGuessError,
+    UnsupportedModelError,
+)
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import StoredLinear, WeightSource
 from secondguess.runtime.support import check_class, check_config, takes_masks
@@ -77,6 +83,11 @@ def _reading(part: str, path: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         advice = "copy or download the checkpoint again"
+        if isinstance(error, MemoryError) or "allocate memory" in reason:
+            raise OutOfMemoryError(
+                f"expected memory for {part} of {path}, got none from the system; use a smaller model or dtype, or allow "
+                "this process more"
+            ) from error
         if "ignore_mismatched_sizes" in reason:
             reason = "weights of other shapes than the configuration says"
         elif isinstance(error, PermissionError):
