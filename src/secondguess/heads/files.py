@@ -24,6 +24,7 @@ from torch import Tensor
 from secondguess.builtin import head_path
 from secondguess.checkpoint.weights import hash_weights, tensor_files, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
+from secondguess.files import write_atomically
 from secondguess.names import Name
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
@@ -51,7 +52,8 @@ class Provenance:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        (folder / PROVENANCE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        with write_atomically(folder / PROVENANCE) as stream:
+            stream.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
 def read_provenance(folder: Path) -> Provenance | None:

@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.files import write_atomically
 from secondguess.heads.learning import LAST_HIDDEN, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.train.files import write_atomically
 from secondguess.train.training_data import Batch, TrainingText
 
 GIGABYTE = 1_000_000_000

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.files import write_atomically
 from secondguess.heads.learning import Objective, TrainableHead, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
-from secondguess.train.files import write_atomically
 from secondguess.train.muon import Muon
 from secondguess.train.recipes import Recipe
 from secondguess.train.run_folder import Budget
