@@ -6,8 +6,9 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
-from secondguess.heads.files import Provenance, read_provenance
+from secondguess.heads.files import Provenance, read_config, read_provenance, read_tensors, write_head
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,12 @@ def test_a_failed_write_keeps_the_provenance(tmp_path: Path, monkeypatch: pytest
     provenance = read_provenance(tmp_path)
     assert provenance is not None
     assert provenance.kind == "medusa"
+
+
+def test_a_failed_write_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_head(tmp_path, {"version": 1}, {"weight": torch.ones(3)})
+    fill_disk(monkeypatch)
+    with pytest.raises(OSError, match=r"No space left on device: .*model.safetensors"):
+        write_head(tmp_path, {"version": 2}, {"weight": torch.zeros(3)})
+    assert read_config(tmp_path) == {"version": 1}
+    assert torch.equal(read_tensors(tmp_path)["weight"], torch.ones(3))

@@ -8,7 +8,6 @@ results.
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from secondguess.builtin import head_path
@@ -295,9 +294,15 @@ def load_into(
 
 
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors` into a folder, created if missing."""
+    """Write `config.json` and `model.safetensors` into a folder, created if missing.
+
+    Raises:
+        OSError: a file that cannot be written, for example on a full disk; the previous one is kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes a private file
+    # As bytes, because `save_file` reports a full disk with an error of its own.
+    with write_atomically(folder / WEIGHTS) as stream:
+        stream.write(save(on_host, metadata={"format": "pt"}))
+    with write_atomically(folder / CONFIG) as stream:
+        stream.write(json.dumps(config, indent=2).encode() + b"\n")
