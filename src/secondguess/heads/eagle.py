@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
@@ -40,6 +40,7 @@ from secondguess.heads.files import (
     missing_lm_head,
     read_config,
     read_tensors,
+    require_layers,
     require_same,
     write_head,
 )
@@ -368,11 +369,7 @@ def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> 
     """
     nested = config.get("eagle_config", {}).get(_LAYER_IDS)
     layers = config.get(_LAYER_IDS) or nested or default_layers(num_layers)
-    if not all(0 <= layer <= num_layers for layer in layers):
-        raise CheckpointError(
-            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
-            "trained for another target"
-        )
+    require_layers(layers, num_layers, folder)
     return tuple(layers)
 
 

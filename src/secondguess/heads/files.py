@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -213,6 +213,19 @@ def require_same(what: str, found: int, expected: int, folder: Path) -> None:
         raise CheckpointError(
             f"expected a drafter for a target with a {what} of {expected}, got one for {found} in {folder}; "
             "use the target that it was trained for"
+        )
+
+
+def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None:
+    """Raise if a drafter reads layers that the target lacks.
+
+    Raises:
+        CheckpointError: a layer outside 0 to `num_layers`.
+    """
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(
+            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
+            "trained for another target"
         )
 
 
