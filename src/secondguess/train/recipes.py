@@ -232,6 +232,7 @@ class DSparkRecipe(Recipe):
     kind = "dspark"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
+        padding = target.config.get("pad_token_id") or 0  # -1 in some configurations
         return DsparkHead.fresh(
             target.model,
             target.seed,
@@ -240,7 +241,7 @@ class DSparkRecipe(Recipe):
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
             # The embedding of the padding token is not used by any text.
-            mask_token=target.config.get("pad_token_id") or 0,
+            mask_token=padding if 0 <= padding < target.model.vocab_size else 0,
         )
 
     def weights(self, num_depths: int) -> list[float]:
