@@ -106,6 +106,12 @@ def test_the_mask_token_of_dspark_is_a_token_of_the_target(
     assert head.config.mask_token == expected
 
 
+@pytest.mark.parametrize("changes", [[], ["layer=1"]])
+def test_an_early_exit_needs_two_layers(info: TargetInfo, changes: list[str]) -> None:
+    with pytest.raises(BadInputError, match="at least 2 layers"):
+        make_recipe("early-exit", changes).fresh(info)
+
+
 def test_training_raises_the_acceptance_of_a_draft_model(
     secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:

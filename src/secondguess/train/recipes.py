@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead, evenly_spaced_layers
 from secondguess.heads.eagle import EagleHead
@@ -149,6 +150,11 @@ class EarlyExitRecipe(Recipe):
     runs_first_layers = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
+        if target.model.num_layers < 2:
+            raise BadInputError(
+                "expected a target of at least 2 layers, as an early exit leaves some out, got one of 1; train another "
+                "kind of drafter"
+            )
         if self.layer:
             check_range("the layer", self.layer, 1, target.model.num_layers - 1)
         return EarlyExitHead.fresh(target.model, target.seed, exit_layer=self.layer, mlp_size=self.mlp_size)
