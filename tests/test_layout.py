@@ -16,7 +16,7 @@ REPOSITORY = PACKAGE.parents[1]
 # A module may import from its own layer only inside its own folder, and from every lower layer.
 LAYERS = [
     ("core", "errors"),
-    ("names", "validation", "images", "preparation"),
+    ("names", "validation", "images", "preparation", "files"),
     (
         "builtin",
         "sampling",

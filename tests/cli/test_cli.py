@@ -810,7 +810,7 @@ def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_pa
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("secondguess.train.files.TemporaryFile", refuse)
+    monkeypatch.setattr("secondguess.files.TemporaryFile", refuse)
     done = secondguess_command("train", "eagle", "--out", tmp_path / "eagle")
     assert done.code == 2
     assert "expected a folder for --out that can be written to" in done.err

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.base import DraftVocabulary
+from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, load_eagle
 from secondguess.heads.layer import LayerConfig
 from secondguess.runtime.transformers import TransformersRuntime
@@ -307,6 +307,45 @@ def test_a_new_head_of_the_whole_vocabulary_uses_the_lm_head_of_the_target(tmp_p
     again = load(tmp_path)
     assert again.lm_head is None
     assert torch.equal(drafted_logits(again, TEXT[:6], TEXT[6:9]), drafted_logits(head, TEXT[:6], TEXT[6:9]))
+
+
+BIAS = torch.linspace(-3, 3, VOCAB_SIZE, dtype=torch.float64)
+
+
+def biased(target: TargetModel) -> TargetModel:
+    """Return a target whose LM head has a bias."""
+    return replace(target, unembed=lambda states: target.unembed(states) + BIAS.to(states.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_lm_head_of_a_target_with_a_bias_is_used_in_every_dtype(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    target = biased(TARGET)
+    EagleHead.fresh(target).double().save(tmp_path, "tiny")
+    written = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    torch.testing.assert_close(written, target_model().lm_head.weight)
+    head = EagleHead.load(tmp_path, biased(target_of(dtype)))
+    assert head.lm_head is None
+    assert head.embed_tokens is None
+
+
+def test_a_reduced_lm_head_starts_without_the_bias_of_the_target() -> None:
+    head = EagleHead.fresh(biased(TARGET), vocabulary=DraftVocabulary(VOCAB_SIZE, torch.tensor(WORDS)))
+    assert head.lm_head is not None
+    torch.testing.assert_close(head.lm_head.weight, target_model().lm_head.weight[WORDS].float())
+
+
+def test_copies_in_files_of_earlier_versions_are_recognised_by_their_values(tmp_path: Path) -> None:
+    target = biased(TARGET)
+    EagleHead.fresh(target).double().save(tmp_path, "tiny")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = (target_model().lm_head.weight.T + BIAS).T.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    edit(tmp_path, secondguess_target_weights=None)
+    assert EagleHead.load(tmp_path, target).lm_head is None
+    save_file(tensors | {"lm_head.weight": -tensors["lm_head.weight"]}, tmp_path / "model.safetensors")
+    assert EagleHead.load(tmp_path, target).lm_head is not None
 
 
 @pytest.mark.parametrize("words", [[], [1, 1, 2], [1, 2, 31], [-1, 2, 3]])

@@ -7,6 +7,7 @@ import torch
 from head_formats import cross_entropy
 
 from secondguess.heads.feature import default_layer_config
+from secondguess.heads.runtime import FeatureRuntime
 from unrolled_cases import (
     TEXT,
     UNROLLED,
@@ -35,6 +36,16 @@ def test_each_training_step_equals_a_draft_step(kind: str, length: int) -> None:
 @every_head
 def test_drafts_after_any_rounds_equal_training(kind: str) -> None:
     assert drafts_as_it_learned(kind)
+
+
+@every_head
+def test_a_head_in_bfloat16_reads_states_in_float32(kind: str) -> None:
+    """Mamba 2 keeps its states in float32."""
+    head = fresh_head(kind, torch.bfloat16)
+    runtime = FeatureRuntime(head, context_length=32, device=torch.device("cpu"))
+    states = {layer: torch.randn(5, head.layer_config.width) for layer in head.hidden_layers}
+    rounded = {layer: state.bfloat16() for layer, state in states.items()}
+    assert torch.equal(runtime.features(states), runtime.features(rounded))
 
 
 @every_head

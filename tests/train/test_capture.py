@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +123,37 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(target
     with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):
         StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, gigabytes)
     assert not (tmp_path / "states").exists()
+
+
+def test_the_budget_holds_for_training_and_held_out_texts_together(target, tmp_path: Path) -> None:
+    gigabytes = 1.5 * sum(len(text.tokens) for text in TEXTS) * 32 * 2 / GIGABYTE
+    StoredCapture(tmp_path / "alone", TEXTS, (), target.runtime, torch.float16, gigabytes)
+    with pytest.raises(BadInputError, match=r"--capture-gb of at least .* got"):
+        StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, gigabytes, TEXTS)
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="no space is reserved on other systems")
+
+
+@linux_only
+def test_stored_states_need_no_disk_space_again(target, tmp_path: Path, monkeypatch) -> None:
+    StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
+    with pytest.raises(BadInputError, match=r"GB of disk .* got 0; leave out --capture-gb"):
+        StoredCapture(tmp_path / "others", TEXTS, (), target.runtime, torch.float16, 1.0)
+
+
+@linux_only
+def test_a_full_disk_is_reported_before_states_are_written(target, tmp_path: Path, monkeypatch) -> None:
+    """A write to a mapped file would end the process."""
+
+    def refuse(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    with pytest.raises(OSError, match=r"No space left on device: .*layer-1.states"):
+        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16, 1.0)
 
 
 def test_states_beyond_the_range_of_float16_are_refused(target, tmp_path: Path, monkeypatch) -> None:

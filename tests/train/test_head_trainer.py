@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +182,22 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(make, tmp_path: Path, st
     assert logs[0] == logs[1]
     for name, weight in whole.trainable.state_dict().items():
         assert torch.equal(weight, again.trainable.state_dict()[name])
+
+
+class FullDisk(BytesIO):
+    """A file on a disk with space for 1,000 bytes."""
+
+    def write(self, content: Any) -> int:
+        if self.tell() + memoryview(content).nbytes > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(content)
+
+
+def test_a_full_disk_is_reported_as_such(make, tmp_path: Path, monkeypatch) -> None:
+    """`torch.save` raises a `RuntimeError` instead."""
+    monkeypatch.setattr(head_trainer, "write_atomically", lambda path: nullcontext(FullDisk()))
+    with pytest.raises(OSError, match="No space left on device"):
+        make(tmp_path).run()
 
 
 def test_evaluation_keeps_no_gradients(make, tmp_path: Path, monkeypatch) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from checkpoints import write_tokenizer
 from secondguess.api import load
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.cli.train import LOSSES
 from secondguess.errors import BadInputError
+from secondguess.heads.base import TargetModel
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.files import read_provenance
+from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.train.losses import OBJECTIVES
-from secondguess.train.recipes import RECIPES, make_recipe
+from secondguess.train.recipes import RECIPES, TargetInfo, make_recipe
 
 OPTIONS = ("--max-tokens=8", "--length=40", "--steps=12", "--evaluate-steps=6", "--set", "batch_size=4")
 SMALL = ("--set", "num_layers=1", "--set", "width=64")
@@ -80,6 +85,31 @@ def test_a_trained_head_drafts_and_keeps_the_text(
     (drafted, has_drafted), (plain, _) = texts.values()
     assert drafted == plain
     assert has_drafted
+
+
+@pytest.fixture
+def info() -> TargetInfo:
+    """A target of one layer."""
+    config = LlamaConfig(vocab_size=31, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    runtime = TransformersRuntime(LlamaForCausalLM(config).eval())
+    return TargetInfo({}, TargetModel.from_runtime(runtime), torch.ones(31, dtype=torch.long), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("padding", "expected"), [(None, 0), (-1, 0), (0, 0), (7, 7), (30, 30), (31, 0), (151_643, 0)]
+)
+def test_the_mask_token_of_dspark_is_a_token_of_the_target(
+    info: TargetInfo, padding: int | None, expected: int
+) -> None:
+    head = make_recipe("dspark").fresh(replace(info, config={"pad_token_id": padding}))
+    assert isinstance(head, DsparkHead)
+    assert head.config.mask_token == expected
+
+
+@pytest.mark.parametrize("changes", [[], ["layer=1"]])
+def test_an_early_exit_needs_two_layers(info: TargetInfo, changes: list[str]) -> None:
+    with pytest.raises(BadInputError, match="at least 2 layers"):
+        make_recipe("early-exit", changes).fresh(info)
 
 
 def test_training_raises_the_acceptance_of_a_draft_model(

@@ -17,7 +17,7 @@ from pathlib import Path
 from builtin_pair.acceptance import AcceptanceRecipe, train_acceptance
 from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, install_pair, train_pair
 from secondguess.errors import SecondGuessError
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 
 
 def _report(line: str) -> None:

@@ -12,7 +12,7 @@ from builtin_pair.checkpoints import read_checkpoint, read_decoder
 from builtin_pair.evaluate import Acceptance, PairFigures
 from builtin_pair.model import Decoder, fast_dtype
 from secondguess.api import LLM
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 from secondguess.workloads.provenance import collect_provenance
 
 SAMPLE_PROMPTS = (

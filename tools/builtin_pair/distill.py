@@ -19,8 +19,8 @@ from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import LossFunction, Report
 from secondguess.api import LLM
 from secondguess.errors import BadInputError
+from secondguess.files import write_atomically
 from secondguess.train.draft_model import project_embeddings
-from secondguess.train.files import write_atomically
 from secondguess.train.losses import hybrid_lk_loss
 
 OWN_LENGTH = 256

@@ -39,8 +39,8 @@ from secondguess.api import load
 from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.errors import BadInputError
+from secondguess.files import write_atomically
 from secondguess.names import check_range
-from secondguess.train.files import write_atomically
 from secondguess.train.run_folder import Budget, check_or_record_options
 
 TARGET_SHAPE = ModelShape(16, 256, 4, 2, 768, 6144)

@@ -20,7 +20,7 @@ from torch import Tensor
 from builtin_pair.data import Corpus
 from builtin_pair.tokenizer import end_token_id
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 from secondguess.train.training_data import shuffled_index
 
 PARTS = ("files", "functions", "held_out")

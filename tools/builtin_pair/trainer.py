@@ -30,7 +30,7 @@ from builtin_pair.schedule import RunSettings
 from builtin_pair.threads import SpareThreads
 from builtin_pair.tokens import TokenStore
 from secondguess.errors import CheckpointError
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 
 Report = Callable[[str], None]
 LossFunction = Callable[[Decoder, Tensor], Tensor]

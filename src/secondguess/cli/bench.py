@@ -110,7 +110,7 @@ def bench(
     Ctrl-C saves a report on the finished prompts.
     """
     from secondguess.bench import BenchConfig, as_markdown, run_bench
-    from secondguess.train.files import require_folder
+    from secondguess.files import require_folder
 
     config = options.settings_of(context, BenchConfig)
     require_folder(output, "--output")

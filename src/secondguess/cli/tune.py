@@ -84,7 +84,7 @@ def tune(
     from secondguess.bench import as_markdown, tuning
     from secondguess.bench.recommendation import recommend
     from secondguess.bench.writing import unused_path
-    from secondguess.train.files import write_atomically
+    from secondguess.files import write_atomically
 
     doing = "loading"
     try:
@@ -115,7 +115,7 @@ def tune(
 
 def _check_output_paths(output: Path | None, config_out: Path) -> None:
     """Refuse output paths that cannot be written to, before the measurement starts."""
-    from secondguess.train.files import require_folder
+    from secondguess.files import require_folder
 
     if output is not None:
         require_folder(output, "--output")

@@ -33,6 +33,7 @@ from secondguess.heads.files import (
     missing_lm_head,
     read_config,
     read_tensors,
+    require_layers,
     require_same,
     whole_number,
     write_head,
@@ -249,6 +250,7 @@ class DsparkHead(Head):
         with config_errors(folder):
             head_config = DsparkConfig.from_config(config, folder, has_output)
             require_same("width", head_config.layer.width, target.width, folder)
+            require_layers(head_config.hidden_layers, target.num_layers, folder)
             layer_config = config["transformer_layer_config"]
             vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
             if len(vocabulary) < target.vocab_size and not has_output:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
@@ -40,6 +40,7 @@ from secondguess.heads.files import (
     missing_lm_head,
     read_config,
     read_tensors,
+    require_layers,
     require_same,
     write_head,
 )
@@ -59,6 +60,8 @@ FORMAT_VERSION = "0.9.0"
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_COPIES = "secondguess_target_weights"
+"""Field of a written head: names of the tensors that are copies of the target's, for other readers."""
 _EAGLE1_NAMES = TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."})
 
 
@@ -215,7 +218,7 @@ class EagleHead(FeatureHead):
             fields = config["transformer_layer_config"] if kind else config
             vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
             require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
-            _drop_target_weights(tensors, target)
+            _drop_target_weights(tensors, config, target)
             head_config = EagleConfig(
                 layer=LayerConfig.from_config(fields),
                 hidden_layers=_hidden_layers(config, target.num_layers, folder),
@@ -238,6 +241,11 @@ class EagleHead(FeatureHead):
     def save(self, folder: Path, target: str = "") -> None:
         path = Path(target) / CONFIG
         target_config = read_config(path.parent) if path.is_file() else {}
+        own = checkpoint_tensors(self, self.vocabulary)
+        # Embeddings and LM head are written even if they are the target's: `speculators` leaves
+        # missing ones uninitialised.
+        dtype = self.fc.weight.dtype
+        copies = {name: weight.to(dtype) for name, weight in _target_weights(self.target) if name not in own}
         config = {
             **speculators_fields("eagle3", self.num_steps, target, target_config.get("architectures", [])),
             "architectures": ["Eagle3Speculator"],
@@ -249,6 +257,7 @@ class EagleHead(FeatureHead):
             # All flags are written, because readers disagree on the defaults of missing ones.
             **{flag: getattr(self.config, flag) for flag in _FLAGS},
             "embed_requires_grad": False,
+            _COPIES: sorted(copies),
             "transformer_layer_config": {
                 **layer_fields(self.layer_config, self.target.vocab_size, self.num_layers),
                 **{key: value for key, value in target_config.items() if key == "max_position_embeddings"},
@@ -256,10 +265,7 @@ class EagleHead(FeatureHead):
                 "tie_word_embeddings": False,
             },
         }
-        # Embeddings and LM head are written even if they are the target's: `speculators` leaves
-        # missing ones uninitialised.
-        shared = {name: weight.to(self.fc.weight.dtype) for name, weight in _target_weights(self.target)}
-        write_head(folder, config, shared | checkpoint_tensors(self, self.vocabulary))
+        write_head(folder, config, copies | own)
 
     @property
     def parts(self) -> FeatureParts:
@@ -363,30 +369,44 @@ def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> 
     """
     nested = config.get("eagle_config", {}).get(_LAYER_IDS)
     layers = config.get(_LAYER_IDS) or nested or default_layers(num_layers)
-    if not all(0 <= layer <= num_layers for layer in layers):
-        raise CheckpointError(
-            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
-            "trained for another target"
-        )
+    require_layers(layers, num_layers, folder)
     return tuple(layers)
 
 
 @torch.no_grad()
 def _target_weights(target: TargetModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the target's embeddings and LM head by `speculators` name."""
-    yield "embed_tokens.weight", target.embed(torch.arange(target.vocab_size, device=target.device))
-    # Applying the LM head to the identity gives its weights even if they are packed, quantised or
-    # tied.
-    columns = target.unembed(torch.eye(target.width, dtype=target.dtype, device=target.device))
-    yield "lm_head.weight", columns.T
+    """Yield the target's embeddings and LM head, without its bias, by `speculators` name."""
+    yield "embed_tokens.weight", _embeddings(target)
+    bias = target.unembed(torch.zeros(1, target.width, dtype=target.dtype, device=target.device))
+    yield "lm_head.weight", (_biased_columns(target) - bias).T
 
 
-def _drop_target_weights(tensors: dict[str, Tensor], target: TargetModel) -> None:
-    """Drop embeddings and LM head that equal the target's, which are used instead.
+def _embeddings(target: TargetModel) -> Tensor:
+    """Return the target's embeddings `[vocab, width]`."""
+    return target.embed(torch.arange(target.vocab_size, device=target.device))
 
-    They are the largest part of a drafter head.
+
+def _biased_columns(target: TargetModel) -> Tensor:
+    """Return the columns `[width, vocab]` of the target's LM head, each plus its bias, if it has one.
+
+    Applying the LM head to the identity gives them even if they are packed, quantised or tied.
     """
-    for name, weight in _target_weights(target):
+    return target.unembed(torch.eye(target.width, dtype=target.dtype, device=target.device))
+
+
+@torch.no_grad()
+def _drop_target_weights(tensors: dict[str, Tensor], config: Mapping[str, Any], target: TargetModel) -> None:
+    """Drop embeddings and LM head that are copies of the target's, which are used instead.
+
+    They are the largest part of a drafter head. Files that do not list the copies are compared with
+    the target: files of earlier versions have the bias of its LM head added to every column.
+    """
+    if _COPIES in config:
+        for name in config[_COPIES]:
+            tensors.pop(name, None)
+        return
+    compared = {"embed_tokens.weight": _embeddings(target), "lm_head.weight": _biased_columns(target).T}
+    for name, weight in compared.items():
         own = tensors.get(name)
         if own is not None and own.shape == weight.shape and torch.equal(weight.cpu().to(own.dtype), own):
             del tensors[name]

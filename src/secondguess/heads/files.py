@@ -8,9 +8,8 @@ results.
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from secondguess.builtin import head_path
 from secondguess.checkpoint.weights import hash_weights, tensor_files, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
+from secondguess.files import write_atomically
 from secondguess.names import Name
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
@@ -51,7 +51,8 @@ class Provenance:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        (folder / PROVENANCE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        with write_atomically(folder / PROVENANCE) as stream:
+            stream.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
 def read_provenance(folder: Path) -> Provenance | None:
@@ -215,6 +216,19 @@ def require_same(what: str, found: int, expected: int, folder: Path) -> None:
         )
 
 
+def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None:
+    """Raise if a drafter reads layers that the target lacks.
+
+    Raises:
+        CheckpointError: a layer outside 0 to `num_layers`.
+    """
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(
+            f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
+            "trained for another target"
+        )
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a folder, on the CPU.
 
@@ -293,9 +307,15 @@ def load_into(
 
 
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors` into a folder, created if missing."""
+    """Write `config.json` and `model.safetensors` into a folder, created if missing.
+
+    Raises:
+        OSError: a file that cannot be written, for example on a full disk; the previous one is kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes a private file
+    # As bytes, because `save_file` reports a full disk with an error of its own.
+    with write_atomically(folder / WEIGHTS) as stream:
+        stream.write(save(on_host, metadata={"format": "pt"}))
+    with write_atomically(folder / CONFIG) as stream:
+        stream.write(json.dumps(config, indent=2).encode() + b"\n")

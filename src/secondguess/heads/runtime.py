@@ -52,7 +52,9 @@ class FeatureRuntime(CachedRuntime):
 
     def features(self, hidden: HiddenStates) -> Tensor:
         """Return features `[..., feature]` of the target's states `[..., width]` by layer."""
-        return self.head.features(hidden)
+        # Some targets keep their states in float32 whatever their dtype, such as Mamba 2.
+        dtype = next(self.head.parameters()).dtype
+        return self.head.features({layer: hidden[layer].to(dtype) for layer in self.head.hidden_layers})
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         mask = step.mask

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -22,10 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.files import write_atomically
 from secondguess.heads.learning import LAST_HIDDEN, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
 from secondguess.sampling import SamplingParams
-from secondguess.train.files import write_atomically
 from secondguess.train.training_data import Batch, TrainingText
 
 GIGABYTE = 1_000_000_000
@@ -76,9 +78,11 @@ class StoredCapture:
         target: runtime that computes the states.
         dtype: dtype of the files, `float16` or `bfloat16`.
         gigabytes: maximum size of the files.
+        others: texts of another capture, whose states count towards the same maximum.
 
     Raises:
         BadInputError: files larger than `gigabytes` or than the free disk space.
+        OSError: the disk is full in spite of that.
     """
 
     def __init__(
@@ -89,28 +93,32 @@ class StoredCapture:
         target: Runtime,
         dtype: torch.dtype,
         gigabytes: float,
+        others: Sequence[TrainingText] = (),
     ) -> None:
         self.texts, self.dtype = texts, dtype
         self.live = LiveCapture(target, layers)
         self._ends = list(accumulate(len(text.tokens) for text in texts))
         width = target.embedding_and_head().width
         num_layers, num_tokens = len(self.live.layers), self._ends[-1]
-        needed = num_tokens * width * int(dtype.itemsize) * num_layers / GIGABYTE
-        what = f"the states of {num_tokens} tokens in {num_layers} layers"
-        if needed > gigabytes:
+        num_in_all = num_tokens + sum(len(text.tokens) for text in others)
+        per_token = width * int(dtype.itemsize) * num_layers / GIGABYTE
+        if num_in_all * per_token > gigabytes:
             raise BadInputError(
-                f"expected --capture-gb of at least {needed:.3g} for {what}, got {gigabytes:g}; give more, fewer "
-                "texts, or leave it out to read the texts anew for every batch"
+                f"expected --capture-gb of at least {num_in_all * per_token:.3g} for the states of {num_in_all} tokens in "
+                f"{num_layers} layers, got {gigabytes:g}; give more, fewer texts, or leave it out to read the texts anew "
+                "for every batch"
             )
         _remove_other_states(folder, texts, dtype)
+        paths = {layer: folder / f"layer{layer}.states" for layer in self.live.layers}
+        needed = num_tokens * per_token - sum(map(_allocated, paths.values())) / GIGABYTE
         free = shutil.disk_usage(folder).free / GIGABYTE
         if needed > free:
             raise BadInputError(
-                f"expected {needed:.3g} GB of disk for {what}, got {free:.3g}; leave out --capture-gb"
+                f"expected {needed:.3g} GB of disk for the states of {num_tokens} tokens in {num_layers} layers, got "
+                f"{free:.3g}; leave out --capture-gb"
             )
         self._states = {
-            layer: _mapped(folder / f"layer{layer}.states", num_tokens * width, dtype).view(-1, width)
-            for layer in self.live.layers
+            layer: _mapped(path, num_tokens * width, dtype).view(-1, width) for layer, path in paths.items()
         }
         self._is_stored = {
             layer: _mapped(folder / f"layer{layer}.stored", len(texts), torch.bool)
@@ -169,8 +177,26 @@ Capture: TypeAlias = LiveCapture | StoredCapture
 """Source of the target's hidden states for batches of texts."""
 
 
+def _allocated(path: Path) -> int:
+    """Return the number of bytes that a file takes on the disk; 0 if it does not exist."""
+    return 512 * path.stat().st_blocks if path.exists() else 0
+
+
 def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """Return a file as a tensor; a new file contains zeros."""
+    """Return a file as a tensor; a new file contains zeros.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    if sys.platform == "linux":
+        # A write to a map of a file without its blocks would end the process where the disk is full.
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.posix_fallocate(file, 0, size * dtype.itemsize)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(file)
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
 
 

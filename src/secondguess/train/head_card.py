@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from secondguess.files import write_atomically
 from secondguess.heads.files import Provenance
-from secondguess.train.files import write_atomically
 from secondguess.train.run_folder import CARD
 
 NOT_DRAFTED = "none: the controller did not draft"

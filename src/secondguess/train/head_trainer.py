@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.files import write_atomically
 from secondguess.heads.learning import Objective, TrainableHead, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.train.capture import Capture
-from secondguess.train.files import write_atomically
 from secondguess.train.muon import Muon
 from secondguess.train.recipes import Recipe
 from secondguess.train.run_folder import Budget
@@ -280,7 +280,7 @@ class HeadTrainer:
             "standing": vars(self.state),
         }
         with write_atomically(self.folder / CHECKPOINT) as stream:
-            torch.save(content, stream)
+            _save(content, stream)
 
     def _load(self) -> None:
         path = self.folder / CHECKPOINT
@@ -302,6 +302,20 @@ class HeadTrainer:
         """Remove the log lines that a killed run wrote after its last checkpoint."""
         with (self.folder / LOG).open("ab") as log:
             log.truncate(min(log.tell(), self.state.log_bytes))
+
+
+def _save(content: dict[str, Any], stream: BinaryIO) -> None:
+    """Call `torch.save`.
+
+    Raises:
+        OSError: a write that failed, for which torch raises a `RuntimeError`.
+    """
+    try:
+        torch.save(content, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _write_line(log: BinaryIO, content: dict[str, object]) -> None:

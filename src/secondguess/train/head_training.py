@@ -258,8 +258,8 @@ def _learn(
     target, trainable = _untrained(job, llm, texts.token_counts(llm.target.runtime.vocab_size))
     layers = trainable.hidden_layers
     captures = (
-        _capture(job, llm, texts.training, layers, run / "states"),
-        _capture(job, llm, texts.held_out, layers, run / "held-out-states"),
+        _capture(job, llm, texts.training, texts.held_out, layers, run / "states"),
+        _capture(job, llm, texts.held_out, texts.training, layers, run / "held-out-states"),
     )
     trainer = HeadTrainer(
         trainable,
@@ -280,12 +280,17 @@ def _learn(
 
 
 def _capture(
-    job: HeadJob, llm: LLM, texts: Sequence[TrainingText], layers: Sequence[int], folder: Path
+    job: HeadJob,
+    llm: LLM,
+    texts: Sequence[TrainingText],
+    others: Sequence[TrainingText],
+    layers: Sequence[int],
+    folder: Path,
 ) -> Capture:
     if not job.capture_gb:
         return LiveCapture(llm.target.runtime, layers)
     dtype = torch.bfloat16 if llm.target.dtype == "bfloat16" else torch.float16
-    return StoredCapture(folder, texts, layers, llm.target.runtime, dtype, job.capture_gb)
+    return StoredCapture(folder, texts, layers, llm.target.runtime, dtype, job.capture_gb, others)
 
 
 def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:

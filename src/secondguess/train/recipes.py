@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead, evenly_spaced_layers
 from secondguess.heads.eagle import EagleHead
@@ -149,6 +150,11 @@ class EarlyExitRecipe(Recipe):
     runs_first_layers = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
+        if target.model.num_layers < 2:
+            raise BadInputError(
+                "expected a target of at least 2 layers, as an early exit leaves some out, got one of 1; train another "
+                "kind of drafter"
+            )
         if self.layer:
             check_range("the layer", self.layer, 1, target.model.num_layers - 1)
         return EarlyExitHead.fresh(target.model, target.seed, exit_layer=self.layer, mlp_size=self.mlp_size)
@@ -232,6 +238,7 @@ class DSparkRecipe(Recipe):
     kind = "dspark"
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
+        padding = target.config.get("pad_token_id") or 0  # -1 in some configurations
         return DsparkHead.fresh(
             target.model,
             target.seed,
@@ -240,7 +247,7 @@ class DSparkRecipe(Recipe):
             markov_rank=self.markov_rank,
             num_layers=self.num_layers,
             # The embedding of the padding token is not used by any text.
-            mask_token=target.config.get("pad_token_id") or 0,
+            mask_token=padding if 0 <= padding < target.model.vocab_size else 0,
         )
 
     def weights(self, num_depths: int) -> list[float]:

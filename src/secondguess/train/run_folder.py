@@ -13,8 +13,8 @@ from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.checkpoint.weights import hash_weights
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.files import require_folder, write_atomically
 from secondguess.heads.files import CONFIG, WEIGHTS
-from secondguess.train.files import require_folder, write_atomically
 from secondguess.train.training_texts import AnswerSettings
 
 RUN, RECORD, CARD = "run", "run.json", "README.md"

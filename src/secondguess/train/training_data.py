@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 
 _ORDER = 7
 """Purpose key of the random numbers that order the texts."""

@@ -18,7 +18,7 @@ from builtin_pair.threads import threads_to_use
 from builtin_pair.tokens import TokenStore
 from builtin_pair.trainer import Trainer
 from secondguess.errors import BadInputError, CheckpointError
-from secondguess.train.files import write_atomically
+from secondguess.files import write_atomically
 from secondguess.train.run_folder import Budget
 from secondguess.train.training_data import shuffled_index
 

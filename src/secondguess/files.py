@@ -17,6 +17,9 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path``, or the file that it links to, at the end.
 
     An interruption leaves the previous file unchanged.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
     """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -26,6 +29,10 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and error.filename is None:  # a write, which fails on a full disk
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
