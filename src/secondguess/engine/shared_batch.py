@@ -83,7 +83,7 @@ class SharedBatch:
         components: components of the loop.
         fits: returns whether this number of rows, the longest of which may reach this number of
             tokens, fits into memory.
-        max_rows: maximum number of rows that decode at the same time.
+        max_rows: maximum number of rows that decode at the same time; a guided row counts as two.
     """
 
     def __init__(self, components: Components, fits: Callable[[int, int], bool], max_rows: int) -> None:
@@ -203,7 +203,7 @@ class SharedBatch:
             group = self._submitted.popleft()
             for row in group.rows:
                 self._group_of[row] = group
-                self.scheduler.add(row, len(row.tokens) + row.room)
+                self.scheduler.add(row, row.longest + row.room, row.num_slots)
         self._remove_cancelled()
         if not self.scheduler.num_waiting:
             return
