@@ -22,6 +22,7 @@ from secondguess.decode import Batch, Components
 from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
 from secondguess.errors import SecondGuessError
+from secondguess.runtime.support import without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class SharedBatch:
             self._is_busy = False
 
     def _step(self) -> None:
-        with self._busy():
+        with self._busy(), without_autocast(self.components.target.device):
             try:
                 start = time.perf_counter()
                 self._join()
