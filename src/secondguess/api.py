@@ -34,6 +34,7 @@ from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of
 from secondguess.prompts import Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
+from secondguess.runtime.support import without_autocast
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
@@ -277,14 +278,15 @@ def load(
     name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
-    target, *draft_models = loaded = [each.load() for each in checkpoints]
-    made = make_drafter(
-        name if drafter is not None else confirm_default(name, target.runtime),
-        target_vocab_size=target.runtime.vocab_size,
-        load_draft_model=lambda path: draft_models[0].runtime,
-        pair_vocabularies=lambda name: pair.vocabularies,
-        target=target,
-    )
+    with without_autocast(pair.target.device):
+        target, *draft_models = loaded = [each.load() for each in checkpoints]
+        made = make_drafter(
+            name if drafter is not None else confirm_default(name, target.runtime),
+            target_vocab_size=target.runtime.vocab_size,
+            load_draft_model=lambda path: draft_models[0].runtime,
+            pair_vocabularies=lambda name: pair.vocabularies,
+            target=target,
+        )
     check_verifier(chosen_verifier, made)
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
     chosen_controller = choose_controller(controller, made)

@@ -174,6 +174,17 @@ class Row:
         return min(self.params.max_tokens - self.num_output, self.context_length - len(self.tokens))
 
     @property
+    def num_slots(self) -> int:
+        """Number of cache slots of the target that the row takes: a guided row has another for its negative prompt."""
+        return 1 if self.guidance is None else 2
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longer of its slots."""
+        longer = 0 if self.guidance is None else len(self.guidance.negative) - self.num_prompt
+        return len(self.tokens) + max(0, longer)
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

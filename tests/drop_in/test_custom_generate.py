@@ -18,7 +18,7 @@ from transformers import (
 
 import secondguess
 import secondguess.drop_in
-from drop_in_cases import PROMPT, ours, tiny_model
+from drop_in_cases import BATCH, BATCH_MASK, PROMPT, ours, tiny_model
 from families import needs_kernels
 from secondguess.checkpoint.checkpoint import wrap_model
 from secondguess.checkpoint.weights import hash_weights
@@ -188,6 +188,40 @@ def test_an_offloaded_model_is_refused_in_every_call():
 def test_a_name_of_another_type_is_refused(model, settings):
     with pytest.raises(secondguess.BadInputError, match=f"expected {next(iter(settings))} to be a text"):
         ours(model, PROMPT, max_new_tokens=4, **settings)
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@needs_kernels
+def test_under_autocast_the_text_is_that_of_transformers(model, made_layers):
+    """The default drafter is then `suffix`."""
+    settings = {"attention_mask": BATCH_MASK, "max_new_tokens": 12, "do_sample": False}
+    with autocast():
+        plain = model.generate(BATCH, **settings)
+        assert torch.equal(ours(model, BATCH, drafter=None, controller="fixed:3", **settings), plain)
+        assert not made_layers
+    assert torch.equal(ours(model, BATCH, drafter=None, **settings), model.generate(BATCH, **settings))
+    assert len(made_layers) == NUM_LINEARS
+
+
+def test_a_copy_of_the_model_is_refused_under_autocast(model):
+    with (
+        autocast(),
+        pytest.raises(secondguess.BadInputError, match=r"without a copy of the model under torch"),
+    ):
+        ours(model, PROMPT, max_new_tokens=4, drafter="suffix+self:int4")
+
+
+def test_a_draft_model_used_under_autocast_can_be_used_without(tiny_checkpoint):
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    drafter = {"drafter": f"model:{tiny_checkpoint}", "controller": "fixed:3"}
+    secondguess.drop_in._loaded_draft_model.cache_clear()
+    with autocast():
+        assert torch.equal(ours(model, BATCH, **settings, **drafter), model.generate(BATCH, **settings))
+    assert torch.equal(ours(model, BATCH, **settings, **drafter), model.generate(BATCH, **settings))
 
 
 def test_a_draft_model_for_a_model_without_files_is_refused(model, tiny_checkpoint):

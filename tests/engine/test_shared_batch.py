@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from secondguess import LLM, load
 from secondguess.core import Commit, Row
@@ -78,6 +79,18 @@ def test_groups_decode_in_the_same_rounds(
     submit(llm, first, second)
     assert [*outputs(llm, first), *outputs(llm, second)] == plain
     assert max(num_rows) == 3
+
+
+def test_autocast_of_the_caller_changes_no_text(tiny_checkpoint: str, plain: list[list[int]]) -> None:
+    """Neither that of a call under it, nor that of later calls."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        llm = load(tiny_checkpoint, f"model:{tiny_checkpoint}", controller="fixed:3", dtype="float32")
+        groups = [group_of(*PROMPTS), group_of(*PROMPTS)]
+        submit(llm, groups[0])
+        assert outputs(llm, groups[0]) == plain
+        assert torch.is_autocast_enabled("cpu")
+    submit(llm, groups[1])
+    assert outputs(llm, groups[1]) == plain
 
 
 def test_rows_of_one_group_wait_until_all_are_prefilled(

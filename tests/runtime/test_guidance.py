@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from checkpoints import write_llama, write_tokenizer
 from distribution_cases import PAIRS, PROMPT, ROUNDING, SAMPLED, dist_error, make_pair_drafter, mean_accepted
 from families import LLAMA_LIKE, VOCAB_SIZE
 from secondguess import LLM, GuidedPrompt, load
+from secondguess.checkpoint import memory
 from secondguess.controllers import make_controller
 from secondguess.core import Guidance, Row
 from secondguess.decode import Components
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.proof.enumeration import Branch, enumerate_rounds
 from secondguess.proof.fakes import TableModel
 from secondguess.runtime.guidance import GuidedRuntime, combine
@@ -148,6 +150,33 @@ def test_a_negative_prompt_that_fills_the_context_is_refused(llm: LLM) -> None:
         llm.generate(GuidedPrompt([5], [9] * 96, 2.0), max_tokens=4)
     output = llm.generate(GuidedPrompt([5], [9] * 90, 2.0), max_tokens=40)
     assert (len(output.token_ids), output.finish_reason) == (6, "context")
+
+
+def test_a_guided_row_takes_the_memory_of_two_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the length of its longer prompt and its output."""
+    llm = load(folder, "none", dtype="float32", device="cpu")
+    sizes: list[tuple[int, int]] = []
+
+    def fits(num_rows: int, longest: int) -> bool:
+        sizes.append((num_rows, longest))
+        return num_rows <= 4
+
+    monkeypatch.setattr(llm.shared_batch.scheduler, "_fits", fits)
+    guided: list[Any] = [GuidedPrompt([5, 6], [9, 8, 7], 2.0)] * 3
+    llm.generate([*guided, [5]], max_tokens=4, ignore_eos=True)
+    assert sizes[:2] == [(4, 7), (6, 7)]
+    assert llm.target.runtime.cache.num_slots == 4
+
+
+def test_a_negative_prompt_that_does_not_fit_in_memory_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(folder, "none", dtype="float32", device="cpu")
+    needed = llm.target.runtime.num_tokens_to_allocate(2, 90) * llm.cache_bytes
+    for available in (needed - 1, needed):
+        monkeypatch.setattr(memory, "available_memory", lambda _, available=available: available)
+        with pytest.raises(OutOfMemoryError) if available < needed else nullcontext():
+            llm.generate(GuidedPrompt([5], [9] * 90, 2.0), max_tokens=2)
 
 
 def test_drafters_that_run_layers_of_the_target_are_refused() -> None:

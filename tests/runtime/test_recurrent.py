@@ -243,6 +243,23 @@ def test_a_module_that_loses_its_states_runs_single_tokens(tmp_path):
     assert runtime.description == "single tokens"
 
 
+def test_a_prompt_for_single_tokens_runs_in_one_pass_beyond_the_limit_of_the_call(tmp_path, monkeypatch):
+    path = write_checkpoint(transformers.MambaConfig(**MAMBA), tmp_path)
+    runtime, row, other = wrap_module(plain_model(path)), row_of(PROMPT * 4), row_of([7, *PROMPT])
+    widths, run = [], runtime.run
+
+    def counted(tokens, *others, **options):
+        widths.append(tokens.shape[1])
+        return run(tokens, *others, **options)
+
+    monkeypatch.setattr(runtime, "run", counted)
+    runtime.admit([row, other])
+    runtime.prefill([row, other], max_tokens=8)
+    assert widths == [len(row.tokens) - 1], "and the other row waits"
+    logits = runtime.score([row], Draft.empty(1)).logits[0]
+    assert_near(logits, plain_logits(plain_model(path), row.tokens)[-1:])
+
+
 def test_a_module_with_states_elsewhere_is_refused():
     config = transformers.RecurrentGemmaConfig(
         **LLAMA_LIKE | {"num_hidden_layers": 3}, lru_width=32, head_dim=8, attention_window_size=8

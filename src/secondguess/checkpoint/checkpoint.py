@@ -59,10 +59,12 @@ from secondguess.runtime.packing import (
     quantise_linears,
 )
 from secondguess.runtime.support import (
+    autocast_dtype,
     cached_layers,
     cached_values_per_token,
     context_length_of,
     has_bfloat16,
+    without_autocast,
 )
 from secondguess.runtime.weight_format import (
     BFLOAT16,
@@ -507,8 +509,13 @@ class Checkpoint:
 
 @contextmanager
 def wrap_model(model: Any) -> Iterator[LoadedModel]:
-    """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends."""
-    with wrap_module(model) as runtime:
+    """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends.
+
+    The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
+    """
+    dtype = autocast_dtype(model.device)
+    with without_autocast(model.device), wrap_module(model) as runtime:
+        runtime.autocast_dtype = dtype
         checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
         yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
 

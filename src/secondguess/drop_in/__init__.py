@@ -44,7 +44,8 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
 from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
-from secondguess.runtime.weight_format import INT4
+from secondguess.runtime.support import autocast_dtype
+from secondguess.runtime.weight_format import INT4, WeightFormat
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -85,7 +86,7 @@ def custom_generate(
         generation_config: the `GenerationConfig`; unsupported fields that are set are refused.
         drafter, verifier, controller: names as for `secondguess.load`. The default drafter is
             `suffix+self:int4` for a model on a CPU that is not in training mode, if memory holds its
-            copy, else `suffix`. A draft model, a copy, and the controller's state for this model and
+            copy, else `suffix`, as under `torch.autocast`. A draft model, a copy, and the controller's state for this model and
             drafter are kept for later calls. A drafter head trained for the model is loaded again by
             every call, since it is attached to a model that is borrowed for one call only.
         seed: makes sampled text reproducible and, with the default verifier, independent of the
@@ -122,10 +123,16 @@ def custom_generate(
     require_texts(verifier=verifier, **{name: each for name, each in named.items() if each is not None})
     chosen_verifier = make_verifier(verifier)
     is_training = model.training  # `wrap_model` puts the model into evaluation mode
+    is_cast = autocast_dtype(model.device) is not None  # and ends autocast
     with _locked(model, drafter), wrap_model(model) as target:
         _update_weights(model)
         if drafter is None:
-            drafter = LOOKUP_DRAFTER if is_training else _default_drafter(model)
+            drafter = LOOKUP_DRAFTER if is_training or is_cast else _default_drafter(model)
+        elif is_cast and _copy_formats(drafter):
+            raise BadInputError(
+                f"expected a drafter without a copy of the model under torch.autocast, got {drafter!r}; "
+                "use suffix or model:PATH, or generate outside of autocast"
+            )
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [
             encode_with_images(target, EncodedPrompt(ids[kept].tolist(), images))[0]
@@ -347,10 +354,15 @@ def _default_drafter(model: Any) -> str:
 
 def _keep_copies(model: Any, drafter: str) -> None:
     """Keep the quantised copies that a drafter has made of a model for later calls, as long as the model lives."""
+    if copies := [copy_quantised(model, each) for each in _copy_formats(drafter)]:
+        _copies[model] = copies
+
+
+def _copy_formats(drafter: str) -> list[WeightFormat]:
+    """Return the formats of the copies of the target with which a drafter drafts."""
     names = parse_drafter_name(drafter)
     formats = [drafter_class(name.kind).requirements(name).target_copy for name in names]
-    if copies := [copy_quantised(model, each) for each in formats if each is not None]:
-        _copies[model] = copies
+    return [each for each in formats if each is not None]
 
 
 @lru_cache(maxsize=1)

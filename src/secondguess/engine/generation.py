@@ -120,8 +120,8 @@ class Generation:
         for prompt, settings in zip(prompts, params, strict=True):
             self._add_samples(prompt, settings, owner)
         self.group = RowGroup(list(self._samples), self._receive, is_eager=False)
-        longest = max((len(row.tokens) for row in self._samples), default=0)
-        num_new = llm.target.runtime.num_tokens_to_allocate(min(len(self._samples), 1), longest)
+        sizes = {(row.num_slots, row.longest) for row in self._samples}
+        num_new = max([llm.target.runtime.num_tokens_to_allocate(*size) for size in sizes], default=0)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def _add_samples(self, prompt: Prompt, params: SamplingParams, owner: str) -> None:
@@ -253,7 +253,7 @@ def _guided_drafter_error(drafter: str) -> BadInputError:
 
 
 def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
-    """Return whether `num_rows` rows of up to `longest` tokens can decode together.
+    """Return whether `num_rows` rows of up to `longest` tokens can decode together; a guided row counts as two.
 
     Rows count with the length that they may reach, `max_tokens` included: a row that decodes keeps
     its entries until it ends, so memory that it may need later cannot be given to another.

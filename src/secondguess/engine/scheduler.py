@@ -21,14 +21,14 @@ class Scheduler(Generic[RowT]):
     Args:
         fits: returns whether this number of rows, the longest of which may reach this number of
             tokens, fits into memory.
-        max_rows: maximum number of admitted rows.
+        max_rows: maximum number of admitted rows; a row with several slots counts as as many rows.
     """
 
     def __init__(self, fits: Callable[[int, int], bool], max_rows: int) -> None:
         self._fits = fits
         self.max_rows = max_rows
-        self._waiting: dict[RowT, int] = {}
-        self._admitted: dict[RowT, int] = {}
+        self._waiting: dict[RowT, tuple[int, int]] = {}
+        self._admitted: dict[RowT, tuple[int, int]] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -38,14 +38,15 @@ class Scheduler(Generic[RowT]):
     def num_admitted(self) -> int:
         return len(self._admitted)
 
-    def add(self, row: RowT, longest: int) -> None:
+    def add(self, row: RowT, longest: int, num_slots: int = 1) -> None:
         """Append a row to the queue.
 
         Args:
             row: the row.
             longest: number of tokens that it may reach.
+            num_slots: number of cache slots that it takes.
         """
-        self._waiting[row] = longest
+        self._waiting[row] = (longest, num_slots)
 
     def remove(self, row: RowT) -> None:
         """Remove a row that has finished or was cancelled, waiting or admitted."""
@@ -59,13 +60,14 @@ class Scheduler(Generic[RowT]):
             num_active: number of admitted rows that make progress.
         """
         joining: list[RowT] = []
-        longest = max(self._admitted.values(), default=0)
-        for row, own in self._waiting.items():
-            num_rows, longest = len(self._admitted) + 1, max(longest, own)
+        longest = max([length for length, _ in self._admitted.values()], default=0)
+        num_rows = sum([num_slots for _, num_slots in self._admitted.values()])
+        for row, (own, num_slots) in self._waiting.items():
+            num_rows, longest = num_rows + num_slots, max(longest, own)
             may_wait = num_active + len(joining) > 0
             if may_wait and (num_rows > self.max_rows or not self._fits(num_rows, longest)):
                 break
-            self._admitted[row] = own
+            self._admitted[row] = (own, num_slots)
             joining.append(row)
         for row in joining:
             del self._waiting[row]

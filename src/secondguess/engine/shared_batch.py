@@ -22,6 +22,7 @@ from secondguess.decode import Batch, Components
 from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
 from secondguess.errors import SecondGuessError
+from secondguess.runtime.support import without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class SharedBatch:
         components: components of the loop.
         fits: returns whether this number of rows, the longest of which may reach this number of
             tokens, fits into memory.
-        max_rows: maximum number of rows that decode at the same time.
+        max_rows: maximum number of rows that decode at the same time; a guided row counts as two.
     """
 
     def __init__(self, components: Components, fits: Callable[[int, int], bool], max_rows: int) -> None:
@@ -187,7 +188,7 @@ class SharedBatch:
             self._is_busy = False
 
     def _step(self) -> None:
-        with self._busy():
+        with self._busy(), without_autocast(self.components.target.device):
             try:
                 start = time.perf_counter()
                 self._join()
@@ -203,7 +204,7 @@ class SharedBatch:
             group = self._submitted.popleft()
             for row in group.rows:
                 self._group_of[row] = group
-                self.scheduler.add(row, len(row.tokens) + row.room)
+                self.scheduler.add(row, row.longest + row.room, row.num_slots)
         self._remove_cancelled()
         if not self.scheduler.num_waiting:
             return

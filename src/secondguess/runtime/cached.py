@@ -74,7 +74,8 @@ class CachedRuntime(Runtime):
         hidden_layers: layers whose hidden states `score` returns, numbered as in
             `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
             last layer, normalised); set by `request_hidden_states`.
-        prefill_chunk: largest number of tokens in one prefill forward pass.
+        prefill_chunk: largest number of tokens in one prefill forward pass; `UNLIMITED` if a prompt must run
+            in one, also beyond the limit of a call.
 
     Args:
         vocab_size: width of the logits.
@@ -383,7 +384,9 @@ class CachedRuntime(Runtime):
                 break
             if can_copy and self.slots.extend(waiting[-1]):
                 continue
-            group, counts = self._next_chunk(waiting, int(min(left, self.prefill_chunk)))
+            is_whole = self.prefill_chunk == UNLIMITED and not waiting[-1].length
+            limit = UNLIMITED if is_whole else int(min(left, self.prefill_chunk))
+            group, counts = self._next_chunk(waiting, limit)
             hidden = self._run_chunk(group, counts, with_hidden)
             left -= sum(counts)
             if with_hidden:

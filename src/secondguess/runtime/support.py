@@ -213,6 +213,18 @@ def without_gradients() -> AbstractContextManager[object]:
     return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which `torch.autocast` casts the caller's operations on a device; None where it is off."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_on else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the caller's `torch.autocast`, which would cast cached keys and compiled kernels' inputs."""
+    is_off = autocast_dtype(device) is None
+    return nullcontext() if is_off else torch.autocast(device.type, enabled=False)
+
+
 def num_threads() -> int:
     """Return the number of threads of the kernels: torch's, at most the processors of the cgroup.
 

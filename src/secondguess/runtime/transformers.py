@@ -39,6 +39,9 @@ class TransformersRuntime(CachedRuntime):
     The model's attention implementation is replaced by `attention.IMPLEMENTATION` until `close()`.
     The runtime is a context manager.
 
+    Attributes:
+        autocast_dtype: dtype of the `torch.autocast` under which the module is called; None for none.
+
     Args:
         model: a causal language model with the attention interface; put into evaluation mode.
 
@@ -63,6 +66,7 @@ class TransformersRuntime(CachedRuntime):
             device=model.device,
         )
         self.model = self._active_model = model
+        self.autocast_dtype: torch.dtype | None = None
         parameters = inspect.signature(type(model).forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
@@ -198,8 +202,14 @@ class TransformersRuntime(CachedRuntime):
             options["position_ids"] = positions.expand_as(tokens)
         if with_hidden:
             options["output_hidden_states"] = True
-        output = self._active_model(input_ids=tokens, use_cache=True, **options)
+        if self.autocast_dtype is None:
+            output = self._active_model(input_ids=tokens, use_cache=True, **options)
+        else:
+            with torch.autocast(self.device.type, self.autocast_dtype):
+                output = self._active_model(input_ids=tokens, use_cache=True, **options)
         hidden = {layer: output.hidden_states[layer] for layer in self.hidden_layers} if with_hidden else {}
+        if self.autocast_dtype is not None:  # drafters run without autocast, in the dtype of the weights
+            hidden = {layer: states.to(self.model.dtype) for layer, states in hidden.items()}
         return ForwardOutput(output.logits, hidden)
 
 
