@@ -66,6 +66,11 @@ def test_a_subclass_with_a_rule_of_its_own_is_not_verified_by_the_kernels(parent
     assert type("Renamed", (parent,), {}).kernel_rule is parent.kernel_rule
 
 
+def test_a_verifier_of_another_package_is_made_by_its_import_path(monkeypatch):
+    monkeypatch.setitem(VERIFIERS, "mine", f"{__name__}:WithoutChecks")
+    assert isinstance(make_verifier("mine"), WithoutChecks)
+
+
 def test_declared_exactness_of_every_verifier():
     assert make_verifier("coupled").exactness == Exactness.DRAFTER_INVARIANT
     others = set(VERIFIERS) - {"coupled"}
