@@ -6,8 +6,13 @@ import torch
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Components, decode
+from secondguess.drafters.base import Drafter
+from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.ngram import NgramDrafter
 from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.suffix import SuffixDrafter
+from secondguess.errors import BadInputError
 from secondguess.proof.fakes import TableModel, random_probs
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
@@ -45,6 +50,72 @@ def test_the_error_of_a_refused_row_is_raised():
         with pytest.raises(ValueError, match="at least one token"):
             list(decode(components, [Row([0], SamplingParams()), Row([], SamplingParams())]))
         assert target.num_live_rows == 0
+
+
+def padded(lengths, tokens=((1, 2), (1, 2)), parents=((-1, 0), (-1, 0)), probs=None, dtype=torch.int64):
+    return Draft(*(torch.tensor(each, dtype=dtype) for each in (tokens, parents, lengths)), probs)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (None, "a Draft, got NoneType"),
+        (padded([2, 3]), r"lengths from 0 to its 2 nodes, got \[2, 3\]"),
+        (padded([2, -1]), r"lengths from 0 to its 2 nodes, got \[2, -1\]"),
+        (padded([2]), "2 rows"),
+        (Draft.chains([[1]] * 3), "2 rows, got 3"),
+        (padded([2, 2], dtype=torch.int32), "int64 tokens, parents and lengths, got torch.int32"),
+        (padded([2, 2], parents=((-1,), (-1,))), r"of \[row, node\], got \[2, 2\] and \[2, 1\]"),
+        (padded([2, 2], parents=((1, 0), (-1, 0))), "parents before their children"),
+        (padded([2, 2], tokens=((1, 5), (1, 2))), "token ids from 0 to 4, got 5"),
+        (padded([2, 2], tokens=((1, -1), (1, 2))), "token ids from 0 to 4, got -1"),
+        (padded([2, 2], probs=torch.full((2, 2, 5), 0.2)), "no Draft.probs"),
+    ],
+)
+def test_a_draft_that_breaks_the_contract_is_refused(draft, message):
+    with pytest.raises(BadInputError, match=f"expected the drafter careless to return .*{message}"):
+        draft_for_two_rows(Careless(draft))
+
+
+@pytest.mark.parametrize(
+    ("probs", "message"),
+    [
+        (None, "Draft.probs where a row samples, got none"),
+        (torch.full((2, 2, 4), 0.25), r"\[2, 2, 5\], got \[2, 2, 4\]"),
+        (torch.full((2, 1, 5), 0.2), r"\[2, 2, 5\], got \[2, 1, 5\]"),
+        (torch.full((2, 2, 5), 0.2, dtype=torch.bfloat16), "float32 or float64, got torch.bfloat16"),
+    ],
+)
+def test_reported_distributions_that_break_the_contract_are_refused(probs, message):
+    drafter = Careless(padded([2, 2], probs=probs), deterministic=False)
+    with pytest.raises(BadInputError, match=f"expected the drafter careless to return .*{message}"):
+        draft_for_two_rows(drafter)
+
+
+def test_drafts_of_a_combined_drafter_with_a_part_of_the_user_are_checked():
+    drafter = CombinedDrafter([Careless(padded([2, 3])), NgramDrafter()], 5)
+    with pytest.raises(
+        BadInputError, match=r"the drafter careless\+ngram.* to return lengths from 0 to its 2 nodes"
+    ):
+        draft_for_two_rows(drafter)
+    assert CombinedDrafter([NgramDrafter(), SuffixDrafter()], 5).is_of_package
+
+
+class Careless(Drafter):
+    """Drafter that returns the same draft in every round."""
+
+    name = "careless"
+
+    def __init__(self, draft, deterministic=True):
+        self.draft = draft
+        self.deterministic = deterministic
+
+    def propose(self, rows, budgets, noise):
+        return self.draft
+
+
+def draft_for_two_rows(drafter):
+    list(decode(table_team(drafter), [Row([0], SamplingParams(temperature=1.0)) for _ in range(2)]))
 
 
 def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):

@@ -33,7 +33,7 @@ from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources,
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs
-from secondguess.scoring import score_and_verify
+from secondguess.scoring import check_draft, score_and_verify
 from secondguess.stats import StatsRecorder
 from secondguess.verifiers.base import Verifier
 
@@ -164,7 +164,8 @@ def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budg
     if not budgets.longest:
         return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
     with components.recorder.phase("draft"):
-        return components.drafter.propose(rows, budgets, noise)
+        draft = components.drafter.propose(rows, budgets, noise)
+        return check_draft(components, len(rows), draft, noise)
 
 
 def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict) -> list[Commit]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from drafter_cases import PROMPTS, greedy_text, run
 
+from secondguess.core import Budgets, Row
 from secondguess.drafters.base import Drafter
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-drafter.md"
 
@@ -54,3 +56,12 @@ def test_drafts_of_the_documented_drafter_are_accepted() -> None:
 
     result = run(shown_drafter()(), [[0, 1]], SamplingParams(max_tokens=30), dist=circle)
     assert result.stats[0].num_accepted > 10
+
+
+def test_the_documented_drafter_ends_chains_before_tokens_that_the_target_lacks() -> None:
+    row = Row([1, 2, 9, 1], SamplingParams())
+    for vocab_size, expected in ((10, [2, 9, 1]), (6, [2])):
+        drafter = shown_drafter()(vocab_size)
+        drafter.begin([row], [])
+        budgets = Budgets([3], lambda *_: [True])
+        assert drafter.propose([row], budgets, KeyedNoise.from_rows([row])).token_lists == [expected]

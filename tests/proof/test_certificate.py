@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from checkpoints import random_llama
+from secondguess.core import Verdict
 from secondguess.drafters.vocabulary.drafters import make_translating_drafter
 from secondguess.errors import BadInputError
 from secondguess.proof.certificate import (
@@ -22,6 +23,7 @@ from secondguess.proof.fakes import random_probs
 from secondguess.runtime import tiny as runtime_tiny
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.verifiers import base
+from secondguess.verifiers.auto import AutoVerifier
 from vocabulary_cases import tiny_pair
 
 SMALL = CertifyOptions(num_samples=4000, limit=0.08, batch_size=1000)
@@ -90,6 +92,18 @@ def test_a_wrong_distribution_fails(monkeypatch):
     assert not certificate.passed
     assert certificate.p_value < 1e-6
     assert "FAILED" in str(certificate)
+
+
+def test_a_wrong_verifier_derived_from_the_default_fails():
+    class AcceptsAll(AutoVerifier):
+        def verify(self, draft, target_probs, noise):
+            return Verdict.from_chain(draft.lengths.tolist(), [0] * draft.num_rows)
+
+    system = tiny_system()
+    components = replace(system.components, verifier=AcceptsAll())
+    certificate = certify(replace(system, components=components), CertifyOptions(num_samples=1000, limit=0.2))
+    assert not certificate.passed
+    assert certificate.p_value < 1e-6
 
 
 def test_rejections_are_counted_by_position():

@@ -447,6 +447,12 @@ class TestSettings:
             assert hash(other) == hash(params)
         assert dataclasses.replace(params, logit_bias={7: 1}) != params
 
+    def test_settings_are_pickled_without_their_hash_which_differs_between_processes(self):
+        params = SamplingParams(stop="a")
+        hash(params)
+        vars(params)["_hash"] += 1  # as if another process had computed it
+        assert hash(pickle.loads(pickle.dumps(params))) == hash(SamplingParams(stop="a"))
+
     def test_tokens_outside_the_vocabulary_are_refused(self):
         SamplingParams(logit_bias={9: 1}, stop_token_ids=[9]).check_vocab(10)
         with pytest.raises(BadInputError, match="expected logit_bias to be token ids below 10, got 10"):

@@ -4,13 +4,15 @@ import numpy
 import pytest
 import torch
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import VERIFIERS, make_verifier
-from secondguess.verifiers.base import Exactness, accept_matching, query_depths
-from secondguess.verifiers.block import prefix_weights
+from secondguess.verifiers.auto import AutoVerifier
+from secondguess.verifiers.base import Exactness, accept_matching, query_depths, verify_logits
+from secondguess.verifiers.block import BlockVerifier, prefix_weights
+from secondguess.verifiers.coupled import CoupledVerifier
 from secondguess.verifiers.shapes import shape_of
 from secondguess.verifiers.traversal import traverse
 
@@ -39,6 +41,34 @@ def test_unknown_names_are_refused_with_the_known_ones():
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_every_name_makes_its_verifier(name):
     assert make_verifier(name).name == name
+
+
+class WithoutChecks:
+    """Rule that accepts all nodes."""
+
+    def verify(self, draft, target_probs, noise):
+        return Verdict.from_chain(draft.lengths.tolist(), [0] * draft.num_rows)
+
+
+@pytest.mark.parametrize("parent", [AutoVerifier, BlockVerifier, CoupledVerifier])
+def test_a_subclass_with_a_rule_of_its_own_is_not_verified_by_the_kernels(parent):
+    nodes, logits = torch.full((2, 3, 8), 1 / 8), torch.zeros(2, 4, 8)
+    logits[..., 7] = 50.0
+    rows = [Row([0], SamplingParams(temperature=1.0), seed=seed) for seed in range(2)]
+    draft, noise = Draft.chains([[1, 2, 3]] * 2, nodes), KeyedNoise.from_rows(rows)
+    for rule in (
+        type("Overrides", (parent,), {"verify": WithoutChecks.verify}),
+        type("Inherits", (WithoutChecks, parent), {}),
+        type("OverridesNodes", (BlockVerifier,), {"verify_nodes": WithoutChecks.verify}),
+    ):
+        assert verify_logits(rule(), rows, draft, logits, noise).lengths == [3, 3]
+    assert verify_logits(type("Renamed", (parent,), {})(), rows, draft, logits, noise).lengths == [0, 0]
+    assert type("Renamed", (parent,), {}).kernel_rule is parent.kernel_rule
+
+
+def test_a_verifier_of_another_package_is_made_by_its_import_path(monkeypatch):
+    monkeypatch.setitem(VERIFIERS, "mine", f"{__name__}:WithoutChecks")
+    assert isinstance(make_verifier("mine"), WithoutChecks)
 
 
 def test_declared_exactness_of_every_verifier():

@@ -96,6 +96,7 @@ class Drafter(ABC):
             (`Row.coupled`), which makes them match more often.
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
         argument: placeholder of its argument in help texts, such as PATH.
+        is_of_package: True for drafters of this package, whose drafts the loop does not check.
     """
 
     name: str
@@ -109,6 +110,11 @@ class Drafter(ABC):
     draws_by_race: bool = False
     shares_history: bool = False
     argument: str = "PATH"
+    is_of_package: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.is_of_package = cls.__module__.startswith("secondguess.drafters.")
 
     @property
     def kinds(self) -> tuple[str, ...]:

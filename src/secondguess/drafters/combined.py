@@ -54,6 +54,7 @@ class CombinedDrafter(Drafter):
         self.draws_by_race = self.deterministic and any(part.draws_by_race for part in self.parts)
         self.shares_history = any(part.shares_history for part in self.parts)
         self.can_draft_trees = any(part.can_draft_trees for part in self.parts)
+        self.is_of_package = all(part.is_of_package for part in self.parts)
         self.hidden_layers = tuple(
             dict.fromkeys(layer for part in self.parts for layer in part.hidden_layers)
         )

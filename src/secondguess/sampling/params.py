@@ -170,6 +170,10 @@ class SamplingParams:
         # Needed for every row in every round: it is the key of the cached setting tensors.
         return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: the hashes of texts differ between processes."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     @cached_property
     def edits_logits(self) -> bool:
         """True if these settings can change which logit is the largest."""

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from secondguess.verifiers.base import Verifier
 
 VERIFIERS = {
-    "auto": "auto:AutoVerifier",
-    "greedy": "greedy:GreedyVerifier",
-    "rejection": "rejection:RejectionVerifier",
-    "block": "block:BlockVerifier",
-    "recursive": "recursive:RecursiveVerifier",
-    "traversal": "traversal:TraversalVerifier",
-    "coupled": "coupled:CoupledVerifier",
+    "auto": "secondguess.verifiers.auto:AutoVerifier",
+    "greedy": "secondguess.verifiers.greedy:GreedyVerifier",
+    "rejection": "secondguess.verifiers.rejection:RejectionVerifier",
+    "block": "secondguess.verifiers.block:BlockVerifier",
+    "recursive": "secondguess.verifiers.recursive:RecursiveVerifier",
+    "traversal": "secondguess.verifiers.traversal:TraversalVerifier",
+    "coupled": "secondguess.verifiers.coupled:CoupledVerifier",
 }
-"""Name on the command line -> module and class, imported on first use."""
+"""Name on the command line -> import path of the class, imported on first use."""
 
 
 RELAXATIONS = {"lantern": "arXiv 2410.03355", "gsd": "arXiv 2508.07747"}
@@ -50,6 +50,6 @@ def make_verifier(name: str) -> Verifier:
         BadInputError: unknown name; the message lists the verifiers.
     """
     check_verifier_name(name)
-    module, class_name = VERIFIERS[name].split(":")
-    verifier: Verifier = getattr(import_module(f"{__name__}.{module}"), class_name)()
+    module, _, class_name = VERIFIERS[name].partition(":")
+    verifier: Verifier = getattr(import_module(module), class_name)()
     return verifier

@@ -55,6 +55,13 @@ class Verifier(ABC):
     reports_samples: bool = False
     """True if verdicts have the token sampled at every query (`Verdict.samples`)."""
 
+    def __init_subclass__(cls) -> None:
+        """Do not inherit the rule of the kernels where `verify` or `verify_nodes` is another."""
+        super().__init_subclass__()
+        definitions = [vars(each).keys() & {"verify", "verify_nodes", "kernel_rule"} for each in cls.__mro__]
+        if "kernel_rule" not in next(filter(None, definitions)):
+            cls.kernel_rule = Verifier.kernel_rule  # type: ignore[method-assign]
+
     def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
 
@@ -92,8 +99,9 @@ class Verifier(ABC):
     def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
         """Return the rule by which the kernels verify a row of a draft of chains as `verify` does.
 
-        None if they cannot. (They do not read what is beyond the nodes of a row, where `verify` reports
-        logits that are not finite.)
+        None if they cannot, as in classes that define another `verify` or `verify_nodes` without this.
+        (The kernels do not read what is beyond the nodes of a row, where `verify` reports logits that
+        are not finite.)
         """
         return None
 
