@@ -134,7 +134,8 @@ class CachedRuntime(Runtime):
         states = [self.slots[row] for row in rows]
         others = self._layers_of_other_rows
         requests = {others if state.hidden_layers is None else state.hidden_layers for state in states}
-        self.hidden_layers = tuple(dict.fromkeys(layer for request in requests for layer in request))
+        if requests != {self.hidden_layers}:
+            self.hidden_layers = tuple(dict.fromkeys(layer for request in requests for layer in request))
         return states
 
     @abstractmethod
