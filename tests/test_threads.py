@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import pytest
 
@@ -66,6 +67,23 @@ def test_streams_in_one_thread_alternate(pair: LLM, plain_texts: list[list[int]]
             piece = next(stream, None)
             tokens[index] += piece.tokens if piece else []
     assert tokens == plain_texts
+
+
+def test_llms_with_one_target_and_different_drafters_alternate(pair: LLM) -> None:
+    llms = [with_drafter(pair, drafter, CONTROLLER) for drafter in ("eagle", "ngram", "medusa", "early-exit")]
+    plain = with_drafter(pair, "none").generate(PROMPTS[0], max_tokens=12).token_ids
+    streams = [llm.stream(PROMPTS[0], max_tokens=12) for llm in llms]
+    tokens: list[list[int]] = [[] for _ in llms]
+    for pieces in zip_longest(*streams):
+        for index, piece in enumerate(pieces):
+            tokens[index] += piece.tokens if piece else []
+    assert tokens == [plain] * len(llms)
+
+    def call(number: int) -> bool:
+        return llms[number % len(llms)].generate(PROMPTS[0], max_tokens=12).token_ids == plain
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(call, range(40)))
 
 
 def test_an_abandoned_stream_releases_its_row(pair: LLM) -> None:

@@ -56,11 +56,12 @@ class Batch:
         """Admit rows, whose prompts the next steps prefill in this order."""
         # Registered first, so that `close` releases them even if this is interrupted.
         self._prefilling.update((row, []) for row in rows)
-        self.components.target.request_hidden_states(self.components.drafter.hidden_layers)
         # Per row, the number of tokens that are cached already: its slot's former row began with them.
         reused = self.components.target.admit(rows, self.components.drafter.admit(rows))
         for row, num_reused in zip(rows, reused, strict=True):
             self.components.recorder.of(row).num_reused = num_reused
+        # Other batches with the same target may have drafters that read other layers.
+        self.components.target.request_hidden_states(self.components.drafter.hidden_layers, rows)
 
     def step(self) -> list[Commit]:
         """Prefill, then run a round over the rows whose prompts are cached, and release finished rows.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -71,3 +74,30 @@ def test_an_output_does_not_change_with_the_text() -> None:
     num_tokens = len(output.token_ids)
     assert sum(1 for _ in pieces)
     assert len(output.drafted) == len(output.logprobs) == num_tokens
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("call", ["generate", "stream", "closed stream", "abandoned stream"])
+def test_the_models_are_freed_with_their_llm(tiny_checkpoint: str, call: str) -> None:
+    llm = load(tiny_checkpoint, f"model:{tiny_checkpoint}", dtype="float32")
+    models = [ref(llm.target.runtime), ref(llm.drafter)]
+    if call == "generate":
+        llm.generate(PROMPT, max_tokens=4)
+    else:
+        pieces = llm.stream(PROMPT, max_tokens=4)
+        next(pieces)
+        if call == "stream":
+            assert list(pieces)
+        elif call == "closed stream":
+            pieces.close()  # type: ignore[attr-defined]
+        del pieces
+    del llm
+    assert [model() for model in models] == [None, None]

@@ -209,6 +209,20 @@ def test_a_borrowed_model_can_be_called_by_its_owner(name, tmp_path):
         assert_near(padded, expected[0, 2:])
 
 
+def test_rows_get_the_hidden_states_requested_for_them(runtime):
+    read, plain, other = rows = [row_of([first, 6, 7]) for first in range(3)]
+    runtime.request_hidden_states([0])
+    runtime.admit(rows)
+    runtime.request_hidden_states([1], [read])
+    runtime.request_hidden_states([], [plain])
+    draft = Draft.chains([NODES[:2]])
+    expected = [(read, {1}), (plain, set()), (other, {0})]
+    for row, layers in expected:
+        assert runtime.prefill([row])[0].keys() == layers
+    for row, layers in [*expected, expected[0]]:
+        assert runtime.score([row], draft).hidden.keys() == layers
+
+
 def test_misuse_is_reported(runtime, checkpoint):
     row = row_of([5, 6])
     runtime.begin([row])

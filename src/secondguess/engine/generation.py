@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.codes import TokenCodes
@@ -119,7 +120,9 @@ class Generation:
             )
         for prompt, settings in zip(prompts, params, strict=True):
             self._add_samples(prompt, settings, owner)
-        self.group = RowGroup(list(self._samples), self._receive, is_eager=False)
+        # A bound method would form a cycle, which keeps the models in memory until it is collected.
+        receive = partial(Generation._receive, proxy(self))
+        self.group = RowGroup(list(self._samples), receive, is_eager=False)
         sizes = {(row.num_slots, row.longest) for row in self._samples}
         num_new = max([llm.target.runtime.num_tokens_to_allocate(*size) for size in sizes], default=0)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
@@ -162,7 +165,7 @@ class Generation:
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
         self.group.is_eager = True
-        self.group.receive = self._receive_tokens
+        self.group.receive = partial(Generation._receive_tokens, proxy(self))
         for _ in self.rounds():
             pass
         return self.outputs()

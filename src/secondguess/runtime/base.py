@@ -195,8 +195,12 @@ class Runtime(ABC):
         """Number of token ids that a text may have; more than logits if some are never generated."""
         return self.vocab_size
 
-    def request_hidden_states(self, layers: Sequence[int]) -> None:
-        """Set the layers whose hidden states `begin` and `score` return from now on.
+    def request_hidden_states(self, layers: Sequence[int], rows: Sequence[Row] | None = None) -> None:
+        """Set the layers whose hidden states `begin`, `prefill` and `score` return from now on.
+
+        Args:
+            layers: numbers of the layers.
+            rows: admitted rows to request them for; None for all rows without a request of their own.
 
         Raises:
             UnsupportedModelError: if the runtime cannot return hidden states.

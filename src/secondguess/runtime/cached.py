@@ -71,9 +71,9 @@ class CachedRuntime(Runtime):
             as in a prefill.
         cache_class: class of the cache.
         orders_rows: True if passes copy the cache unless rows are in the order of their slots.
-        hidden_layers: layers whose hidden states `score` returns, numbered as in
+        hidden_layers: layers whose hidden states the call in progress returns, numbered as in
             `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
-            last layer, normalised); set by `request_hidden_states`.
+            last layer, normalised): those that `request_hidden_states` was given for its rows.
         prefill_chunk: largest number of tokens in one prefill forward pass; `UNLIMITED` if a prompt must run
             in one, also beyond the limit of a call.
 
@@ -104,6 +104,7 @@ class CachedRuntime(Runtime):
         self.num_layers = num_layers
         self.device = device
         self.hidden_layers: tuple[int, ...] = ()
+        self._layers_of_other_rows: tuple[int, ...] = ()
         self.prefill_chunk = 512
         self.cache = self.cache_class(device)
         self.slots = SlotTable(self.cache)
@@ -114,14 +115,29 @@ class CachedRuntime(Runtime):
         self._chain_masks = tree.ChainMasks(device)
         self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
 
-    def request_hidden_states(self, layers: Sequence[int]) -> None:
+    @exclusive
+    def request_hidden_states(self, layers: Sequence[int], rows: Sequence[Row] | None = None) -> None:
         for layer in layers:
             if not -self.num_layers - 1 <= layer <= self.num_layers:
                 raise BadInputError(
                     f"expected hidden layers from {-self.num_layers - 1} to {self.num_layers}, got {layer}; "
                     "request an existing layer"
                 )
-        self.hidden_layers = tuple(dict.fromkeys(layers))
+        requested = tuple(dict.fromkeys(layers))
+        if rows is None:
+            self.hidden_layers = self._layers_of_other_rows = requested
+            return
+        for row in rows:
+            self.slots[row].hidden_layers = requested
+
+    def _states_of(self, rows: Sequence[Row]) -> list[CachedRow]:
+        """Return the states of rows, and set `hidden_layers` to the layers requested for these rows."""
+        states = [self.slots[row] for row in rows]
+        others = self._layers_of_other_rows
+        requests = {others if state.hidden_layers is None else state.hidden_layers for state in states}
+        if requests != {self.hidden_layers}:
+            self.hidden_layers = tuple(dict.fromkeys(layer for request in requests for layer in request))
+        return states
 
     @abstractmethod
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
@@ -162,6 +178,7 @@ class CachedRuntime(Runtime):
                 f"expected no row in the cache, got {len(self.slots)}; call release(row) first"
             )
         self.slots.forget()
+        self.hidden_layers = self._layers_of_other_rows
         num_rows, width = tokens.shape
         starts = [0] * num_rows
         with torch.inference_mode():
@@ -265,7 +282,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
-        states = [self.slots[row] for row in rows]
+        states = self._states_of(rows)
         order = self._order(states)
         if order is None:
             return self._score(states, draft)
@@ -344,8 +361,9 @@ class CachedRuntime(Runtime):
         self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
     ) -> list[HiddenStates]:
         self._drop_partial_forward()
+        states = self._states_of(rows)
         with_hidden = with_hidden and bool(self.hidden_layers)
-        hidden = self._prefill([self.slots[row] for row in rows], max_tokens, with_hidden, can_copy=True)
+        hidden = self._prefill(states, max_tokens, with_hidden, can_copy=True)
         return [hidden.get(row, {}) for row in rows]
 
     def num_to_prefill(self, row: Row) -> int:

@@ -33,8 +33,8 @@ class GuidedRuntime(Runtime):
     def num_input_tokens(self) -> int:
         return self._runtime.num_input_tokens
 
-    def request_hidden_states(self, layers: Sequence[int]) -> None:
-        self._runtime.request_hidden_states(layers)
+    def request_hidden_states(self, layers: Sequence[int], rows: Sequence[Row] | None = None) -> None:
+        self._runtime.request_hidden_states(layers, None if rows is None else [*rows, *self._twins_of(rows)])
 
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         new = {row: Row(list(row.guidance.negative), row.params) for row in rows if row.guidance}

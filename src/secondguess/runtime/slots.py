@@ -38,7 +38,7 @@ class CachedRow:
     """State of a row in the cache: `length` committed tokens in `slot`, then `num_nodes` nodes.
 
     `position_offset` is added to the position of a token in the text: an image may have fewer
-    positions than tokens (Qwen-VL).
+    positions than tokens (Qwen-VL). `hidden_layers` are those requested for this row, if any were.
     """
 
     row: Row
@@ -46,6 +46,7 @@ class CachedRow:
     length: int = 0
     num_nodes: int = 0
     position_offset: int = 0
+    hidden_layers: tuple[int, ...] | None = None
 
     @property
     def num_to_prefill(self) -> int:
