@@ -52,14 +52,14 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model or of drafter heads, sorted by name; empty for pickles.
+    """Return the weight files of a model or of drafter heads, sorted by name.
 
-    The path of a GGUF file is that of its only file.
+    The path of a GGUF file is that of its only file. Pickles are returned if there is no other format.
 
     Raises:
         CheckpointError: if the index is broken.
     """
-    return [folder] if is_gguf(folder) else tensor_files(folder)
+    return [folder] if is_gguf(folder) else tensor_files(folder) or pickle_files(folder)
 
 
 def pickle_files(folder: Path) -> list[Path]:
