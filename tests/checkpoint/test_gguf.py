@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from checkpoints import random_llama
 from families import needs_kernels, row_of
-from gguf_files import WIDTH, blocks, finish, writer_for
+from gguf_files import WIDTH, blocks, finish, write_model, writer_for
 from gguf_files import write_llama as write
 from secondguess.checkpoint import resolve
 from secondguess.checkpoint.checkpoint import Checkpoint
@@ -96,6 +96,15 @@ def test_files_that_are_read_wrongly_otherwise_are_refused_by_name(tmp_path, mon
         CheckpointError, match=r"architecture whose weights the kernels read \(qwen2\), got llama"
     ):
         checkpoint.read_module(layer_by_layer=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_number_of_heads_that_does_not_fit_the_weights_is_refused(dtype, tmp_path):
+    model = random_llama(3, hidden_size=WIDTH, intermediate_size=WIDTH, vocab_size=300)
+    config = transformers.LlamaConfig.from_dict(model.config.to_dict() | {"num_key_value_heads": 3})
+    write_model(writer_for(tmp_path, "llama", config, rope__freq_base=1e4), model, "Q8_0")
+    with pytest.raises(CheckpointError, match=r"expected .*model\.gguf.*reshape.*again"):
+        Checkpoint.resolve(tmp_path / "model.gguf", dtype=dtype, device="cpu").load()
 
 
 def write_mixture(folder: Path, kind: str) -> nn.Module:

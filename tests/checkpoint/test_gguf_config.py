@@ -263,3 +263,16 @@ def test_unknown_rotary_positions_are_refused(fields, found, tmp_path):
         CheckpointError, match=f"rotary positions are known, got {found}.*safetensors checkpoint"
     ):
         Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
+
+
+def test_ends_of_turns_are_end_tokens(tmp_path):
+    """The fields have numbers; other ends are known by name, as in llama.cpp."""
+    config = transformers.LlamaConfig(**SIZES)
+    writer = writer_for(tmp_path, "llama", config, rope__freq_base=1e4)
+    writer.add_eot_token_id(4)
+    writer.add_eom_token_id(9)
+    tokens = list(writer.kv_data[0]["tokenizer.ggml.tokens"].value)
+    tokens[7], tokens[8] = "<|im_end|>", "<end_of_turn>"
+    writer.kv_data[0]["tokenizer.ggml.tokens"].value = tokens
+    finish(writer)
+    assert Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config.eos_token_id == [0, 4, 7, 8, 9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import transformers
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of, write_checkpoint
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.weights import count_parameters
 
 SLACK = 2**24
 """Bytes that allocators may keep beyond the estimate."""
@@ -99,3 +101,12 @@ def test_the_cache_takes_what_was_estimated(name, tmp_path):
     cache = loaded.runtime.cache
     num_bytes = sum(block.nbytes for block in (*cache.keys, *cache.values))
     assert num_bytes == cache.num_slots * cache.capacity * loaded.checkpoint.cache_bytes_per_token
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_in_pickles_are_counted_by_their_dtype(key, dtype, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({key: dtype} if key else {}))
+    for name in ("pytorch_model.bin", "optimizer.bin", "training_args.bin"):
+        (tmp_path / name).write_bytes(bytes(400))
+    assert count_parameters(tmp_path) == (200 if key and dtype == "bfloat16" else 100)

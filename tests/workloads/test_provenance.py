@@ -1,5 +1,6 @@
 """Provenance of results, without host names and paths."""
 
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -59,6 +60,13 @@ def test_the_hash_depends_only_on_the_weights(tmp_path):
     assert hash_weights(tmp_path) == before
     (tmp_path / "b.safetensors").write_bytes(b"two")
     assert hash_weights(tmp_path) != before
+
+
+def test_the_hash_of_pickles_depends_on_the_weights_alone(tmp_path):
+    (tmp_path / "pytorch_model-00001-of-00001.bin").write_bytes(b"one")
+    before = hash_weights(tmp_path)
+    (tmp_path / "optimizer.bin").write_bytes(b"two")
+    assert hash_weights(tmp_path) == before == hashlib.sha256(b"one").hexdigest()
 
 
 def test_the_same_files_are_read_once(tmp_path, monkeypatch):

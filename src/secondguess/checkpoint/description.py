@@ -12,7 +12,7 @@ import torch
 from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.read import outline_of, require_torchao
-from secondguess.checkpoint.weights import count_parameters, is_gguf, tensor_files
+from secondguess.checkpoint.weights import count_parameters, tensor_files, weight_files
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES
@@ -122,7 +122,7 @@ def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
     """
     path = Path(checkpoint.path)
     files = tensor_files(path)
-    if not (files or is_gguf(path) or any(path.glob("pytorch_model*.bin"))):
+    if not weight_files(path):
         raise CheckpointError(
             f"expected weights in {path} (model.safetensors, shards with their index, or pytorch_model.bin), got none; "
             "copy or download the checkpoint again"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from secondguess.checkpoint.experts import expert_weight_names
 from secondguess.checkpoint.gguf_config import ARCHITECTURES, ROPE_TENSORS
 from secondguess.checkpoint.quantised import mxfp4_weight
 from secondguess.checkpoint.weights import forget_gguf_readers, gguf_reader
-from secondguess.errors import UnsupportedModelError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.families import FAMILIES
 from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
@@ -71,6 +72,7 @@ class GgufWeights:
             get_gguf_hf_weights_map,
         )
 
+        self._file = file
         reader = gguf_reader(file)
         architecture = reader.fields["general.architecture"].contents()
         if architecture not in ARCHITECTURES:
@@ -117,6 +119,10 @@ class GgufWeights:
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32."""
+        with self._naming(name):
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         from gguf.quants import dequantize
 
         tensor, _ = self._sources[name]
@@ -130,12 +136,27 @@ class GgufWeights:
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return the weight `[output, input]` of a linear layer for the kernels."""
+        with self._naming(name):
+            return self._read_codes(name)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Name the file and the tensor in errors of weights that do not fit the configuration."""
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(
+                f"expected a GGUF file whose weights have the shapes that its fields say, got {self._file} with "
+                f"{self._sources[name][0].name} that does not fit: {error}; copy or download it again"
+            ) from error
+
+    def _read_codes(self, name: str) -> Tensor | GroupedWeight:
         kind = self._sources[name][0].tensor_type
         if not self.quantises(name):
-            return self.read(name)
+            return self._read(name)
         rows = self._rows(name)
         if rows is None:
-            return GroupedWeight.rounded(self.read(name))
+            return GroupedWeight.rounded(self._read(name))
         slices = (np.array(rows[part]) for part in _slices(rows))
         if decode := DECODERS.get(kind.name):
             return GroupedWeight.joined([decode(torch.from_numpy(each)) for each in slices])

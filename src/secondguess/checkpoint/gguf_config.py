@@ -39,6 +39,9 @@ FIELDS_OF_GPT_OSS = {
     "attention.sliding_window": "sliding_window",
 }
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
+ENDS_OF_TURNS = frozenset(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>"])
+"""Tokens that end a text if the vocabulary has them, as in llama.cpp; in gpt-oss, `<|end|>` does not."""
+END_FIELDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 NUM_SPECIAL = 1200
 """Number of last tokens of gpt-oss's vocabulary among which its special tokens are."""
 SIZES = {
@@ -96,6 +99,7 @@ def read_gguf_config(file: Path) -> Any:
         config = AutoConfig.from_pretrained(
             str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
         )
+        _add_end_tokens(config, file)
     _complete_config(config, file)
     return config
 
@@ -143,6 +147,19 @@ def _gpt_oss_config(file: Path) -> GptOssConfig:
         rope_parameters={"rope_type": "default", "rope_theta": values["rope.freq_base"]},
         architectures=["GptOssForCausalLM"],
     )
+
+
+def _add_end_tokens(config: Any, file: Path) -> None:
+    """Add the ends of turns and of messages to the end-of-sequence token, which alone Transformers reads."""
+    fields = gguf_reader(file).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents() if "tokenizer.ggml.tokens" in fields else []
+    named = {int(fields[name].contents()) for name in END_FIELDS if name in fields}
+    found = {index for index, token in enumerate(tokens) if token in ENDS_OF_TURNS or index in named}
+    if found:
+        ends = config.eos_token_id
+        config.eos_token_id = sorted(
+            found.union([] if ends is None else [ends] if isinstance(ends, int) else ends)
+        )
 
 
 def _complete_config(config: Any, file: Path) -> None:

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from secondguess.errors import CheckpointError
 
+BYTES_OF_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
 
 def is_gguf(path: str | Path) -> bool:
     """Return whether a path, as `find_checkpoint` returns it, is that of a GGUF file."""
@@ -50,14 +52,20 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model or of drafter heads, sorted by name; empty for pickles.
+    """Return the weight files of a model or of drafter heads, sorted by name.
 
-    The path of a GGUF file is that of its only file.
+    The path of a GGUF file is that of its only file. Pickles are returned if there is no other format.
 
     Raises:
         CheckpointError: if the index is broken.
     """
-    return [folder] if is_gguf(folder) else tensor_files(folder)
+    return [folder] if is_gguf(folder) else tensor_files(folder) or pickle_files(folder)
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights in the older pickle format, not those of an optimizer or a trainer."""
+    whole = folder / "pytorch_model.bin"
+    return [whole] if whole.is_file() else sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _named_weights(folder: Path) -> str | None:
@@ -82,15 +90,24 @@ def count_parameters(folder: Path, suffix: str = "") -> int:
     """Return a model's number of parameters, from the headers of its weight files.
 
     With `suffix`, only tensors are counted whose names end with it. For weights in the older pickle
-    format it is estimated: they rarely take more than two bytes each.
+    format it is estimated from the size of the files and the dtype in `config.json`.
 
     Raises:
         CheckpointError: if a file is not safetensors or is truncated.
     """
-    files = weight_files(folder)
+    files = [folder] if is_gguf(folder) else tensor_files(folder)
     if not files:
-        return sum(file.stat().st_size for file in folder.glob("*.bin")) // 2
+        return sum(file.stat().st_size for file in pickle_files(folder)) // _size_in_pickles(folder)
     return sum(_count_in_file(file, suffix) for file in files)
+
+
+def _size_in_pickles(folder: Path) -> int:
+    """Return the bytes of a weight in the dtype that the configuration names; in float32 if it names none."""
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError):
+        config = dict(json.loads((folder / "config.json").read_bytes()))
+    named = config.get("dtype") or config.get("torch_dtype")
+    return BYTES_OF_DTYPES.get(str(named).removeprefix("torch."), 4)
 
 
 def _count_in_file(file: Path, suffix: str) -> int:

@@ -135,7 +135,7 @@ def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str
     drafter was loaded, so that a drafter that does not fit raises its error first.
 
     Args:
-        target_name, target_path: name and path of the target; without safetensors files at the
+        target_name, target_path: name and path of the target; without weight files at the
             path nothing is compared.
     """
     provenance = read_provenance(folder)
