@@ -127,18 +127,25 @@ def test_training_raises_the_acceptance_of_a_draft_model(
     assert reached[1] > reached[0] + 0.05
 
 
-def test_a_target_without_early_exits_is_refused_before_writing(
-    secondguess_command, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [("early-exit", ["--steps", 4], "layers run one by one"), ("layer-skip", [], "fused runtime covers")],
+)
+def test_a_target_whose_layers_cannot_be_run_separately_is_refused_before_writing(
+    secondguess_command, prompts: Path, tmp_path: Path, kind: str, options: list[object], reason: str
 ) -> None:
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     write_tokenizer(tmp_path / "gpt2")
     done = secondguess_command(
-        "train", "early-exit", "--out", tmp_path / "out", "--model", tmp_path / "gpt2", "--data", prompts,
-        "--max-tokens", 8, "--length", 40, "--steps", 4,
+        "train", kind, "--out", tmp_path / "out", "--model", tmp_path / "gpt2", "--data", prompts,
+        "--max-tokens", 8, "--length", 40, *options,
     )  # fmt: skip
     assert done.code == 2
-    assert "layers run one by one" in done.err
+    assert reason in done.err
+    assert "such as medusa" in done.err
+    assert "runtime native" not in done.err
+    assert "runtime auto" not in done.err
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from secondguess.api import LLM, load
 from secondguess.checkpoint.read import pick_device, read_config
 from secondguess.checkpoint.resolve import DTYPE_NAMES
 from secondguess.checkpoint.weights import hash_weights
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
 from secondguess.heads.learning import TrainableHead
@@ -197,8 +197,11 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     documents = _documents(job)
     run = job.out / RUN
     llm = load(job.model, "none", dtype=job.load_dtype, device=job.device)
-    if job.recipe.runs_first_layers:
-        llm.target.runtime.require_partial_forward()
+    if job.recipe.runs_first_layers and not llm.target.runtime.supports_partial_forward:
+        raise UnsupportedModelError(
+            f"expected a target whose layers run one by one, got {job.model}, which runs as a whole; train a drafter "
+            "that does without, such as medusa"
+        )
     # All that can be refused is refused before the folder is bound to these options and texts are written.
     _untrained(job, llm, torch.ones(llm.target.runtime.vocab_size, dtype=torch.long))
     if job.as_is:

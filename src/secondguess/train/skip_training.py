@@ -65,7 +65,11 @@ def search_layers(
     documents = read_documents(data, as_is=False) if data else default_documents(DEFAULT_PROMPTS)
     run = out / RUN
     identity = identity_of_texts(model, data, num_prompts, answers, dtype)
-    llm = load(model, "suffix", dtype=dtype, runtime="fused")
+    try:
+        llm = load(model, "suffix", dtype=dtype, runtime="fused")
+    except UnsupportedModelError as error:
+        reason = str(error).partition(";")[0]
+        raise UnsupportedModelError(f"{reason}; train a drafter of another kind, such as medusa") from error
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
         raise UnsupportedModelError(

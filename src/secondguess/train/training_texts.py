@@ -159,7 +159,7 @@ def texts_as_they_stand(
     """Return the texts of the documents as they are, in windows of `length` tokens.
 
     In chats the assistant's messages count, in prompts with an answer the answer, and in other
-    texts every token.
+    texts, and in chats for a target without a chat template, every token.
 
     Raises:
         BadInputError: too little text, or windows longer than the target's context.
