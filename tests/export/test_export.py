@@ -260,6 +260,30 @@ def test_a_file_in_gguf_is_served_as_it_is():
             export(recommend(changed), "llama.cpp")
 
 
+def test_a_file_in_gguf_on_the_hub_is_found_in_the_cache_or_downloaded(tmp_path, monkeypatch):
+    settings = LoadSettings(model="org/x/f.gguf", drafter="none")
+    fetch, serve = export(recommend(settings), "llama.cpp").text.splitlines()
+    assert fetch == "hf download org/x f.gguf --local-dir target"
+    assert serve == "llama-server -m target/f.gguf"
+    monkeypatch.setattr("secondguess.export.engines.find_in_cache", lambda *names: tmp_path.joinpath(*names))
+    (serve,) = export(recommend(settings), "llama.cpp").text.splitlines()
+    assert shlex.split(serve) == ["llama-server", "-m", str(tmp_path / "org/x/f.gguf")]
+
+
+@pytest.mark.parametrize("path", ["/missing/model", "~/model", "../model", "/missing/f.gguf"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_missing_path_is_not_downloaded(path, drafts):
+    names = {"model": TARGET, "drafter": f"model:{path}"} if drafts else {"model": path, "drafter": "none"}
+    with pytest.raises(BadInputError, match=f"got '{path}', which does not exist; check the path"):
+        export(recommend(LoadSettings(**names)), "llama.cpp")
+
+
+def test_what_vllm_needs_for_gguf_is_noted():
+    for model, noted in (("f.gguf", True), ("org/model", False)):
+        notes = export(recommend(LoadSettings(model=model, drafter="none")), "vllm").notes
+        assert any("vllm-gguf-plugin" in note for note in notes) is noted
+
+
 @pytest.mark.parametrize(
     ("drafter", "engine", "kind"),
     [

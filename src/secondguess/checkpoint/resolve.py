@@ -69,7 +69,7 @@ def find_checkpoint(name: str) -> str:
         return name
     # Repository names do not start like a path and have at most two parts, organisation and name.
     is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    found = None if is_path else _find_in_cache(name)
+    found = None if is_path else find_in_cache(name)
     if found is None:
         advice = (
             "check the path" if is_path else f"check the path, or fetch it first with `hf download {name}`"
@@ -88,7 +88,7 @@ def _find_gguf(name: str) -> str:
             f"reading {name} needs {' and '.join(missing)}; run `pip install secondguess[gguf]`"
         )
     repository, _, file = name.rpartition("/")
-    found = name if Path(name).is_file() else repository and _find_in_cache(repository, file)
+    found = name if Path(name).is_file() else repository and find_in_cache(repository, file)
     if not found:
         raise CheckpointError(
             f"expected a GGUF file, or one in the local Hugging Face cache as REPOSITORY/FILE, got {name!r}, "
@@ -97,7 +97,7 @@ def _find_gguf(name: str) -> str:
     return str(found)
 
 
-def _find_in_cache(name: str, file: str = "config.json") -> Path | None:
+def find_in_cache(name: str, file: str = "config.json") -> Path | None:
     """Return a file of a repository in the local Hugging Face cache, or None."""
     import huggingface_hub
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from secondguess.builtin import builtin_paths
+from secondguess.checkpoint.weights import is_gguf
 from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
@@ -107,6 +108,7 @@ class ExportTarget:
         dtypes: dtypes that the engine supports.
         notes: differences from secondguess that apply to every drafter.
         quantized: advice on quantised weights; empty if the configuration covers them.
+        gguf: advice on GGUF files; empty if the engine needs nothing more for them.
         longest_draft: maximum draft length.
     """
 
@@ -116,6 +118,7 @@ class ExportTarget:
     dtypes: tuple[str, ...]
     notes: tuple[str, ...]
     quantized: str = ""
+    gguf: str = ""
     longest_draft: int = MAX_DRAFT_LENGTH
 
     def export(self, recommendation: Recommendation) -> ExportResult:
@@ -161,6 +164,8 @@ class ExportTarget:
             for whose, quantize in quantized.items()
             if quantize is not None and self.quantized
         ]
+        if self.gguf and any(is_gguf(name) for name in (recommendation.model, drafter.draft_model or "")):
+            notes.append(self.gguf)
         on_speculation = () if drafter.never_drafts else self.notes
         return ExportResult(text, (*recommendation.notes, *notes, *chosen.notes, *on_speculation))
 

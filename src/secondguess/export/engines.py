@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+from secondguess.checkpoint.resolve import find_in_cache
 from secondguess.checkpoint.weights import is_gguf
 from secondguess.drafters.ngram import NgramOptions
 from secondguess.errors import BadInputError
@@ -85,6 +86,7 @@ VLLM = ExportTarget(
     write=_write_vllm,
     dtypes=GPU_DTYPES,
     quantized=QUANTIZED_NOTE.format("vLLM"),
+    gguf="vLLM reads a GGUF file only with `pip install vllm-gguf-plugin`, and from a local path",
     longest_draft=32,
     notes=(
         f"vLLM is documented as lossless up to numerics: {NUMERICS_NOTE}",
@@ -155,6 +157,38 @@ SGLANG = ExportTarget(
 _OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
+def _find_gguf(name: str) -> str | None:
+    """Return the path of a GGUF file; None for one of a repository that is not in the local cache."""
+    if Path(name).is_file():
+        return name
+    _refuse_path(name)
+    repository, path = _split_repository(name)
+    if not path:  # relative to where the server starts
+        return name
+    found = find_in_cache(repository, path)
+    return None if found is None else str(found)
+
+
+def _split_repository(name: str) -> tuple[str, str]:
+    """Return the repository and the file of `ORGANISATION/NAME/FILE`; the file is empty for another name."""
+    organisation, _, rest = name.partition("/")
+    repository, _, path = rest.partition("/")
+    return f"{organisation}/{repository}", path
+
+
+def _refuse_path(name: str) -> None:
+    """Refuse a missing path that cannot be a repository's name.
+
+    Raises:
+        BadInputError: it starts like a path.
+    """
+    if Path(name).is_absolute() or name.startswith((".", "~")):
+        raise BadInputError(
+            f"expected a model directory, a GGUF file or a repository on the Hub, got {name!r}, which does not exist; "
+            "check the path"
+        )
+
+
 def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]) -> str:
     models = {"target.gguf": (recommendation.model, recommendation.quantize)}
     if recommendation.drafter.draft_model is not None:
@@ -167,10 +201,16 @@ def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]
                     f"expected no dtype and no quantisation for {model}, whose weights llama.cpp reads as they are stored; "
                     "leave --dtype, --quantize and --drafter-quantize out"
                 )
-            files = {name: model if value == file else value for name, value in files.items()}
+            if (found := _find_gguf(model)) is None:
+                repository, path = _split_repository(model)
+                folder = file.removesuffix(".gguf")
+                commands.append(["hf", "download", repository, path, "--local-dir", folder])
+                found = f"{folder}/{path}"
+            files = {name: found if value == file else value for name, value in files.items()}
             continue
         folder = model
         if not Path(model).is_dir():  # the converter reads directories only
+            _refuse_path(model)
             folder = file.removesuffix(".gguf")
             commands.append(["hf", "download", model, "--local-dir", folder])
         dtype = "auto" if recommendation.dtype is None else _OUTTYPES[recommendation.dtype]
