@@ -9,11 +9,14 @@ import huggingface_hub
 import pytest
 import torch
 from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2ForCausalLM,
     MambaForCausalLM,
     NoRepeatNGramLogitsProcessor,
+    T5Config,
 )
 
 import secondguess
@@ -188,6 +191,16 @@ def test_an_offloaded_model_is_refused_in_every_call():
 def test_a_name_of_another_type_is_refused(model, settings):
     with pytest.raises(secondguess.BadInputError, match=f"expected {next(iter(settings))} to be a text"):
         ours(model, PROMPT, max_new_tokens=4, **settings)
+
+
+@pytest.mark.parametrize("family", [T5Config, BartConfig])
+def test_an_encoder_decoder_is_refused_as_such(family):
+    config = family(vocab_size=40, d_model=64, decoder_start_token_id=0, pad_token_id=1)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(
+        UnsupportedModelError, match="is an encoder-decoder; secondguess decodes decoder-only"
+    ):
+        ours(model, PROMPT, max_new_tokens=4)
 
 
 def autocast():

@@ -44,7 +44,7 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
 from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
-from secondguess.runtime.support import autocast_dtype
+from secondguess.runtime.support import autocast_dtype, check_config
 from secondguess.runtime.weight_format import INT4, WeightFormat
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
@@ -105,7 +105,9 @@ def custom_generate(
 
     Raises:
         BadInputError: a setting or an input is not supported exactly; the message names it.
+        UnsupportedModelError: a model that cannot be decoded speculatively.
     """
+    check_config(model.config, type(model).__name__)  # before arguments, as an encoder-decoder has others
     arguments = arguments_of_generate(model)
     check_arguments(arguments)
     tokenizer = arguments.get("tokenizer") if tokenizer is None else tokenizer
