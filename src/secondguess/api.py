@@ -207,7 +207,7 @@ def load(
     verifier: str = "auto",
     controller: str | None = None,
     dtype: str | torch.dtype = "auto",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     quantize: str | None = None,
     drafter_quantize: str | None = None,
     runtime: str = "auto",
@@ -230,7 +230,7 @@ def load(
             options (see `docs/controllers.md`).
         dtype: `float64`, `float32`, `bfloat16`, `float16` (or torch's own), or `auto`: bfloat16 where the processor
             multiplies it in hardware or the compiled kernels run the model, else float32.
-        device: `auto`, `cpu` or `cuda[:N]`.
+        device: `auto`, `cpu` or `cuda[:N]` (or torch's own).
         quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits; of a model that runs as a
             Transformers module, those of linear layers. Without compiled kernels, and on a GPU,
             `int8` needs `pip install secondguess[quant]`, and `int4` is refused.
@@ -250,6 +250,7 @@ def load(
     """
     model = fspath(model) if isinstance(model, PathLike) else model
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    device = str(device) if isinstance(device, torch.device) else device
     require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
     optional = {"drafter": drafter, "controller": controller, "quantize": quantize}
     optional["drafter_quantize"] = drafter_quantize
