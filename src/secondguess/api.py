@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from os import PathLike, fspath
+from typing import Any, overload
 
 import torch
 
@@ -31,7 +32,7 @@ from secondguess.engine.generation import (
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of_history, resolve_pair
-from secondguess.prompts import Prompt, encode, is_single
+from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.sampling import SamplingParams
@@ -107,6 +108,37 @@ class LLM:
             components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
         )
 
+    # With `n` by name, the result depends on its value.
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int,
+        **settings: object,
+    ) -> Any: ...
+    @overload
+    def generate(
+        self,
+        prompts: str | GuidedPrompt | Sequence[int] | Sequence[Message],
+        params: SamplingParams | None = None,
+        **settings: object,
+    ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> list[Output]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> Any: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
