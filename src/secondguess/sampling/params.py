@@ -125,7 +125,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | Mapping[str, object] | None = None
     prediction: str | Sequence[int] | None = None
     draft_length: int | None = None
     max_draft_length: int | None = None
