@@ -1,5 +1,7 @@
 """A drafter in a few lines: it proposes that the last `period` tokens repeat. See docs/adding-a-drafter.md."""
 
+from collections.abc import Sequence
+
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row
 from secondguess.decode import Components, decode
@@ -18,7 +20,7 @@ class PeriodicDrafter(Drafter):
     def __init__(self, period: int) -> None:
         self.period = period
 
-    def propose(self, rows: list[Row], budgets: Budgets, noise: Noise) -> Draft:
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         repeats = [row.tokens[-self.period :] * 8 for row in rows]
         return Draft.chains([tokens[:limit] for tokens, limit in zip(repeats, budgets.lengths, strict=True)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import secondguess
 from secondguess import SamplingParams, load
@@ -225,3 +226,7 @@ def test_sharing_outputs_needs_a_drafter_that_reads_them(drafter):
         load(share_history=1)
     with pytest.raises(BadInputError, match="expected history to be True or False, got 'no'"):
         SamplingParams(history="no")
+
+
+def test_devices_of_torch_are_accepted():
+    assert load(drafter="none", device=torch.device("cpu")).target.runtime.device == torch.device("cpu")

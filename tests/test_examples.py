@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +46,10 @@ def test_readme_block_runs(block, capsys):
 
 def test_the_readme_has_blocks_to_run():
     assert len(README_BLOCKS) >= 2
+
+
+def test_the_first_block_of_the_readme_has_types(tmp_path):
+    (tmp_path / "block.py").write_text(README_BLOCKS[0])
+    command = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "block.py")]
+    checked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from os import PathLike, fspath
+from typing import Any, overload
 
 import torch
 
@@ -31,7 +32,7 @@ from secondguess.engine.generation import (
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of_history, resolve_pair
-from secondguess.prompts import Prompt, encode, is_single
+from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.runtime.support import without_autocast
@@ -108,6 +109,37 @@ class LLM:
             components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
         )
 
+    # With `n` by name, the result depends on its value.
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int,
+        **settings: object,
+    ) -> Any: ...
+    @overload
+    def generate(
+        self,
+        prompts: str | GuidedPrompt | Sequence[int] | Sequence[Message],
+        params: SamplingParams | None = None,
+        **settings: object,
+    ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> list[Output]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: object,
+    ) -> Any: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -208,7 +240,7 @@ def load(
     verifier: str = "auto",
     controller: str | None = None,
     dtype: str | torch.dtype = "auto",
-    device: str = "auto",
+    device: str | torch.device = "auto",
     quantize: str | None = None,
     drafter_quantize: str | None = None,
     runtime: str = "auto",
@@ -231,7 +263,7 @@ def load(
             options (see `docs/controllers.md`).
         dtype: `float64`, `float32`, `bfloat16`, `float16` (or torch's own), or `auto`: bfloat16 where the processor
             multiplies it in hardware or the compiled kernels run the model, else float32.
-        device: `auto`, `cpu` or `cuda[:N]`.
+        device: `auto`, `cpu` or `cuda[:N]` (or torch's own).
         quantize: `int8` or `int4` stores the target's weights in 8 or 4 bits; of a model that runs as a
             Transformers module, those of linear layers. Without compiled kernels, and on a GPU,
             `int8` needs `pip install secondguess[quant]`, and `int4` is refused.
@@ -251,6 +283,7 @@ def load(
     """
     model = fspath(model) if isinstance(model, PathLike) else model
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    device = str(device) if isinstance(device, torch.device) else device
     require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
     optional = {"drafter": drafter, "controller": controller, "quantize": quantize}
     optional["drafter_quantize"] = drafter_quantize

@@ -20,7 +20,7 @@ from secondguess.errors import BadInputError
 from secondguess.prompts import Prompt, encode_with_images, split_guidance
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.sampling.grammar import GrammarMatcher, compiler_for
+from secondguess.sampling.grammar import Grammar, GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats
 from secondguess.verifiers.base import Exactness, Verifier
@@ -312,7 +312,7 @@ def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher
     if params.grammar is None:
         return None
     compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
-    return compiler.matcher(params.grammar)
+    return compiler.matcher(Grammar.parse(params.grammar))
 
 
 def make_row(

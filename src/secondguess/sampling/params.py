@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -119,14 +119,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=TokenBias)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
-    grammar: Grammar | None = None
-    prediction: str | tuple[int, ...] | None = None
+    grammar: Grammar | Mapping[str, object] | None = None
+    prediction: str | Sequence[int] | None = None
     draft_length: int | None = None
     max_draft_length: int | None = None
     draft_with: str | None = None
