@@ -514,6 +514,7 @@ def certain_draft_treated_as_sampled(patch: Patch) -> None:
         return Draft(draft.tokens, draft.parents, draft.lengths, probs)
 
     patch.setattr(ScriptedDrafter, "propose", propose)
+    patch.setattr(ScriptedDrafter, "deterministic", False)  # else the loop refuses the draft
 
 
 def shared_outputs_are_drafted_with_their_counts(patch: Patch) -> None:

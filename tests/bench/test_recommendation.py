@@ -40,11 +40,11 @@ def test_the_configuration_is_slower_at_as_few_batch_sizes_as_possible():
 
 def test_the_recommendation_states_speeds_and_what_one_choice_for_all_sizes_costs():
     assert recommend({1: {PLAIN: 1.0, FAST: 1.5, FASTER: 2.3}, 2: {PLAIN: 1.0, FAST: 1.1, FASTER: 0.8}}) == [
-        "The configuration has suffix fixed:3 for all batch sizes. The best for each:",
-        "- batch size 1: model:x fixed:5, 2.30 times as fast as plain; the configuration's choice has 0.65 of its speed.",
-        "- batch size 2: suffix fixed:3, 1.10 times as fast as plain; the configuration has it.",
+        "Configuration for all batch sizes: suffix fixed:3. The fastest of each batch size:",
+        "- batch size 1: model:x fixed:5, 2.30 times as fast as plain; the configuration runs at 0.65 of its speed.",
+        "- batch size 2: suffix fixed:3, 1.10 times as fast as plain; that of the configuration.",
     ]
     assert recommend({1: {PLAIN: 1.0, FAST: 2.3}, 2: {PLAIN: 1.0, FAST: 0.8}})[2] == (
         "- batch size 2: plain (--drafter none), nothing is faster by more than 2%; "
-        "the configuration's choice has 0.80 of its speed."
+        "the configuration runs at 0.80 of its speed."
     )

@@ -10,6 +10,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from secondguess.bench import as_markdown, tuning
 from secondguess.bench.config import TuneConfig
@@ -118,7 +119,7 @@ def test_every_drafter_runs_and_the_best_run_at_every_batch_size(tuned, tiny_dra
 def test_the_report_is_one_of_bench_with_the_recommendation_in_its_notes(tuned, tmp_path):
     page, data = as_markdown(tuned.report), tuned.report.to_json()
     assert page.startswith("# Benchmark tune")
-    assert "Note: The configuration has " in page
+    assert "Note: Configuration for all batch sizes: " in page
     assert (
         "Note: dropped at batch size 1 after fewer prompts than the final runs, with speed over plain: "
         in page
@@ -148,7 +149,7 @@ def test_the_configuration_has_the_choice_and_its_measurements(tuned):
     assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
     assert (loaded.tuned.speedup, loaded.tuned.draft_length) == ({1: 2.3, 2: 2.3}, 5)
     assert loaded.tuned.num_threads == 1
-    assert found.to_toml().startswith("# The configuration has suffix fixed:5 for all batch sizes.")
+    assert found.to_toml().startswith("# Configuration for all batch sizes: suffix fixed:5.")
 
 
 def test_plain_decoding_is_configured_where_nothing_pays(tuned):
@@ -196,7 +197,7 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     )
     assert done.code == 0, done.err
     assert "- batch size 1: " in done.err
-    assert place.read_text().startswith("# The configuration has ")
+    assert place.read_text().startswith("# Configuration for all batch sizes: ")
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1
@@ -261,6 +262,20 @@ def test_a_closed_pipe_loses_no_result(secondguess_command, tmp_path, monkeypatc
         assert place.read_text() == tuned.to_toml()
         place.unlink()
     assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_the_default_number_of_threads_is_that_of_torch(secondguess_command, tiny_checkpoint, monkeypatch):
+    seen = []
+
+    def run(config, progress):
+        seen.append(config.num_threads)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "run_tune", run)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    for options in ([], ["--threads", "3"]):
+        secondguess_command("tune", tiny_checkpoint, "--drafter", "suffix", "--prompts", "builtin", *options)
+    assert seen == [7, 3]
 
 
 def test_an_interruption_reports_the_step_and_writes_nothing(

@@ -89,7 +89,7 @@ def test_settings_dropped_with_the_drafter_are_reported(secondguess_command, wri
     path = write(tiny_checkpoint, drafter="ngram", controller="fixed:3")
     done = secondguess_command("generate", "x", "--max-tokens", 2, "--config", path, "--drafter", "none")
     assert done.code == 0
-    assert "not using its controller: of ngram, not of none" in done.err
+    assert "not using its controller, chosen for ngram, with none" in done.err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

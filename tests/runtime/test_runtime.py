@@ -251,6 +251,7 @@ def test_an_unsupported_attention_input_is_refused():
         ("llama", "norm"),
         ("opt", "decoder.final_layer_norm"),
         ("gemma3", "language_model.norm"),
+        ("llama4_text", "model.norm"),
         ("bart", None),
     ],
 )

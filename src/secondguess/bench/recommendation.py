@@ -51,7 +51,7 @@ def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
 def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
     """Return lines with the system for a configuration, and the fastest of each batch size next to it."""
     chosen = one_for_all(speedups)
-    lines = [f"The configuration has {_short(chosen)} for all batch sizes. The best for each:"]
+    lines = [f"Configuration for all batch sizes: {_short(chosen)}. The fastest of each batch size:"]
     for size, size_speedups in speedups.items():
         best = fastest(size_speedups)
         if best == PLAIN:
@@ -59,8 +59,8 @@ def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
         else:
             line = f"{_short(best)}, {size_speedups[best]:.2f} times as fast as plain"
         relative = size_speedups[chosen] / size_speedups[best]
-        same = "the configuration has it"
-        other = f"the configuration's choice has {relative:.2f} of its speed"
+        same = "that of the configuration"
+        other = f"the configuration runs at {relative:.2f} of its speed"
         lines.append(f"- batch size {size}: {line}; {same if best == chosen else other}.")
     return lines
 

@@ -48,7 +48,8 @@ def as_markdown(report: Report) -> str:
     bench, about = report.workbench, report.provenance
     conditions = (
         f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
-        f"{bench.num_tokens} new tokens each, {about.dtype} on {about.device}, {show_count(about.num_threads, 'thread')}, "
+        f"at most {bench.num_tokens} new tokens each, {about.dtype} on {about.device}, "
+        f"{show_count(about.num_threads, 'thread')}, "
         f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
     )
     blocks = [

@@ -221,7 +221,9 @@ class Checkpoint:
                 + (f" ({reason})" if reason else f" with runtime {self.runtime}")
                 + "; use dtype bfloat16 and runtime auto, or quantize='int8'"
             )
-        reason = why_not_graphs(self.config, self.dtype, self.device) if self.runtime == "graphs" else None
+        reasons = {"native": why_not_native, "graphs": why_not_graphs}
+        why_not = reasons.get(self.runtime)
+        reason = why_not(self.config, self.dtype, self.device) if why_not else None
         return UnsupportedModelError(
             f"expected a model that the {self.runtime} runtime covers, got a {self.config.model_type} "
             f"({self.dtype_name} on {self.device}, quantize {self.quantize}{f', {reason}' if reason else ''}); "

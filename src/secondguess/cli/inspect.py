@@ -150,13 +150,14 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
         "attention": f"{found.num_heads} heads, {found.num_kv_heads} for keys and values; {kinds}{window}",
         "vocabulary": f"{found.vocab_size:,}, of which the tokenizer knows {found.num_tokens:,}",
         "context": _context(found),
-        "picked": f"{found.dtype} on {found.device}",
+        "computes in": f"{found.dtype} on {found.device}",
         "runtime": RUNTIMES[found.runtime]
         + (f"; not native: {found.not_native}" if found.not_native else ""),
         "memory": f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of cache per row "
         f"({row}); {free} available",
         "speculation": "supported",
-        "drafters": ", ".join(drafters) + " (PATH: another model, best with the same tokenizer)",
+        "drafters": ", ".join(drafters)
+        + " (PATH: of model, a smaller model, best with the same tokenizer; of others, a trained drafter)",
     }
 
 
@@ -190,7 +191,7 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> dict[str, str]:
     if plan.head_bytes:
         shares.append(f"the drafter's own weights {_size(plan.head_bytes)}")
     rows = f"{plan.rows:,} row{'s' if plan.rows > 1 else ''} of {plan.context:,} tokens"
-    lines = {"for": f"{rows}: {', '.join(shares)}; {_size(plan.total_bytes)} in all: {_verdict(plan)}"}
+    lines = {"memory for": f"{rows}: {', '.join(shares)}; {_size(plan.total_bytes)} in all: {_verdict(plan)}"}
     quantized = {"target": settings.get("quantize"), "drafter": settings.get("drafter_quantize")}
     obstacles = {"int8": [plan.int8_obstacle] if plan.int8_obstacle else []}
     for name, sizes in plan.quantised.items():

@@ -187,7 +187,7 @@ def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict
         if left_out:
             chosen_for = configuration.load.drafter or "the model's own drafter"
             print_note(
-                f"{config}: not using its {', '.join(left_out)}: of {chosen_for}, not of {given['drafter']}"
+                f"{config}: not using its {', '.join(left_out)}, chosen for {chosen_for}, with {given['drafter']}"
             )
         keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
         settings |= keys | given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +61,7 @@ def tune(
     seed: Annotated[int, workload_option("Of sampled texts.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: Annotated[int | None, model_option("CPU threads.", show_default="all cores")] = None,
+    threads: options.Threads = None,
     output: Annotated[
         Path | None, output_option("Folder for the report as JSON and Markdown.", show_default="none")
     ] = None,
@@ -76,16 +75,21 @@ def tune(
     """
     from secondguess.bench.config import TuneConfig
 
-    num_threads = threads if threads is not None else os.cpu_count() or 1
     sizes = sorted(batch_sizes or ())
-    config = options.settings_of(context, TuneConfig, batch_sizes=sizes, num_threads=num_threads)
+    config = options.settings_of(
+        context, TuneConfig, batch_sizes=sizes, num_threads=1 if threads is None else threads
+    )
     _check_output_paths(output, config_out)
+
+    import torch
 
     from secondguess.bench import as_markdown, tuning
     from secondguess.bench.recommendation import recommend
     from secondguess.bench.writing import unused_path
     from secondguess.files import write_atomically
 
+    if threads is None:
+        config = config.model_copy(update={"num_threads": torch.get_num_threads()})
     doing = "loading"
     try:
         with progress_bar("loading") as bar:

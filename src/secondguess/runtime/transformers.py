@@ -214,12 +214,12 @@ class TransformersRuntime(CachedRuntime):
 
 
 def last_norm(model: Any) -> Any:
-    """Return the final norm: the last norm among the direct children of the model's body, or of its text decoder.
+    """Return the final norm: the last norm among the direct children of the model's body, its text decoder or a part.
 
     Raises:
         UnsupportedModelError: if there is none.
     """
-    for body in (model.base_model, model.get_decoder()):
+    for body in (model.base_model, model.get_decoder(), *model.children()):
         norms, has_layers = [], False
         for name, module in body.named_children():
             has_layers |= isinstance(module, torch.nn.ModuleList)
