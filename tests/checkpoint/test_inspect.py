@@ -314,6 +314,7 @@ def test_heads_are_counted(inspected, secondguess_command, monkeypatch):
     assert with_head["total_bytes"] == kept + size + max(size, excess)
     said = secondguess_command("inspect", "builtin", "--drafter", "medusa", *FLOAT32).out
     assert "drafter's own weights" in said
+    assert "while loading" in said
     monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: plain["total_bytes"])
     with pytest.raises(OutOfMemoryError, match="medusa"):
         load("builtin", "medusa", dtype="float32", device="cpu")

@@ -186,8 +186,17 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all parts, with what loading temporarily takes beyond it."""
-        return peak_memory([*self.needs.values(), head_memory("head", self.head_bytes)])
+        """Sum of all parts, and `loading_bytes`."""
+        return peak_memory(self._parts)
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes that loading temporarily takes beyond the sum of all parts."""
+        return self.total_bytes - sum(part.total for part in self._parts)
+
+    @property
+    def _parts(self) -> list[MemoryEstimate]:
+        return [*self.needs.values(), head_memory("head", self.head_bytes)]
 
     @property
     def missing_bytes(self) -> int | None:

@@ -190,6 +190,8 @@ def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> dict[str, str]:
     ]
     if plan.head_bytes:
         shares.append(f"the drafter's own weights {_size(plan.head_bytes)}")
+    if plan.loading_bytes:
+        shares.append(f"while loading {_size(plan.loading_bytes)} more")
     rows = f"{plan.rows:,} row{'s' if plan.rows > 1 else ''} of {plan.context:,} tokens"
     lines = {"memory for": f"{rows}: {', '.join(shares)}; {_size(plan.total_bytes)} in all: {_verdict(plan)}"}
     quantized = {"target": settings.get("quantize"), "drafter": settings.get("drafter_quantize")}
