@@ -47,7 +47,7 @@ def as_markdown(report: Report) -> str:
     """Return the report as Markdown."""
     bench, about = report.workbench, report.provenance
     conditions = (
-        f"{bench.num_prompts} prompts of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
+        f"{show_count(bench.num_prompts, 'prompt')} of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
         f"at most {bench.num_tokens} new tokens each, {about.dtype} on {about.device}, "
         f"{show_count(about.num_threads, 'thread')}, "
         f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
