@@ -369,7 +369,7 @@ def test_the_text_output_is_the_text_and_statistics_go_to_standard_error(secondg
 
 def test_the_closing_line_names_the_quantisation(secondguess_command):
     done = secondguess_command("generate", "x", "--quantize", "int8", "--drafter", "none", "--max-tokens", 2)
-    assert "builtin (bfloat16, weights in int8 on cpu)" in done.err or not units()
+    assert "builtin (bfloat16 on cpu, native, weights in 8 bits)" in done.err or not units()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])

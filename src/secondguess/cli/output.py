@@ -135,12 +135,10 @@ def print_json(value: object) -> None:
 
 
 def describe_components(llm: LLM) -> str:
-    """Return target, dtype, quantisation, device, drafter, verifier and controller in one line."""
+    """Return target, dtype, device, runtime, drafter, verifier and controller in one line."""
     target = llm.target
-    quantize = target.checkpoint.quantize
-    numbers = f"{target.dtype}, weights in {quantize}" if quantize else target.dtype
     return (
-        f"{target.name} ({numbers} on {target.runtime.device}), drafter {llm.drafter.name}, "
+        f"{target.name} ({target.dtype} on {target.device}, {target.runtime_description}), drafter {llm.drafter.name}, "
         f"verifier {llm.verifier.name}, controller {llm.controller.name}"
     )
 
