@@ -7,6 +7,8 @@ import torch
 
 import secondguess
 from secondguess import SamplingParams, load
+from secondguess.drafters import DRAFTERS
+from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.sampling.params import MAX_SAMPLES
 
@@ -230,3 +232,22 @@ def test_sharing_outputs_needs_a_drafter_that_reads_them(drafter):
 
 def test_devices_of_torch_are_accepted():
     assert load(drafter="none", device=torch.device("cpu")).target.runtime.device == torch.device("cpu")
+
+
+class DrafterByInstance(NoDrafter):
+    """Decides only when it is made whether its drafts have probabilities."""
+
+    def __init__(self):
+        self.deterministic = True
+
+    @classmethod
+    def build(cls, name, resources):
+        return cls()
+
+
+def test_a_registered_drafter_may_say_when_it_is_made_that_it_is_deterministic(monkeypatch):
+    monkeypatch.delattr(NoDrafter, "deterministic")
+    monkeypatch.setitem(DRAFTERS, "mine", "test_api:DrafterByInstance")
+    assert load(drafter="mine").generate("x", max_tokens=2).token_ids
+    with pytest.raises(BadInputError, match="never drafts"):
+        load(drafter="mine", controller="cost")

@@ -100,7 +100,7 @@ class Drafter(ABC):
     """
 
     name: str
-    deterministic: bool
+    deterministic: bool = False
     never_drafts: bool = False
     can_draft_trees: bool = False
     default_controller: str = "cost"

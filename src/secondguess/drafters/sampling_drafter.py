@@ -307,12 +307,11 @@ class HeadDrafter(SamplingDrafter):
 def load_trained(
     load_head: Callable[[Path, TargetModel], HeadT], name: Name, resources: DrafterResources
 ) -> tuple[HeadT, Runtime]:
-    """Return the trained head for a name, frozen, on the target's device and in its dtype, and the target."""
+    """Return the trained head for a name, on the target's device and in its dtype, and the target."""
     folder = resources.find_head_folder(name)
     target = resources.require_target(name)
     model = TargetModel.from_runtime(target)
-    head = load_head(folder, model).to(target.device, model.dtype)
-    return head, target
+    return load_head(folder, model).to(target.device, model.dtype), target
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
