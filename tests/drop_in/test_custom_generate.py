@@ -209,12 +209,17 @@ def autocast():
 
 @needs_kernels
 def test_under_autocast_the_text_is_that_of_transformers(model, made_layers):
-    """The default drafter is then `suffix`."""
+    """The model's passes are cast, and the default drafter is `suffix`."""
     settings = {"attention_mask": BATCH_MASK, "max_new_tokens": 12, "do_sample": False}
+    dtypes = set()
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: dtypes.add(logits.dtype))
     with autocast():
         plain = model.generate(BATCH, **settings)
+        dtypes.clear()
         assert torch.equal(ours(model, BATCH, drafter=None, controller="fixed:3", **settings), plain)
+        assert dtypes == {torch.bfloat16}
         assert not made_layers
+    hook.remove()
     assert torch.equal(ours(model, BATCH, drafter=None, **settings), model.generate(BATCH, **settings))
     assert len(made_layers) == NUM_LINEARS
 
