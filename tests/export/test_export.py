@@ -10,8 +10,10 @@ import re
 import shlex
 
 import pytest
+from typer.main import get_command
 
 from secondguess.builtin import builtin_paths
+from secondguess.cli import app
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
@@ -425,6 +427,19 @@ def test_the_command_prints_the_configuration_and_notes_beside_it(secondguess_co
     other = secondguess_command("export", "--to", "vllm", "--config", path, "--drafter", "ngram")
     assert read_vllm(other.out)["length"] == 5  # what was measured was measured with the other drafter
     assert "not using its controller, measurements" in other.err
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter"), [("builtin", "suffix+model:builtin-draft"), ("some/model", "suffix")]
+)
+def test_the_help_names_the_drafter_that_is_exported_by_default(secondguess_command, model, drafter):
+    (option,) = [each for each in get_command(app).commands["export"].params if each.name == "drafter"]
+    assert option.show_default == "suffix+model:builtin-draft for builtin; else suffix"
+    default, named = (
+        secondguess_command("export", "--to", "vllm", "--model", model, *asked).out
+        for asked in ((), ("--drafter", drafter))
+    )
+    assert default == named
 
 
 def test_the_help_names_every_engine(secondguess_command):

@@ -25,7 +25,14 @@ def export(
     config: options.Config = None,
     # Not checked, so that models which only the other engine can download may be exported.
     model: Annotated[str, model_option(options.MODEL_NAMES)] = "builtin",
-    drafter: options.Drafter = None,
+    drafter: Annotated[
+        str | None,
+        model_option(
+            options.DRAFTER_HELP,
+            callback=options.check_drafter,
+            show_default="suffix+model:builtin-draft for builtin; else suffix",
+        ),
+    ] = None,
     draft_length: Annotated[
         int | None,
         model_option("Tokens to draft in every round.", show_default="of the file, else 5"),
