@@ -55,7 +55,10 @@ def test_several_rows_positions_and_padding_are_refused(model):
     ids = inputs["input_ids"]
     for changes, words in (
         ({"num_return_sequences": 2, "do_sample": True}, "one prompt and one sample"),
-        ({"position_ids": torch.arange(ids.shape[1])[None]}, "no position_ids and no padding"),
+        (
+            {"position_ids": torch.arange(ids.shape[1])[None]},
+            "no position_ids and no padding together with images",
+        ),
         ({"attention_mask": torch.cat((ids[:, :1] * 0, torch.ones_like(ids[:, 1:])), 1)}, "no padding"),
     ):
         with pytest.raises(secondguess.BadInputError, match=words):

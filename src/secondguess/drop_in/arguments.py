@@ -169,7 +169,7 @@ def take_images(
     mask = model_kwargs.get("attention_mask")
     if positions is not None or not (mask is None or bool((mask == 1).all())):
         raise BadInputError(
-            "expected no position_ids and no padding beside images, got some; leave position_ids out, and give the "
+            "expected no position_ids and no padding together with images, got some; leave position_ids out, and give the "
             "prompt as the processor makes it"
         )
     given = {name: model_kwargs.pop(name, None) for name in _IMAGE_INPUTS}
