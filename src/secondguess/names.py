@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from os.path import expanduser
 from typing import TYPE_CHECKING, TypeVar, get_type_hints
 
 from secondguess.errors import BadInputError, suggestion
@@ -37,7 +38,7 @@ class Name:
 
 
 def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
-    """Split a name and check its kind.
+    """Split a name and check its kind. A leading `~` of the argument, which no shell expands there, is expanded.
 
     Args:
         text: name as the user wrote it.
@@ -63,7 +64,7 @@ def parse_name(text: str, what: str, kinds: Iterable[str]) -> Name:
                 f"expected key=value options, each once, for the {what} {kind}, got {piece.strip()!r}"
             )
         options[key] = value
-    return Name(kind, argument if colon else None, options)
+    return Name(kind, expanduser(argument) if colon else None, options)
 
 
 def refuse_options(name: Name, what: str) -> None:

@@ -153,3 +153,18 @@ def test_commands_share_the_help_text_of_drafters(command: str) -> None:
     group = typer.main.get_command(app)
     (option,) = [each for each in group.commands[command].params if "--drafter" in each.opts]
     assert options.DRAFTER_NAMES in option.help
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model:~/x,tree=2x2", [Name("model", "/home/me/x", {"tree": "2x2"})]),
+        ("suffix+eagle:~/x", [Name("suffix", None, {}), Name("eagle", "/home/me/x", {})]),
+        ("model:a~/x", [Name("model", "a~/x", {})]),
+    ],
+)
+def test_a_path_may_begin_with_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, text: str, parts: list[Name]
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_drafter_name(text) == parts

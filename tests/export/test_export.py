@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from os.path import expanduser
 
 import pytest
 from typer.main import get_command
@@ -276,7 +277,8 @@ def test_a_file_in_gguf_on_the_hub_is_found_in_the_cache_or_downloaded(tmp_path,
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_missing_path_is_not_downloaded(path, drafts):
     names = {"model": TARGET, "drafter": f"model:{path}"} if drafts else {"model": path, "drafter": "none"}
-    with pytest.raises(BadInputError, match=f"got '{path}', which does not exist; check the path"):
+    shown = expanduser(path) if drafts else path
+    with pytest.raises(BadInputError, match=f"got '{shown}', which does not exist; check the path"):
         export(recommend(LoadSettings(**names)), "llama.cpp")
 
 

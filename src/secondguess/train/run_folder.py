@@ -79,8 +79,8 @@ def require_drafter_folder(out: Path, model: str, drafter: str) -> None:
         is_named = False
     if not is_named:
         raise BadInputError(
-            f"expected a folder for --out that the name of a drafter can hold, got {str(out)!r}; use no comma, no space "
-            "at the end, and no + before the name of a drafter"
+            f"expected a folder for --out that the name of a drafter can hold, got {str(out)!r}; use no comma, no ~ at the "
+            "beginning, no space at the end, and no + before the name of a drafter"
         )
 
 
