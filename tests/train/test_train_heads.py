@@ -220,6 +220,18 @@ def test_a_folder_with_other_files_is_left_as_it_is(
         assert files_of(tmp_path) == before
 
 
+@pytest.mark.parametrize("kind", ["draft", "layer-skip"])
+def test_an_empty_folder_name_is_not_the_current_folder(
+    secondguess_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("secondguess.train.head_training.train_head", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("secondguess.train.skip_training.search_layers", lambda *_: pytest.fail("searched"))
+    done = secondguess_command("train", kind, "--out", "")
+    assert (done.code, done.out) == (2, "")
+    assert "'--out': expected a folder, got ''" in done.err
+
+
 @pytest.mark.parametrize(
     ("kind", "refused", "corrected"),
     [

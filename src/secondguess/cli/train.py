@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Context, Option, Typer
+from typer import BadParameter, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
@@ -35,7 +35,22 @@ _MORE = (
 app = Typer(help="Train a drafter for any target.")
 data_option, training_option = options.panel("Training data"), options.panel("Training")
 
-Out = Annotated[Path, Option(help="Folder of the drafter; a run begun there continues.", show_default=False)]
+
+def _named_folder(text: str) -> Path:
+    if not text:  # an empty path would be the current folder
+        raise BadParameter("expected a folder")
+    return Path(text)
+
+
+Out = Annotated[
+    Path,
+    Option(
+        help="Folder of the drafter; a run begun there continues.",
+        metavar="PATH",
+        parser=_named_folder,
+        show_default=False,
+    ),
+]
 Data = Annotated[
     list[Path] | None,
     data_option(
