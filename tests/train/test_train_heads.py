@@ -18,7 +18,7 @@ from secondguess.cli.train import LOSSES
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.files import read_provenance
+from secondguess.heads.files import Provenance, read_provenance
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.train.losses import OBJECTIVES
 from secondguess.train.recipes import RECIPES, TargetInfo, make_recipe
@@ -230,6 +230,19 @@ def test_an_empty_folder_name_is_not_the_current_folder(
     done = secondguess_command("train", kind, "--out", "")
     assert (done.code, done.out) == (2, "")
     assert "'--out': expected a folder, got ''" in done.err
+
+
+@pytest.mark.parametrize(
+    ("cost_ratio", "advice"), [(0.5, "train for longer"), (1.2, "train a smaller drafter")]
+)
+def test_the_advice_after_training_can_be_followed(
+    secondguess_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_ratio: float, advice: str
+) -> None:
+    trained = Provenance("draft", "tiny", "0" * 64, figures={"speedup": 0.9, "cost_ratio": cost_ratio})
+    monkeypatch.setattr("secondguess.train.head_training.train_head", lambda *_: trained)
+    done = secondguess_command("train", "draft", "--out", tmp_path / "out")
+    assert done.code == 0
+    assert advice in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

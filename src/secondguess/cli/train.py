@@ -200,11 +200,14 @@ def _train(kind: str, given: dict[str, Any]) -> int:
     for name, value in displayed_figures(provenance.figures).items():
         print(f"{name.replace('_', ' ')}: {value}", flush=True)
     print(f"wrote {job.out}", flush=True)
-    speedup = provenance.figures.get("speedup")
+    speedup, cost_ratio = (provenance.figures.get(name) for name in ("speedup", "cost_ratio"))
     if isinstance(speedup, float) and speedup < 1:
-        print(
-            f"{speedup}x is slower than plain decoding: train for longer, or on more texts", file=sys.stderr
+        advice = (
+            "a draft step takes as long as a target pass, which no training makes up for: train a smaller drafter"
+            if isinstance(cost_ratio, float) and cost_ratio >= 1
+            else "train for longer, or on more texts"
         )
+        print(f"{speedup}x is slower than plain decoding: {advice}", file=sys.stderr)
     return 0
 
 
