@@ -12,7 +12,7 @@ from secondguess.bench import BenchConfig, as_markdown, run_bench, save_report
 from secondguess.bench.peers import TransformersModel, TransformersSystem, transformers_systems
 from secondguess.bench.roster import make_systems
 from secondguess.bench.systems import Models, Run, SecondguessSystem
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError
 from secondguess.workloads.loading import DATA_VARIABLE
 
 PROMPT = [5, 17, 42, 99, 7, 7, 140]
@@ -118,6 +118,29 @@ def test_prompts_that_do_not_fit_are_refused(tiny_checkpoint):
     )
     with pytest.raises(BadInputError, match="take other prompts or fewer tokens"):
         run_bench(config)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_refused(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 10**8)
+    config = BenchConfig(
+        model=str(tiny_checkpoint),
+        prompts=("builtin",),
+        num_tokens=2,
+        temperatures=(0.0,),
+        dtype="float32",
+        drafters=(),
+        batch_sizes=(1, 4096),
+    )
+    with pytest.raises(OutOfMemoryError, match=r"4,096 rows .* smaller --batch-size"):
+        run_bench(config)
+
+
+def test_models_that_do_not_fit_into_memory_are_refused(tiny_checkpoint, models, monkeypatch):
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 10**4)
+    with pytest.raises(OutOfMemoryError, match="of weights"):
+        Models(str(tiny_checkpoint), "float32", "cpu")
+    with pytest.raises(OutOfMemoryError, match="of weights"):
+        models.draft_model("builtin-draft")
 
 
 def test_plain_systems_of_both_families_generate_the_same_text(models, stock):

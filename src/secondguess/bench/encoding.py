@@ -26,6 +26,11 @@ class EncodedWorkload:
     num_truncated: int
     notes: list[str]
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:
     """Encode all prompts, truncating on the left those that leave no room for the new tokens.

@@ -12,7 +12,7 @@ from secondguess.bench.encoding import EncodedWorkload, encode_workload
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import make_results
-from secondguess.bench.roster import make_systems
+from secondguess.bench.roster import drafters_to_run, make_systems
 from secondguess.bench.summary import sum_stats
 from secondguess.bench.systems import Models, Run, SecondguessSystem, System, draft_models, threads
 from secondguess.workloads.loading import Workload, load_workload
@@ -39,6 +39,11 @@ def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what
     with threads(config.num_threads) as num_threads:
         models = Models(config.model, config.dtype, config.device)
         encoded = encode_workload(models.target, workload, config.num_tokens)
+        models.check_batch_memory(
+            drafters_to_run(config, models.default_drafter),
+            max(config.batch_sizes),
+            config.num_tokens + encoded.longest,
+        )
         systems, coverage = make_systems(config, models)
         probe = make_probe(models, systems, encoded, config.num_tokens)
         measured = Measurement(

@@ -19,12 +19,14 @@ from secondguess.api import choose_controller, make_row
 from secondguess.bench.summary import sum_stats
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.memory import check_memory
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
+from secondguess.drafters import draft_model_paths, make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
-from secondguess.errors import BadInputError
+from secondguess.engine.generation import fits_memory
+from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.names import Name
 from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies
 from secondguess.runtime.base import Runtime
@@ -105,6 +107,7 @@ class Models:
     ) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
         default = default_drafter(model, checkpoint)
+        check_memory([checkpoint.memory()], checkpoint.device)
         self.target = checkpoint.load()
         self.default_drafter = confirm_default(default, self.target.runtime)
         self._name, self._dtype, self._device = model, dtype, device
@@ -117,7 +120,30 @@ class Models:
         return self._draft_models[name]
 
     def _load_draft_model(self, name: str) -> LoadedModel:
-        return Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True).load()
+        checkpoint = Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True)
+        check_memory([checkpoint.memory()], checkpoint.device)
+        return checkpoint.load()
+
+    def check_batch_memory(self, drafters: Iterable[str], num_rows: int, num_tokens: int) -> None:
+        """Check that rows fit into memory together, with the caches of the drafters' draft models.
+
+        Args:
+            drafters: names of the drafters.
+            num_rows: number of rows of the largest batch.
+            num_tokens: number of tokens of the longest row, prompt and output together.
+
+        Raises:
+            OutOfMemoryError: if they do not fit.
+        """
+        paths = dict.fromkeys(path for name in drafters for path in draft_model_paths(name))
+        loaded = [self.target, *map(self.draft_model, paths)]
+        cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
+        runtime = self.target.runtime
+        if not fits_memory(runtime, cache_bytes, num_rows, num_tokens):
+            raise OutOfMemoryError(
+                f"expected batches whose KV caches and logits fit into the memory available on {runtime.device}, got "
+                f"{num_rows:,} rows of up to {num_tokens:,} tokens; give a smaller --batch-size or --max-tokens"
+            )
 
     def pair_vocabularies(self, drafter: Name) -> VocabularyPair | None:
         """Return the vocabularies of the target and a drafter's model; None if they have one tokenizer."""

@@ -181,6 +181,11 @@ class Tuner:
     def __init__(self, config: TuneConfig, workload: Workload, models: Models, budget: Budget) -> None:
         self._config, self._workload, self._models, self._budget = config, workload, models, budget
         self._encoded = encode_workload(models.target, workload, config.num_tokens)
+        models.check_batch_memory(
+            config.drafters_to_compare(models.default_drafter),
+            max(config.batch_sizes),
+            config.num_tokens + self._encoded.longest,
+        )
         self.measurement = Measurement(
             self._encoded.prompts,
             [""] * len(self._encoded.prompts),
