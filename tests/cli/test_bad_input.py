@@ -629,6 +629,25 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
     assert "loaded, although" in ask(*arguments).err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--no-history"], ["--share-history together with --no-history", "got --no-history alone"]),
+        (["--drafter", "none", "--draft-length", 3], ["--draft-length 3", "got --drafter none"]),
+        (["--drafter", "none", "--max-draft-length", 3], ["--max-draft-length 3", "got --drafter none"]),
+    ],
+)
+def test_an_option_that_nothing_uses_is_refused(ask, monkeypatch, arguments, words):
+    monkeypatch.setattr("secondguess.api.load", lambda **_: pytest.fail("loaded"))
+    assert_refused(ask("x", *arguments), *words)
+
+
+def test_draft_lengths_of_predictions_and_of_plain_decoding_need_no_drafter(ask):
+    plain = ["x", "--drafter", "none", "--max-tokens", 2]
+    assert ask(*plain, "--draft-length", 0).code == 0
+    assert ask(*plain, "--draft-length", 3, "--prediction", __file__).code == 0
+
+
 # the other verbs
 
 
@@ -657,6 +676,7 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
         (["bench", "--threads", "100000000"], ["--threads", "1024"]),
         (["bench", "--draft-length", "0"], ["--draft-length", "0"]),
         (["bench", "--drafters", "all", "--draft-length", "4"], ["--controller fixed:K", "--draft-length 4"]),
+        (["bench", "--drafter", "ngram", "--draft-length", "4"], ["--controller fixed:4", "got ngram"]),
         (["bench", "--seed", "-1"], ["seed", "-1"]),
         (["bench", "--against", "everyone"], ["against", "everyone"]),
         (["bench", "--prompts", "nowhere.jsonl"], ["nowhere.jsonl"]),

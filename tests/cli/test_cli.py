@@ -287,7 +287,7 @@ OPTIONS = [
     ("draft_length", ["--draft-length", "2"], 2),
     ("max_draft_length", ["--max-draft-length", "3"], 3),
     ("draft_with", ["--draft-with", "ngram"], "ngram"),
-    ("history", ["--no-history"], False),
+    ("history", ["--share-history", "--no-history"], False),
 ]
 
 
@@ -754,7 +754,8 @@ def test_bench_uses_its_options_and_saves_the_report(
     options = {
         "--against": ("transformers",), "--prompts": ("builtin", "gsm8k"), "--num-prompts": 3, "--max-tokens": 5,
         "--temperature": (0.5, 2.0), "--draft-length": (1, 2), "--seed": 4, "--model": str(tiny_checkpoint),
-        "--drafter": ("ngram",), "--dtype": "float32", "--device": "cuda", "--threads": 1, "--name": "n", "--task": ("qa", "rag"),
+        "--drafter": ("model:builtin-draft",), "--dtype": "float32", "--device": "cuda", "--threads": 1,
+        "--name": "n", "--task": ("qa", "rag"),
         "--controller": ("fixed:2", "confidence"), "--batch-size": (1, 8),
     }  # fmt: skip
     arguments = [

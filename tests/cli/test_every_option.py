@@ -52,8 +52,8 @@ LINES = [
     "--max-tokens 2 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "
     "--drafter-quantize int8 --rows 2 --context 64 --json",
-    f"bench --model {{target}} {SYSTEMS} --against transformers --task texts --draft-length 2 --controller fixed:1 "
-    "--name mine",
+    f"bench --model {{target}} {SYSTEMS} --drafter model:{{draft}} --against transformers --task texts --draft-length 2 "
+    "--controller fixed:1 --name mine",
     f"tune {{target}} {SYSTEMS} --minutes 0.01 --config-out {{folder}}/tuned.toml",
     "export --to vllm --json --config {config} --model {target} --drafter model:{draft} --draft-length 3 --dtype float32 "
     "--quantize int8 --drafter-quantize int8",

@@ -19,9 +19,10 @@ from secondguess.builtin import head_path
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.controllers import make_controller
-from secondguess.drafters import DRAFTERS
+from secondguess.drafters import DRAFTERS, draft_model_paths
 from secondguess.errors import BadInputError
 from secondguess.heads.mtp import contains_mtp
+from secondguess.pairing import default_drafter
 from secondguess.workloads.provenance import public_name
 
 TREE = "tree=2x2x1"
@@ -54,6 +55,27 @@ def all_drafters(model: str, default: str) -> tuple[str, ...]:
     if contains_mtp(Path(find_checkpoint(model))):
         names += ["mtp", f"mtp,{TREE}"]
     return tuple(dict.fromkeys((*compared_by_default(default), *names)))
+
+
+def require_draft_model(config: BenchConfig) -> None:
+    """Refuse draft lengths that no draft model would use.
+
+    Raises:
+        BadInputError: no drafter has a draft model, or all drafters run, of which only assistants of
+            Transformers have draft lengths.
+    """
+    length = config.draft_lengths[0]
+    if config.runs_all and "transformers" not in config.against:
+        raise BadInputError(
+            f"expected --controller fixed:K with --drafters all, got --draft-length {length}, which only "
+            "Transformers would read there"
+        )
+    names = drafters_to_run(config, default_drafter(config.model))
+    if not any(draft_model_paths(name) for name in names):
+        raise BadInputError(
+            f"expected a drafter with a draft model for --draft-length {length}, got "
+            f"{', '.join(map(public_name, names)) or 'none'}; give --controller fixed:{length}, which runs with any drafter"
+        )
 
 
 def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], list[str]]:

@@ -12,7 +12,6 @@ from secondguess.cli.exit_codes import INTERRUPTED
 from secondguess.cli.options import model_option, output_option, panel
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
-from secondguess.errors import BadInputError
 from secondguess.names import ALL
 
 if TYPE_CHECKING:
@@ -110,15 +109,13 @@ def bench(
     Ctrl-C saves a report on the finished prompts.
     """
     from secondguess.bench import BenchConfig, as_markdown, run_bench
+    from secondguess.bench.roster import require_draft_model
     from secondguess.files import require_folder
 
     config = options.settings_of(context, BenchConfig)
     require_folder(output, "--output")
-    if draft_lengths and config.runs_all and "transformers" not in config.against:
-        raise BadInputError(
-            f"expected --controller fixed:K with --drafters all, got --draft-length {draft_lengths[0]}, which only "
-            "Transformers would read there"
-        )
+    if draft_lengths:
+        require_draft_model(config)
     with progress_bar("loading") as progress:
         report = run_bench(config, progress)
     save_and_print(report, output, report.to_json() if json else as_markdown(report))

@@ -68,7 +68,9 @@ def chat(
 
     params = sampling_params(context.params)
     template = read_template(chat_template)
-    llm = load(**options.load_settings_and_tuned(context, config)[0])
+    settings = options.load_settings_and_tuned(context, config)[0]
+    options.refuse_unused(context, settings, [params])
+    llm = load(**settings)
     _set_template(llm, template)
     conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
     interactive = sys.stdin.isatty()

@@ -140,7 +140,9 @@ def generate(
                     "expected --json together with --logprobs (or a line's logprobs): "
                     "log-probabilities are only shown there"
                 )
-    llm = load(**options.load_settings_and_tuned(context, config)[0])
+    settings = options.load_settings_and_tuned(context, config)[0]
+    options.refuse_unused(context, settings, params)
+    llm = load(**settings)
     return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 
 

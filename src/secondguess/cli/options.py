@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,6 +15,7 @@ from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.configuration import Configuration, TuningRecord
+    from secondguess.sampling import SamplingParams
     from secondguess.validation import Settings
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
@@ -193,6 +194,34 @@ def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict
         settings |= keys | given
         tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
     return {name: value for name, value in settings.items() if value is not None}, tuned
+
+
+def refuse_unused(context: Context, settings: Mapping[str, Any], requests: Iterable[SamplingParams]) -> None:
+    """Refuse given options that take effect only together with another one.
+
+    Args:
+        context: context of a command that generates.
+        settings: keyword arguments for `load`.
+        requests: settings of all requests. A prediction and a grammar are drafted from without a drafter.
+
+    Raises:
+        BadInputError: the message names both options.
+    """
+    from secondguess.drafters import drafter_class, parse_drafter_name
+
+    if is_given(context, "history") and not settings.get("share_history"):
+        got = "--history" if context.params["history"] else "--no-history"
+        raise BadInputError(f"expected --share-history together with {got}, got {got} alone")
+    parts = parse_drafter_name(settings["drafter"]) if "drafter" in settings else []
+    never_drafts = bool(parts) and all(drafter_class(part.kind).never_drafts for part in parts)
+    if never_drafts and not any(each.prediction or each.grammar for each in requests):
+        for name in ("draft_length", "max_draft_length"):
+            if context.params.get(name):
+                option = f"--{name.replace('_', '-')} {context.params[name]}"
+                raise BadInputError(
+                    f"expected a drafter that drafts together with {option}, got --drafter {settings['drafter']}; "
+                    "leave one of them out"
+                )
 
 
 def settings_of(context: Context, kind: type[SettingsT], **more: object) -> SettingsT:
