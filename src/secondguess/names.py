@@ -117,8 +117,10 @@ def options_with_argument(name: Name, option: str) -> Mapping[str, str]:
 
 
 def format_options(options: DataclassInstance) -> str:
-    """Return the options as written after a name, each with a leading comma."""
-    return "".join(f",{key}={value:g}" for key, value in dataclasses.asdict(options).items())
+    """Return the options that differ from their defaults, as written after a name, each with a leading comma."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    return "".join(f",{key}={value:g}" for key, value in values.items() if value != defaults[key])
 
 
 def check_range(what: str, value: float, low: float, high: float) -> None:

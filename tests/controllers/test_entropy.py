@@ -103,4 +103,4 @@ def test_names_and_invalid_options_of_entropy() -> None:
     ):
         with pytest.raises(BadInputError):
             make_controller(text)
-    assert make_controller("cost").name == "cost:16"
+    assert make_controller("cost").name == make_controller("cost:16").name == "cost"

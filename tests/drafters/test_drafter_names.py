@@ -36,14 +36,15 @@ def make(text: str) -> Drafter:
     [
         ("none", "none"),
         ("model:some/dir", "model:some/dir"),
-        ("ngram", "ngram,max=4,min=2"),
-        ("ngram,max=6", "ngram,max=6,min=2"),
-        (" ngram, min = 3 ", "ngram,max=4,min=3"),
-        ("suffix", "suffix,min=2,factor=1,offset=0,threshold=0.1"),
+        ("ngram", "ngram"),
+        ("ngram,max=6", "ngram,max=6"),
+        (" ngram, min = 3 ", "ngram,min=3"),
+        ("suffix", "suffix"),
+        ("suffix,min=2,threshold=0.2", "suffix,threshold=0.2"),
         ("suffix,factor=2.5,offset=1,threshold=0,min=1", "suffix,min=1,factor=2.5,offset=1,threshold=0"),
     ],
 )
-def test_the_name_of_a_drafter_contains_its_options(text: str, name: str) -> None:
+def test_the_name_of_a_drafter_contains_its_options_that_are_not_defaults(text: str, name: str) -> None:
     made = make(text)
     assert made.name == name
     assert make(made.name).name == name

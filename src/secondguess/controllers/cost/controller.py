@@ -78,7 +78,7 @@ class CostController(Controller):
 
     def __init__(self, options: CostOptions = CostOptions()) -> None:
         self.options = options
-        self.name = f"cost:{options.length}"
+        self.name = "cost" if options == CostOptions() else f"cost:{options.length}"
         self.probe_budget = ProbeBudget()
         self.guard = LossGuard()
         self.expectations = Expectations()
