@@ -51,10 +51,12 @@ class LoadSettings(Table):
     drafter: Text | None = Field(
         default=None, description="none, model:PATH, ngram, suffix, early-exit, medusa, ..."
     )
-    verifier: Text | None = Field(default=None, description="verifier; auto is always lossless")
+    verifier: Text | None = Field(
+        default=None, description="rule that accepts draft tokens; auto is always lossless"
+    )
     controller: Text | None = Field(default=None, description="chooses the draft length")
-    dtype: Text | None = Field(default=None, description="precision of the weights")
-    device: Text | None = Field(default=None, description="where it computes")
+    dtype: Text | None = Field(default=None, description="compute dtype")
+    device: Text | None = Field(default=None, description="cpu or cuda[:N]")
     quantize: Text | None = Field(
         default=None, description="int8 or int4: the target's weights in 8 or 4 bits"
     )
@@ -62,23 +64,27 @@ class LoadSettings(Table):
         default=None, description="int8 or int4: the draft model's weights in 8 or 4 bits"
     )
     runtime: Text | None = Field(default=None, description="runtime of the target")
-    share_history: bool | None = Field(default=None, description="draft from recent outputs, too")
+    share_history: bool | None = Field(
+        default=None, description="draft from recent outputs of other prompts, too"
+    )
 
 
 class TuningRecord(Table):
     """Measurements behind the selection. All are optional, and `load` reads none of them."""
 
     date: Text | None = Field(default=None, description="date of the measurement")
-    processor: Text | None = Field(default=None, description="on what")
-    num_threads: Annotated[int, Field(ge=1, le=65_536)] | None = Field(default=None, description="of the CPU")
-    workload: Text | None = Field(default=None, description="on which prompts")
+    processor: Text | None = Field(default=None, description="processor of the measurement")
+    num_threads: Annotated[int, Field(ge=1, le=65_536)] | None = Field(
+        default=None, description="number of CPU threads"
+    )
+    workload: Text | None = Field(default=None, description="prompts of the measurement")
     workload_sha256: Sha256 | None = Field(
         default=None, description="SHA-256 of these prompts, joined by NUL"
     )
     model_sha256: Sha256 | None = Field(
         default=None, description="SHA-256 of the target's weights; others are refused"
     )
-    acceptance_rate: Rate | None = Field(default=None, description="accepted / drafted")
+    acceptance_rate: Rate | None = Field(default=None, description="accepted / drafted tokens")
     acceptance_by_position: Rates | None = Field(
         default=None, description="the same by position in the draft"
     )
@@ -86,10 +92,10 @@ class TuningRecord(Table):
         default=None, description="the best constant draft length; 0: best without drafts"
     )
     cost_ratio: NonNegativeFloat | None = Field(
-        default=None, description="one draft step over one target pass"
+        default=None, description="time of a draft step relative to a target pass (c)"
     )
     speedup: dict[BatchSize, NonNegativeFloat] | None = Field(
-        default=None, description="over plain decoding, by batch size"
+        default=None, description="speed relative to plain decoding, by batch size"
     )
 
 

@@ -40,11 +40,14 @@ def test_the_configuration_is_slower_at_as_few_batch_sizes_as_possible():
 
 def test_the_recommendation_states_speeds_and_what_one_choice_for_all_sizes_costs():
     assert recommend({1: {PLAIN: 1.0, FAST: 1.5, FASTER: 2.3}, 2: {PLAIN: 1.0, FAST: 1.1, FASTER: 0.8}}) == [
-        "Configuration for all batch sizes: suffix fixed:3. The fastest of each batch size:",
-        "- batch size 1: model:x fixed:5, 2.30 times as fast as plain; the configuration runs at 0.65 of its speed.",
-        "- batch size 2: suffix fixed:3, 1.10 times as fast as plain; that of the configuration.",
+        "Configuration: drafter suffix, controller fixed:3. Its speed relative to plain decoding:",
+        "- batch size 1: 1.50x; the fastest is drafter model:x, controller fixed:5, with 2.30x.",
+        "- batch size 2: 1.10x; nothing is faster.",
     ]
     assert recommend({1: {PLAIN: 1.0, FAST: 2.3}, 2: {PLAIN: 1.0, FAST: 0.8}})[2] == (
-        "- batch size 2: plain (--drafter none), nothing is faster by more than 2%; "
-        "the configuration runs at 0.80 of its speed."
+        "- batch size 2: 0.80x; nothing is faster than plain decoding (--drafter none) by more than 2%."
     )
+    assert recommend({1: {PLAIN: 1.0, FAST: 1.01}}) == [
+        "Configuration: plain decoding (--drafter none). Its speed relative to plain decoding:",
+        "- batch size 1: 1.00x; nothing is faster by more than 2%.",
+    ]

@@ -160,7 +160,7 @@ def test_tasks_have_their_own_medians_and_ratios_to_plain():
 
 def test_a_task_with_few_prompts_has_no_interval():
     page = page_of(report())
-    assert "| system | code (1) | talk (2) |" in page
+    assert "| method | code (1) | talk (2) |" in page
     assert "| ours fast | 40.0, 4.00x, tau 4.00 | 50.0, 2.00x, tau 4.00 |" in page
 
 
@@ -177,13 +177,13 @@ def results_over(num_prompts, batch_size=1):
 def test_an_interval_needs_enough_prompts(batch_size, units):
     """Of five, not even the whole range of the values is a 95 % interval of their median."""
     few, enough = (dataclasses.replace(report(), results=results_over(count, batch_size)) for count in (5, 6))
-    words = f"Too few {units} for an interval: 5; it takes at least 6 (--num-prompts)."
+    words = f"No confidence intervals: they need at least 6 {units} (--num-prompts), these are 5."
     assert words in page_of(few)
     assert "| ours fast | 22.0 | 1.83x, worst 1.71x |" in page_of(few)
     told = json.loads(few.to_json())["results"][1]
     assert told["interval"] is None
     assert (told["against"]["ours plain"]["low"], told["against"]["ours plain"]["high"]) == (None, None)
-    assert "Too few" not in page_of(enough)
+    assert "No confidence" not in page_of(enough)
     assert "| ours fast | 22.5 | 1.80x [1." in page_of(enough)
     low, high = json.loads(enough.to_json())["results"][1]["interval"]
     assert low < 22.5 < high
@@ -285,8 +285,11 @@ def test_the_page_shows_ratios_flips_costs_and_provenance():
     assert "| ours fast | 40.0 | 2.00x, worst 0.50x |" in page
     assert "| ours fast | ours plain | 3 of 3 | 6 of 12 |" in page
     assert "| theirs plain | ours plain | 3 of 3 | 3 of 12 |" in page
-    assert "| system | tokens/s | against ours plain | against theirs plain | against theirs fast |" in page
-    assert "| v(m) | 1.00 | 1.30 |" in page
+    assert (
+        "| method | tokens/s | speedup over ours plain | speedup over theirs plain | speedup over theirs fast |"
+        in page
+    )
+    assert "| v(m) = T(m) / T(1) | 1.00 | 1.30 |" in page
     assert "with uncommitted changes" in page
     assert "| ours fast | 4.00 | 100.0% | 1.00 1.00 1.00 | 3.00 | 0.100 |" in page
 

@@ -383,7 +383,7 @@ def test_results_are_reported_by_task(batched):
     assert plain["sums"].against_plain is None
     assert ngram["sums"].against_plain.of_medians > 0
     assert ngram["songs"].acceptance_length >= 1
-    assert re.search(r"\| system +\| sums \(3\) +\| songs \(1\) +\|", as_markdown(batched))
+    assert re.search(r"\| method +\| sums \(3\) +\| songs \(1\) +\|", as_markdown(batched))
 
 
 def test_a_truncated_prompt_is_reported(batched):

@@ -134,9 +134,9 @@ def test_every_drafter_runs_and_the_best_run_at_every_batch_size(tuned, tiny_dra
 def test_the_report_is_one_of_bench_with_the_recommendation_in_its_notes(tuned, tmp_path):
     page, data = as_markdown(tuned.report), tuned.report.to_json()
     assert page.startswith("# Benchmark tune")
-    assert "Note: Configuration for all batch sizes: " in page
+    assert "Note: Configuration: drafter " in page
     assert (
-        "Note: dropped at batch size 1 after fewer prompts than the final runs, with speed over plain: "
+        "Note: slower at batch size 1 on fewer prompts, so not in the final runs (speed relative to plain decoding): "
         in page
     )
     for text in (page, data):
@@ -164,7 +164,7 @@ def test_the_configuration_has_the_choice_and_its_measurements(tuned):
     assert (loaded.load.drafter, loaded.load.controller) == ("suffix", "fixed:5")
     assert (loaded.tuned.speedup, loaded.tuned.draft_length) == ({1: 2.3, 2: 2.3}, 5)
     assert loaded.tuned.num_threads == 1
-    assert found.to_toml().startswith("# Configuration for all batch sizes: suffix fixed:5.")
+    assert found.to_toml().startswith("# Configuration: drafter suffix, controller fixed:5.")
 
 
 def test_plain_decoding_is_configured_where_nothing_pays(tuned):
@@ -212,7 +212,7 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     )
     assert done.code == 0, done.err
     assert "- batch size 1: " in done.err
-    assert place.read_text().startswith("# Configuration for all batch sizes: ")
+    assert place.read_text().startswith("# Configuration: drafter ")
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1
@@ -299,7 +299,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(tuning.Tuner.STEPS, "controllers", interrupted)
+    monkeypatch.setitem(tuning.Tuner.STEPS, "comparing controllers", interrupted)
     done = secondguess_command(
         *("tune", tiny_checkpoint, "--drafter", "suffix", "--prompts", "builtin", "--num-prompts", "1"),
         *(
@@ -314,7 +314,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         ),
     )
     assert done.code == 130
-    assert done.err.endswith("interrupted at step 2 of 4, controllers; nothing was written\n")
+    assert done.err.endswith("interrupted at step 2 of 4, comparing controllers; nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,21 +49,23 @@ def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
 
 
 def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
-    """Return lines with the system for a configuration, and the fastest of each batch size next to it."""
+    """Return lines with the system for a configuration, and its speed next to the fastest of each batch size."""
     chosen = one_for_all(speedups)
-    lines = [f"Configuration for all batch sizes: {_short(chosen)}. The fastest of each batch size:"]
+    lines = [f"Configuration: {_describe(chosen)}. Its speed relative to plain decoding:"]
     for size, size_speedups in speedups.items():
         best = fastest(size_speedups)
-        if best == PLAIN:
-            line = f"plain (--drafter none), nothing is faster by more than {WORTH_IT - 1:.0%}"
+        if best == chosen:
+            comparison = "nothing is faster" + (f" by more than {WORTH_IT - 1:.0%}" if best == PLAIN else "")
+        elif best == PLAIN:
+            comparison = f"nothing is faster than {_describe(best)} by more than {WORTH_IT - 1:.0%}"
         else:
-            line = f"{_short(best)}, {size_speedups[best]:.2f} times as fast as plain"
-        relative = size_speedups[chosen] / size_speedups[best]
-        same = "that of the configuration"
-        other = f"the configuration runs at {relative:.2f} of its speed"
-        lines.append(f"- batch size {size}: {line}; {same if best == chosen else other}.")
+            comparison = f"the fastest is {_describe(best)}, with {size_speedups[best]:.2f}x"
+        lines.append(f"- batch size {size}: {size_speedups[chosen]:.2f}x; {comparison}.")
     return lines
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("secondguess ")
+def _describe(name: str) -> str:
+    drafter, _, controller = name.removeprefix("secondguess ").rpartition(" ")
+    return (
+        "plain decoding (--drafter none)" if name == PLAIN else f"drafter {drafter}, controller {controller}"
+    )

@@ -10,8 +10,8 @@ from secondguess.bench.summary import Ratio
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with columns of equal width; empty without rows.
 
-    >>> print(table(["system", "tau"], [["a|b", "2.50"]]))
-    | system | tau  |
+    >>> print(table(["method", "tau"], [["a|b", "2.50"]]))
+    | method | tau  |
     | ------ | ---- |
     | a\\|b   | 2.50 |
     """

@@ -262,7 +262,7 @@ class Tuner:
                 num_runs += 1
             if num_runs < num_batches:
                 self._notes.append(
-                    f"time was short: the best ran on {num_runs} of {num_batches} batches of {size}"
+                    f"time was short: the final runs covered {num_runs} of {num_batches} batches of {size}"
                 )
             for each in systems:
                 self.dropped[size].pop(each.name, None)
@@ -286,9 +286,13 @@ class Tuner:
         tuning = Tuning(report, self.dropped, self._drafters, load)
         notes = [*self._notes, *(line.strip("- .:") for line in recommend(tuning.speedups))]
         for size, dropped in self.dropped.items():
-            if shown := ", ".join(f"{name} {speedup:.2f}x" for name, speedup in dropped.items()):
+            shown = [
+                f"{name.removeprefix('secondguess ')} {speedup:.2f}x" for name, speedup in dropped.items()
+            ]
+            if shown:
                 notes.append(
-                    f"dropped at batch size {size} after fewer prompts than the final runs, with speed over plain: {shown}"
+                    f"slower at batch size {size} on fewer prompts, so not in the final runs (speed relative to plain "
+                    f"decoding): {', '.join(shown)}"
                 )
         return replace(tuning, report=replace(report, workbench=replace(report.workbench, notes=notes)))
 
@@ -308,9 +312,9 @@ class Tuner:
         return self._systems[key]
 
     STEPS: ClassVar[dict[str, Callable[[Tuner], None]]] = {
-        "drafters": compare_drafters,
-        "controllers": compare_controllers,
-        "the best": run_best,
+        "comparing drafters": compare_drafters,
+        "comparing controllers": compare_controllers,
+        "final runs": run_best,
     }
 
 

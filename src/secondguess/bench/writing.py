@@ -11,11 +11,13 @@ from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
 from secondguess.bench.tables import show, show_count, show_ratio, table
 
 NOTES = """\
-Tokens/s: median over prompts of new tokens over wall-clock seconds, prefill included (of a batch: all its new tokens).
-Ratios: median over median, [95 % bootstrap interval over prompts], then the worst prompt; against the other family's
-plain decoding and against its fastest speculative setting. tau: tokens per target pass and row. c: one draft step over
-one target pass. Predicted: decoding speed that tau, c and v(m) allow; measured/predicted leaves our overhead out of 1
-(both without prefill)."""
+Method: library and drafter, with the controller if it is not the default; *plain* is without speculation. Tokens/s: median
+over prompts of new tokens per wall-clock second, prefill included (of a batch: all its new tokens). Speedup: ratio of
+medians, [95 % bootstrap interval over prompts], then the ratio on the worst prompt. Pass: forward pass of the target.
+Predicted: decoding speed that follows from tau, c and the cost of passes v(m), without prefill; measured/predicted falls
+below 1 by the time of sampling, verification and bookkeeping."""
+PHASE_NAMES = {"score": "target"}
+"""Names of phases in the table, where they differ from those in the JSON."""
 
 
 def unused_path(path: Path, *suffixes: str) -> Path:
@@ -50,11 +52,11 @@ def as_markdown(report: Report) -> str:
         f"{show_count(bench.num_prompts, 'prompt')} of {bench.workload} (median {bench.median_prompt_tokens:g} tokens), "
         f"at most {bench.num_tokens} new tokens each, {about.dtype} on {about.device}, "
         f"{show_count(about.num_threads, 'thread')}, "
-        f"{about.processor}. Systems ran in turn within one process, in alternating order, after warm-up."
+        f"{about.processor}. All methods ran in turn in one process, in alternating order, after a warm-up."
     )
     blocks = [
         f"# Benchmark {report.name}",
-        "" if report.complete else "**Interrupted: only the prompts that were finished are in here.**",
+        "" if report.complete else "**Interrupted: this report covers only the prompts that were finished.**",
         conditions + (f" Note: {bench.workload_note}." if bench.workload_note else ""),
         "\n".join(f"- Note: {note}." for note in bench.notes),
         NOTES,
@@ -74,8 +76,8 @@ def _blocks_at(temperature: float, batch_size: int, results: Sequence[Result]) -
     count, too_few = len(results[0].per_batch), ""
     if not all(result.interval for result in results):
         too_few = (
-            f"Too few {'prompts' if batch_size == 1 else 'batches'} for an interval: {count}; "
-            f"it takes at least {MIN_PROMPTS_FOR_INTERVAL} (--num-prompts)."
+            f"No confidence intervals: they need at least {MIN_PROMPTS_FOR_INTERVAL} "
+            f"{'prompts' if batch_size == 1 else 'batches'} (--num-prompts), these are {count}."
         )
     texts = _text_table(results)
     return [
@@ -84,9 +86,7 @@ def _blocks_at(temperature: float, batch_size: int, results: Sequence[Result]) -
         _speed_table(results),
         *_by_task(results),
         _rounds_table(results),
-        "Texts compared, speculation with its own plain decoding and plain decodings with each other:"
-        if texts
-        else "",
+        "Greedy texts compared with those of plain decoding:" if texts else "",
         texts,
     ]
 
@@ -105,7 +105,7 @@ def _speed_table(results: Sequence[Result]) -> str:
         ratios = [result.against.get(baseline) for baseline in baselines]
         shown = [f"{show_ratio(ratio)}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
         rows.append([result.system, f"{result.tokens_per_second:.1f}", *shown])
-    return table(["system", "tokens/s", *(f"against {baseline}" for baseline in baselines)], rows)
+    return table(["method", "tokens/s", *(f"speedup over {baseline}" for baseline in baselines)], rows)
 
 
 def _by_task(results: Sequence[Result]) -> list[str]:
@@ -113,11 +113,11 @@ def _by_task(results: Sequence[Result]) -> list[str]:
     tasks = results[0].by_task
     if len(tasks) < 2:
         return []
-    header = ["system", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
+    header = ["method", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
     rows = [[result.system, *map(_show_task, result.by_task.values())] for result in results]
     words = (
-        "By task (how many): tokens/s, against the same family's plain decoding "
-        f"(with an interval from {MIN_PROMPTS_FOR_INTERVAL} on), tau."
+        f"By task (number of {'prompts' if results[0].batch_size == 1 else 'batches'}): tokens/s, speedup over plain "
+        f"decoding of the same library (with an interval from {MIN_PROMPTS_FOR_INTERVAL} on), tokens per pass (tau)."
     )
     return [words, table(header, rows)]
 
@@ -146,11 +146,25 @@ def _rounds_table(results: Sequence[Result]) -> str:
                 f"{rounds.cost_ratio:.3f}",
                 show(rounds.predicted_tokens_per_second, ".1f"),
                 show(rounds.measured_over_predicted, ".3f"),
-                ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005),
+                ", ".join(
+                    f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
+                    for phase, share in shares.items()
+                    if share >= 0.005
+                ),
             ]
         )
-    header = ["system", "tau", "accepted", "by position", "draft length", "c"]
-    return table([*header, "predicted tokens/s", "measured/predicted", "time"], rows)
+    header = [
+        "method",
+        "tokens per pass (tau)",
+        "acceptance rate",
+        "by position in the draft",
+        "mean draft length",
+        "draft step / pass (c)",
+        "predicted tokens/s",
+        "measured/predicted",
+        "share of time",
+    ]
+    return table(header, rows)
 
 
 def _text_table(results: Sequence[Result]) -> str:
@@ -164,22 +178,22 @@ def _text_table(results: Sequence[Result]) -> str:
         for result in results
         if (equality := result.equality) is not None
     ]
-    header = ["system", "compared with", "texts that differ"]
+    header = ["method", "compared with", "texts that differ"]
     return table([*header, "tokens that differ, including all after the first difference"], rows)
 
 
 def _costs(costs: CostTable) -> list[str]:
     widths = sorted(costs.target_ms)
     rows = [
-        ["T(m), ms", *(f"{costs.target_ms[m]:.2f}" for m in widths)],
-        ["v(m)", *(f"{costs.curve[m]:.2f}" for m in widths)],
+        ["time T(m), ms", *(f"{costs.target_ms[m]:.2f}" for m in widths)],
+        ["v(m) = T(m) / T(1)", *(f"{costs.curve[m]:.2f}" for m in widths)],
     ]
     steps = [
-        f"{model}: {milliseconds:.2f} ms a draft step, c = {costs.cost_ratio[model]:.3f}."
+        f"A draft step of {model} takes {milliseconds:.2f} ms, {costs.cost_ratio[model]:.3f} of a pass over one token (c)."
         for model, milliseconds in costs.draft_step_ms.items()
     ]
-    heading = f"## Cost of a pass over m tokens, {costs.context_length} cached"
-    return [heading, table(["m", *map(str, widths)], rows), *steps]
+    heading = f"## Time of a target pass over m tokens, with {costs.context_length} tokens in the KV cache"
+    return [heading, table(["tokens m", *map(str, widths)], rows), *steps]
 
 
 def _provenance(report: Report) -> str:
