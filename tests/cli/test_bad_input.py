@@ -93,7 +93,7 @@ def test_a_drafter_that_a_later_line_names_is_checked_before_any_generation(ask,
         (["verify", "--drafter", "none", "--controller", "fixed:2"], ["none", "fixed:2"]),
         (["verify", "--drafter", "ngram", "--controller", "confidence"], ["ngram", "confidence"]),
         (
-            ["verify", "--drafter", "model:tiny,tree=2x2", "--verifier", "block"],
+            ["verify", "--drafter", "model:perturbed-copy,tree=2x2", "--verifier", "block"],
             ["tree=2x2", "'block'", "auto"],
         ),
     ],

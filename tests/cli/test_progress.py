@@ -35,7 +35,7 @@ def test_verify_without_a_terminal_prints_lines(secondguess_command, monkeypatch
     assert json.loads(done.out)["passed"]
     lines = done.err.splitlines()
     assert lines[0] == "exact probabilities: 1 of 9"
-    assert lines[-1] == "drawing texts: 1,000 of 1,000"
+    assert lines[-1] == "sampling texts: 1,000 of 1,000"
 
 
 def test_short_work_prints_nothing_without_a_terminal(capsys):

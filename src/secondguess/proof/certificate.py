@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from secondguess.api import LLM
 
 Text = tuple[int, ...]
+TINY_DRAFTER = "perturbed-copy"
+"""Name of the draft model of `tiny_system`."""
 OTHER_TOKEN = -1
 """Placeholder, at the end of a cell, for all tokens without a branch of their own there."""
 MIN_EXPECTED = 5.0
@@ -201,28 +203,33 @@ class Certificate:
 
     def __str__(self) -> str:
         cells = (
-            f"all {self.num_cells} texts of {self.num_tokens} tokens"
+            f"for each of the {self.num_cells} texts of {self.num_tokens} tokens"
             if self.covers_all_texts
-            else f"{self.num_cells} cells: the most probable prefixes of a text of {self.num_tokens} tokens, the rest "
-            "pooled per prefix; differences within a cell are not detected"
+            else f"for {self.num_cells} cells, groups of texts of {self.num_tokens} tokens that begin alike (the most "
+            "probable prefixes, and the rest of each prefix); differences within a cell are not detected"
         )
         rate = self.acceptance_rate
-        accepted = "nothing drafted" if rate is None else f"{rate:.0%} of drafted tokens accepted"
+        accepted = "nothing drafted" if rate is None else f"acceptance rate {rate:.0%}"
         verified = zip(self.accepted_per_position, self.rejected_per_position, strict=True)
-        positions = [f"{ours:,} + {theirs:,}" for ours, theirs in verified]
-        exercised = "" if any(self.rejected_per_position) else "; the rejection rule was not exercised"
+        positions = [
+            f"{position}: {accepted:,} accepted, {rejected:,} rejected"
+            for position, (accepted, rejected) in enumerate(verified, start=1)
+        ]
+        untested = (
+            "" if any(self.rejected_per_position) else "; with nothing rejected, rejection is not tested"
+        )
         is_short = rate is not None and self.acceptance_length < FEW_TOKENS
         few = "; few were drafted, --controller fixed:2 drafts more" if is_short else ""
         return "\n".join(
             [
-                f"target       {self.model}, {self.runtime} ({self.dtype}), temperature {self.temperature:g}",
+                f"target       {self.model} ({self.dtype}, {self.runtime}), temperature {self.temperature:g}",
                 f"drafter      {self.drafter}, controller {self.controller}",
                 f"verifier     {self.verifier} ({self.exactness})",
-                f"compared     {self.num_samples:,} sampled texts with the model's own forward, over {cells}",
+                f"compared     {self.num_samples:,} sampled texts with exact probabilities by Transformers, {cells}",
                 f"drafting     {accepted}, {self.acceptance_length:.2f} tokens per target pass{few}",
-                f"by position  {', '.join(positions) or 'none'} (accepted + rejected){exercised}",
-                f"G-test       p = {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
-                f"certificate  total variation <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
+                f"by position  {'; '.join(positions) or 'none'}{untested}",
+                f"G-test       p-value {self.p_value:.3g} (fails below {MIN_P_VALUE:g})",
+                f"certificate  total variation distance <= {self.bound:.4f} with confidence 1 - {self.delta:g} "
                 f"(observed {self.distance:.4f}, limit {self.limit:g})",
                 f"duration     {self.seconds:.1f} s",
                 f"result       {self._result}",
@@ -251,17 +258,17 @@ def tiny_system(
         return Checkpoint.from_module(own).make_runtime(own, lambda: tiny_pair()[which])
 
     def load_draft_model(path: str) -> Runtime:
-        if path != "tiny":
+        if path != TINY_DRAFTER:
             raise BadInputError(
-                f"expected a drafter of the tiny model, got 'model:{path}'; name its target too"
+                f"expected model:{TINY_DRAFTER} as the draft model of the random target, got 'model:{path}'; name its target too"
             )
         return runtime(1)
 
-    name = "model:tiny" if drafter == "model" else drafter
+    name = f"model:{TINY_DRAFTER}" if drafter == "model" else drafter
     made = make_drafter(name, target_vocab_size=model.config.vocab_size, load_draft_model=load_draft_model)
     components = Components(runtime(0), made, make_verifier(verifier), make_controller(controller))
     return CertifiedSystem(
-        components, plain_logits_of(model), (0,), "random Llama of 3 tokens", _name(model.dtype)
+        components, plain_logits_of(model), (0,), "random Llama with 3 tokens", _name(model.dtype)
     )
 
 
@@ -456,9 +463,9 @@ def _sample(
             Row(list(subject.prompt), params, seed=options.seed, sample_index=sample, coupled=coupled)
             for sample in range(first, last)
         ]
-        progress(first, options.num_samples, "drawing texts")
+        progress(first, options.num_samples, "sampling texts")
         for _ in decode(components, rows):
-            progress(first + sum(row.finished for row in rows), options.num_samples, "drawing texts")
+            progress(first + sum(row.finished for row in rows), options.num_samples, "sampling texts")
         texts.update(tuple(row.output) for row in rows)
     counts: Counter[Text] = Counter()
     for text, count in texts.items():
