@@ -40,7 +40,7 @@ def test_a_drafter_in_backoff_has_no_speedup(tiny_checkpoint: Path) -> None:
     assert (found["acceptance_length"], found["cost_ratio"], found["speedup"]) == (1.0, None, None)
     card = card_text(Provenance("mtp", "tiny", "0" * 64, figures=found), "secondguess ...")
     assert f"| speedup | {NOT_DRAFTED} |" in card
-    assert "cost ratio" not in card
+    assert "draft step relative to" not in card
 
 
 def test_a_card_names_the_temperature_of_generated_texts() -> None:
@@ -52,4 +52,8 @@ def test_a_card_names_the_temperature_of_generated_texts() -> None:
 
 
 def test_figures_of_a_drafter_that_cannot_draft_have_no_speed() -> None:
-    assert displayed_figures({"held_out_acceptance": [0.5]}) == {"held_out_acceptance": [0.5]}
+    found = {"held_out_acceptance": [0.5], "predicted_nodes": 1, "predicted_acceptance_length": 1.5}
+    assert displayed_figures(found) == {
+        "acceptance rate on held-out texts at temperature 1, by position in the draft": [0.5],
+        "predicted tokens per target pass (tau) at temperature 1, draft length 1": 1.5,
+    }

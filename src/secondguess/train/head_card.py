@@ -11,7 +11,17 @@ from secondguess.files import write_atomically
 from secondguess.heads.files import Provenance
 from secondguess.train.run_folder import CARD
 
-NOT_DRAFTED = "none: the controller did not draft"
+LABELS = {
+    "held_out_acceptance": "acceptance rate on held-out texts at temperature 1, by position in the draft",
+    "predicted_acceptance_length": "predicted tokens per target pass (tau) at temperature 1, draft length {predicted_nodes}",
+    "cost_ratio": "time of a draft step relative to a target pass (c)",
+    "acceptance_length": "measured tokens per target pass (tau), greedy decoding",
+    "plain_tokens_per_second": "tokens/s of plain decoding",
+    "tokens_per_second": "tokens/s with the drafter",
+    "speedup": "speedup",
+}
+"""Labels of figures on the card and on the terminal."""
+NOT_DRAFTED = "none: the controller did not draft, since drafts cost more than they save"
 """Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
 
 
@@ -27,7 +37,7 @@ def card_text(provenance: Provenance, how_to_use: str) -> str:
     figures = _table(displayed_figures(provenance.figures), "figure")
     training = _table(provenance.training, "setting")
     return (
-        f"# A {provenance.kind} drafter for {provenance.target}\n\n"
+        f"# Drafter for {provenance.target} ({provenance.kind})\n\n"
         f"Made by `secondguess train {provenance.kind}` for the weights with SHA-256 `{provenance.fingerprint}`. For other "
         "weights the output stays correct, but few drafts are accepted.\n\n"
         f"```\n{how_to_use}\n```\n\n"
@@ -46,9 +56,9 @@ def _conditions(provenance: Provenance) -> str:
         else f" that the target wrote at temperatures {', '.join(f'{each:g}' for each in temperatures)}"
     )
     expected = (
-        "The held-out acceptance (by depth of the draft, given the text before) and the predicted acceptance length are for "
-        "sampling at temperature 1 without filters: the mean overlap of the target's and the drafter's probabilities on "
-        f"held-out text{written}."
+        "The acceptance rate on held-out texts (of a position if those before are accepted) and the predicted tokens per "
+        "target pass are for sampling at temperature 1 without filters: the mean overlap of the target's and the drafter's "
+        f"probabilities on held-out text{written}."
     )
     if "tokens_per_second" not in provenance.figures:
         return expected
@@ -56,9 +66,10 @@ def _conditions(provenance: Provenance) -> str:
 
 
 def displayed_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures to display: missing ones are dropped, a missing speed-up is explained."""
-    told = {name: value for name, value in figures.items() if value is not None}
-    return told | ({"speedup": NOT_DRAFTED} if "speedup" in figures and "speedup" not in told else {})
+    """Return the figures to display by their labels: missing ones are dropped, a missing speed-up is explained."""
+    told = {name: value for name, value in figures.items() if value is not None and name in LABELS}
+    told |= {"speedup": NOT_DRAFTED} if "speedup" in figures and "speedup" not in told else {}
+    return {LABELS[name].format_map(figures): value for name, value in told.items()}
 
 
 def _table(values: Mapping[str, Any], what: str) -> str:

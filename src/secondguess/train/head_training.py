@@ -180,7 +180,7 @@ class ProgressDisplay:
         """Show the metrics of a training step."""
         accepted = " ".join(f"{each:.2f}" for each in progress.accepted[:SHOWN_DEPTHS])
         words = (
-            f"step {progress.step}: loss {progress.loss:.3f}, accepted {accepted}, "
+            f"step {progress.step}: loss {progress.loss:.3f}, acceptance by position {accepted}, "
             f"{progress.tokens_per_second:.0f} tokens/s, {progress.seconds_left:.0f} s left"
         )
         self.bar(round(1000 * progress.share), 1000, words)
@@ -213,7 +213,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     if not job.as_is:
         learnt = _write_texts(job, documents, run / "texts", show)
     texts = TextSplit.split(learnt)
-    show.line(f"{len(texts.training)} texts to learn from, {len(texts.held_out)} held out")
+    show.line(f"{len(texts.training)} training texts, {len(texts.held_out)} held out")
     trainable, state = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
     trainable.to(_saved_dtype(read_config(llm.target.path).to_dict()))

@@ -131,8 +131,8 @@ def _by_speedup(candidate: Candidate) -> tuple[float, tuple[int, ...]]:
 def _in_words(candidate: Candidate) -> str:
     skipped = "-".join(map(str, candidate.skipped))
     return (
-        f"{skipped}: {candidate.acceptance:.1%} accepted, c = {candidate.cost_ratio:.2f}, "
-        f"{candidate.speedup:.2f}x at {candidate.draft_length} nodes"
+        f"{skipped}: acceptance rate {candidate.acceptance:.1%}, draft step / target pass {candidate.cost_ratio:.2f}, "
+        f"expected speedup {candidate.speedup:.2f}x with drafts of {candidate.draft_length} tokens"
     )
 
 
