@@ -118,7 +118,7 @@ def test_commands_are_answered_on_standard_error(secondguess_command, components
     lines = ["/stats", "x", "y", "/stats", "/help", "/nope", "/reset", "/stats"]
     done = chat_json(secondguess_command, components, *lines)
     assert len(texts_of(done)) == 2
-    line = r"[\d.]+ tokens/s, (?:acceptance \d+%|nothing drafted), [\d.]+ tokens per target pass"
+    line = r"[\d.]+ tokens/s, (?:acceptance rate \d+%|nothing drafted), [\d.]+ tokens per target pass"
     expected = rf"no replies yet\nlast reply \(12 tokens\): {line}\nall replies \(24 tokens\): {line}\n"
     assert re.match(expected, done.err)
     for command in ("/stats", "/reset", "/help", "/quit"):

@@ -81,7 +81,7 @@ def test_without_drafts_the_acceptance_rate_is_none():
     assert str(plain) == "2.0 tokens/s, nothing drafted, 1.00 tokens per target pass"
     assert plain.as_dict()["acceptance_rate"] is None
     rejected = Stats(num_rounds=2, num_tokens=2, num_drafted=3, seconds={"score": 1.0})
-    assert str(rejected) == "2.0 tokens/s, acceptance 0%, 1.00 tokens per target pass"
+    assert str(rejected) == "2.0 tokens/s, acceptance rate 0%, 1.00 tokens per target pass"
     assert rejected.as_dict()["acceptance_rate"] == 0.0
 
 
@@ -195,7 +195,7 @@ def test_public_names_of_stats():
         "tokens_per_second",
     ]
     stats = Stats(2, 5, 4, 3, seconds={"score": 2.0})
-    assert str(stats) == "2.5 tokens/s, acceptance 75%, 2.50 tokens per target pass"
+    assert str(stats) == "2.5 tokens/s, acceptance rate 75%, 2.50 tokens per target pass"
 
 
 def test_preparation_is_no_part_of_what_a_round_costs():

@@ -107,7 +107,7 @@ class Stats:
         rate = self.acceptance_rate
         return (
             f"{self.tokens_per_second:.1f} tokens/s, "
-            f"{'nothing drafted' if rate is None else f'acceptance {rate:.0%}'}, "
+            f"{'nothing drafted' if rate is None else f'acceptance rate {rate:.0%}'}, "
             f"{self.acceptance_length:.2f} tokens per target pass"
         )
 

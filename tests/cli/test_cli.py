@@ -43,7 +43,7 @@ FIELDS = [
     "stats",
 ]
 CLOSING_LINE = re.compile(
-    r"[\d.]+ tokens/s, (?:acceptance \d+%|nothing drafted), [\d.]+ tokens per target pass\n$"
+    r"[\d.]+ tokens/s, (?:acceptance rate \d+%|nothing drafted), [\d.]+ tokens per target pass\n$"
 )
 
 
@@ -363,13 +363,13 @@ def test_the_text_output_is_the_text_and_statistics_go_to_standard_error(secondg
     assert CLOSING_LINE.search(done.err)
     assert "\x1b" not in done.out + done.err
     assert done.err.count("\n") == 3
-    for picked in ("float32", "cpu", "suffix", "auto"):
+    for picked in ("float32", "cpu", "drafter suffix, verifier auto, controller cost\n"):
         assert picked in done.err
 
 
 def test_the_closing_line_names_the_quantisation(secondguess_command):
     done = secondguess_command("generate", "x", "--quantize", "int8", "--drafter", "none", "--max-tokens", 2)
-    assert "builtin (bfloat16 on cpu, native, weights in 8 bits)" in done.err or not units()
+    assert "builtin (bfloat16 on cpu, runtime native, weights in 8 bits)" in done.err or not units()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])

@@ -156,7 +156,7 @@ def compatibility_notes(
         )
     limit = drafter.context_length or MAX_CONTEXT
     if limit < (target.context_length or MAX_CONTEXT):
-        notes.append(f"a row that outgrows the draft model's {limit:,} tokens goes on without drafts")
+        notes.append(f"a text beyond the draft model's context of {limit:,} tokens continues without drafts")
     if drafter.num_parameters >= target.num_parameters:
         notes.append("the draft model is not smaller than the target: it costs more than it can save")
     return notes

@@ -48,7 +48,9 @@ def bench(
         workload_option("Only prompts of this task; repeatable.", "--task", show_default="all"),
     ] = None,
     num_prompts: Annotated[int, workload_option("Number of prompts, evenly spread within each task.")] = 40,
-    num_tokens: Annotated[int, workload_option("New tokens per prompt, exactly.", "--max-tokens")] = 128,
+    num_tokens: Annotated[
+        int, workload_option("New tokens per prompt; end tokens do not end a text.", "--max-tokens")
+    ] = 128,
     temperatures: Annotated[
         list[float] | None,
         workload_option(
@@ -58,7 +60,7 @@ def bench(
     batch_sizes: Annotated[
         list[int] | None,
         workload_option(
-            "Batch size of secondguess (other systems run at 1); repeatable.",
+            "Number of prompts that decode together (Transformers decodes one at a time); repeatable.",
             "--batch-size",
             show_default="1",
         ),
@@ -66,7 +68,7 @@ def bench(
     draft_lengths: Annotated[
         list[int] | None,
         workload_option(
-            "Constant draft length to measure in addition to the default controller; repeatable.",
+            "Constant draft length of draft models, in addition to their default controller; repeatable.",
             "--draft-length",
             show_default="3, 5 and 8",
         ),
@@ -74,24 +76,23 @@ def bench(
     controllers: Annotated[
         list[str] | None,
         workload_option(
-            "A controller to try with every drafter, in addition to its default one (with --drafters all instead of it); "
-            "repeatable.",
+            "A controller (choice of draft lengths) for every drafter, in addition to its default one (with --drafters all "
+            "instead of it); repeatable.",
             "--controller",
             callback=options.check_controller,
             show_default="none",
         ),
     ] = None,
-    seed: Annotated[int, workload_option("Seed of sampled texts and intervals.")] = 0,
+    seed: Annotated[int, workload_option("Seed of sampling and of confidence intervals.")] = 0,
     model: options.Model = "builtin",
     drafters: Annotated[
         list[str] | None,
         model_option(
-            f"A drafter to compare: {options.DRAFTER_NAMES}; or all for every one that there is for the target; "
-            "repeatable.",
+            f"A drafter to compare: {options.DRAFTER_NAMES}; or all that exist for the target; repeatable.",
             "--drafter",
             "--drafters",
             callback=_check_drafters,
-            show_default="the target's own, its parts, ngram and suffix",
+            show_default="the target's default drafter, its parts, ngram and suffix",
         ),
     ] = None,
     dtype: options.Dtype = "auto",
@@ -105,7 +106,7 @@ def bench(
 ) -> int:
     """Compare drafters, and other libraries, on the same prompts and weights.
 
-    Systems take turns on every prompt and generate the same number of tokens.
+    All take turns on every prompt and generate the same number of tokens.
     Ctrl-C saves a report on the finished prompts.
     """
     from secondguess.bench import BenchConfig, as_markdown, run_bench

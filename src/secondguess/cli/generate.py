@@ -98,22 +98,26 @@ def generate(
     regex: Annotated[str | None, sampling_option("The text must match this regular expression.")] = None,
     prediction: Annotated[
         Path | None,
-        sampling_option("A guess of the text, to draft from: faster where it is right.", metavar="FILE"),
+        sampling_option("Expected output, such as the file before an edit, to draft from.", metavar="FILE"),
     ] = None,
     draft_length: options.DraftLength = None,
     max_draft_length: Annotated[
         int | None,
-        sampling_option("Draft at most this many tokens per round.", show_default="no limit"),
+        sampling_option("Draft at most this many tokens before each target pass.", show_default="no limit"),
     ] = None,
     draft_with: Annotated[
         str | None,
         sampling_option(
-            "Draft with these parts of the drafter alone: their kinds joined by +, ngram, or none.",
+            "Draft only with these parts of the drafter, such as suffix of suffix+model:PATH; ngram and none are always valid.",
             show_default="all of them",
         ),
     ] = None,
     history: Annotated[
-        bool, sampling_option("With --share-history: take part in it.", "--history/--no-history")
+        bool,
+        sampling_option(
+            "With --share-history: draft from other outputs, and let other prompts draft from these.",
+            "--history/--no-history",
+        ),
     ] = True,
 ) -> int:
     """Continue a prompt, or every prompt of a file.

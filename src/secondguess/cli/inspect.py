@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from secondguess.pairing import DrafterInfo, Pair
 
 MIB = 2**20
-memory_option = options.panel("How much at once")
+memory_option = options.panel("Memory")
 RUNTIMES = {
-    "native": "native, if its logits match the module's (checked at loading)",
-    "fused": "fused, if its logits match the module's (checked at loading)",
-    "graphs": "graphs, if its logits match the module's (checked at loading)",
-    "transformers": "the Transformers module",
+    "native": "native (CPU kernels), if its logits match those of Transformers (checked at loading)",
+    "fused": "fused (torch), if its logits match those of Transformers (checked at loading)",
+    "graphs": "graphs (CUDA graphs), if its logits match those of Transformers (checked at loading)",
+    "transformers": "transformers (the unmodified module)",
 }
 
 
@@ -33,7 +33,7 @@ def inspect(
         str | None,
         Argument(
             metavar="MODEL",
-            help="A directory, a cached model's name, or builtin; --config names one, too.",
+            help=f"{options.MODEL_NAMES} --config names one, too.",
             callback=options.check_model,
             show_default=False,
         ),
@@ -44,11 +44,11 @@ def inspect(
     device: options.Device = "auto",
     quantize: options.Quantize = None,
     drafter_quantize: options.DrafterQuantize = None,
-    rows: Annotated[int, memory_option("Prompts that decode together.")] = 1,
+    rows: Annotated[int, memory_option("Number of sequences that decode together.")] = 1,
     num_tokens: Annotated[
         int | None,
         memory_option(
-            "Tokens of each, prompt and output together.",
+            "Tokens of each sequence, prompt and output together.",
             "--context",
             show_default="4096, or the model's context if that is less",
         ),
@@ -105,7 +105,7 @@ def inspect(
         )
         return 0
     lines = _model_lines(target, drafters)
-    verdict = "one tokenizer" if pair.vocabularies is None else str(pair.vocabularies)
+    verdict = "same tokenizer" if pair.vocabularies is None else str(pair.vocabularies)
     lines |= _drafter_lines(pair.drafter, target, draft_model, [verdict, *notes])
     lines |= _memory_lines(plan, settings)
     if config is not None:
@@ -146,14 +146,14 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
     row = _context(found) if found.context_length else "4,096 tokens"
     return {
         "model": f"{found.name} ({found.architecture})",
-        "size": f"{found.num_parameters:,} parameters, {found.num_layers} layers of width {found.hidden_size}",
-        "attention": f"{found.num_heads} heads, {found.num_kv_heads} for keys and values; {kinds}{window}",
+        "size": f"{found.num_parameters:,} parameters, {found.num_layers} layers, hidden size {found.hidden_size}",
+        "attention": f"{found.num_heads} heads, {found.num_kv_heads} key-value heads; {kinds}{window}",
         "vocabulary": f"{found.vocab_size:,}, of which the tokenizer knows {found.num_tokens:,}",
         "context": _context(found),
-        "computes in": f"{found.dtype} on {found.device}",
+        "dtype": f"{found.dtype} on {found.device}",
         "runtime": RUNTIMES[found.runtime]
         + (f"; not native: {found.not_native}" if found.not_native else ""),
-        "memory": f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of cache per row "
+        "memory": f"{_size(found.weights_bytes)} of weights, {_size(found.cache_bytes)} of KV cache per sequence "
         f"({row}); {free} available",
         "speculation": "supported",
         "drafters": ", ".join(drafters)
@@ -169,7 +169,7 @@ def _drafter_lines(
         return {
             "drafter": f"{named.name} ({drafter.architecture}), {drafter.num_parameters:,} parameters "
             f"({share:.2g} of the target's), context {_context(drafter)}",
-            "pair": "fits: " + "; ".join(notes),
+            "pair": "compatible: " + "; ".join(notes),
         }
     if named.needs_target:
         return {"drafter": f"{named.name}, which uses parts of the target and is checked when that is loaded"}
@@ -185,14 +185,14 @@ def _vocabulary_record(pair: Pair) -> dict[str, object] | None:
 
 def _memory_lines(plan: MemoryPlan, settings: dict[str, Any]) -> dict[str, str]:
     shares = [
-        f"{part} {_size(need.weights)} of weights and {_size(need.cache)} of cache"
+        f"{part} {_size(need.weights)} of weights and {_size(need.cache)} of KV cache"
         for part, need in plan.needs.items()
     ]
     if plan.head_bytes:
         shares.append(f"the drafter's own weights {_size(plan.head_bytes)}")
     if plan.loading_bytes:
         shares.append(f"while loading {_size(plan.loading_bytes)} more")
-    rows = f"{plan.rows:,} row{'s' if plan.rows > 1 else ''} of {plan.context:,} tokens"
+    rows = f"{plan.rows:,} sequence{'s' if plan.rows > 1 else ''} of {plan.context:,} tokens"
     lines = {"memory for": f"{rows}: {', '.join(shares)}; {_size(plan.total_bytes)} in all: {_verdict(plan)}"}
     quantized = {"target": settings.get("quantize"), "drafter": settings.get("drafter_quantize")}
     obstacles = {"int8": [plan.int8_obstacle] if plan.int8_obstacle else []}
@@ -214,20 +214,24 @@ def _verdict(plan: MemoryPlan) -> str:
         return f"fits into the {_size(plan.available_bytes)} available"
     return (
         f"does not fit: {_size(plan.missing_bytes)} more than the {_size(plan.available_bytes)} available; "
-        "use fewer rows, a shorter context, int8, int4, a smaller model, or a drafter without weights such as suffix"
+        "use fewer --rows, a shorter --context, int8, int4, a smaller model, or a drafter without weights such as suffix"
     )
 
 
 def _configuration_lines(settings: dict[str, Any], tuned: TuningRecord) -> dict[str, str]:
     chosen = [f"{name} {value}" for name, value in settings.items() if name != "model"]
-    measured = [f"{name} {_format_value(value)}" for name, value in tuned.given().items()]
+    labels = {"cost_ratio": "draft step / target pass (c)"}
+    measured = [
+        f"{labels.get(name, name.replace('_', ' '))} {_format_value(value)}"
+        for name, value in tuned.given().items()
+    ]
     lines = {"configured": ", ".join(chosen), "tuned": ", ".join(measured)}
     return {label: text for label, text in lines.items() if text}
 
 
 def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{size}:{_format_value(each)}" for size, each in value.items())
+        return " ".join(f"{_format_value(each)}x (batch size {size})" for size, each in value.items())
     if isinstance(value, tuple):
         return " ".join(map(_format_value, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -78,9 +78,12 @@ Config = Annotated[
         show_default="none",
     ),
 ]
-MODEL_NAMES = "Target: a directory, a GGUF file, a cached model's name, or builtin."
+MODEL_NAMES = "Target model: a directory, a GGUF file, the name of a model in the Hugging Face cache, or builtin (a toy model)."
 Model = Annotated[str, model_option(MODEL_NAMES, callback=check_model)]
-DRAFTER_HELP = f"{DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined."
+DRAFTER_HELP = (
+    f"Drafter, which proposes tokens: {DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined "
+    "(docs/drafters.md)."
+)
 Drafter = Annotated[
     str | None,
     model_option(
@@ -91,18 +94,25 @@ Drafter = Annotated[
 ]
 Verifier = Annotated[
     str,
-    model_option("auto, greedy, rejection, block, recursive, traversal or coupled.", callback=check_verifier),
+    model_option(
+        "Rule that accepts draft tokens: auto, greedy, rejection, block, recursive, traversal or coupled "
+        "(docs/verifiers.md).",
+        callback=check_verifier,
+    ),
 ]
 Controller = Annotated[
     str | None,
     model_option(
-        "Choice of draft lengths: cost, fixed:K, confidence, entropy, learned, each with ,key=value options.",
+        "Choice of draft lengths: cost (by measured times), fixed:K (constant), confidence, entropy or learned, each with "
+        ",key=value options (docs/controllers.md).",
         callback=check_controller,
-        show_default="chosen by drafter",
+        show_default="cost",
     ),
 ]
-Dtype = Annotated[str, model_option("auto, float64, float32, bfloat16 or float16.", callback=check_dtype)]
-Device = Annotated[str, model_option("auto, cpu or cuda[:N].", callback=check_device)]
+Dtype = Annotated[
+    str, model_option("Compute dtype: auto, float64, float32, bfloat16 or float16.", callback=check_dtype)
+]
+Device = Annotated[str, model_option("Device: auto, cpu or cuda[:N].", callback=check_device)]
 Quantize = Annotated[
     str | None,
     model_option("int8 or int4: store the target's weights in 8 or 4 bits.", callback=check_quantization),
@@ -116,16 +126,20 @@ DrafterQuantize = Annotated[
 Runtime = Annotated[
     str,
     model_option(
-        "Runtime of the target: auto, native, fused, graphs or transformers.", callback=check_runtime
+        "Implementation of the target: native (CPU kernels), fused (torch), graphs (CUDA graphs), transformers (the "
+        "unmodified module), or auto, the first that runs the model.",
+        callback=check_runtime,
     ),
 ]
 ShareHistory = Annotated[
     bool,
-    model_option("Draft from recent outputs, too, with the drafter suffix.", "--share-history"),
+    model_option(
+        "Let the drafter suffix draft from recent outputs of other prompts, too.", "--share-history"
+    ),
 ]
 Threads = Annotated[
     int | None,
-    model_option("CPU threads, for all systems.", "--threads", show_default="PyTorch's own number"),
+    model_option("Number of CPU threads.", "--threads", show_default="PyTorch's default"),
 ]
 ChatTemplate = Annotated[
     Path | None,
@@ -133,8 +147,13 @@ ChatTemplate = Annotated[
 ]
 Temperature = Annotated[float, sampling_option("0 is greedy, 1 the model's own distribution.")]
 TopK = Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")]
-TopP = Annotated[float, sampling_option("Keep the smallest set with this mass; 1 keeps all.")]
-MinP = Annotated[float, sampling_option("Keep tokens with this share of the top one's probability.")]
+TopP = Annotated[
+    float, sampling_option("Keep the most probable tokens, up to this total probability; 1 keeps all.")
+]
+MinP = Annotated[
+    float,
+    sampling_option("Keep tokens with at least this share of the top token's probability; 0 keeps all."),
+]
 RepetitionPenalty = Annotated[float, sampling_option("Above 1: avoid tokens of prompt and output.")]
 Stop = Annotated[
     list[str] | None,
@@ -150,7 +169,7 @@ RequestSeed = Annotated[
 DraftLength = Annotated[
     int | None,
     sampling_option(
-        "Draft this many tokens per round, overriding the controller; 0 is plain decoding.",
+        "Draft this many tokens before each target pass, in place of the controller's choice; 0 is plain decoding.",
         show_default="the controller decides",
     ),
 ]

@@ -138,8 +138,8 @@ def describe_components(llm: LLM) -> str:
     """Return target, dtype, device, runtime, drafter, verifier and controller in one line."""
     target = llm.target
     return (
-        f"{target.name} ({target.dtype} on {target.device}, {target.runtime_description}), drafter {llm.drafter.name}, "
-        f"verifier {llm.verifier.name}, controller {llm.controller.name}"
+        f"{target.name} ({target.dtype} on {target.device}, runtime {target.runtime_description}), "
+        f"drafter {llm.drafter.name}, verifier {llm.verifier.name}, controller {llm.controller.name}"
     )
 
 

@@ -28,8 +28,8 @@ SUMMARIES = {
     "dspark": "Train a DSpark head, which drafts a block at once.",
 }
 _MORE = (
-    "The target answers the prompts, the drafter learns from its states with the target frozen, and what was best on "
-    "held-out texts is written to OUT with a card. Ctrl-C is safe: the same command continues."
+    "The target, which is not changed, answers the prompts; the drafter is trained on its answers and hidden states. "
+    "The checkpoint that is best on held-out texts is written to OUT with a model card. After Ctrl-C the same command continues."
 )
 
 app = Typer(help="Train a drafter for any target.")
@@ -55,11 +55,11 @@ Data = Annotated[
     list[Path] | None,
     data_option(
         "JSON lines with a prompt, a text or messages each, or plain text; repeatable.",
-        show_default="prompts out of the standard library",
+        show_default="prompts made of Python's standard library",
     ),
 ]
-MaxTokens = Annotated[int, data_option("Of an answer.")]
-Length = Annotated[int, data_option("Length of a text in tokens, prompt and answer.")]
+MaxTokens = Annotated[int, data_option("Maximum number of tokens of an answer.")]
+Length = Annotated[int, data_option("Maximum length of a text in tokens, prompt and answer.")]
 Temperature = Annotated[
     list[float] | None,
     data_option("Temperature of the answers, in turn; repeatable.", show_default="0, 0.7 and 1"),
@@ -78,11 +78,13 @@ def layer_skip(
     out: Out,
     model: options.Model = "builtin",
     data: Data = None,
-    num_prompts: Annotated[int, data_option("Number of prompts to answer and to search on.")] = 16,
+    num_prompts: Annotated[
+        int, data_option("Number of prompts whose answers the layers are evaluated on.")
+    ] = 16,
     max_tokens: MaxTokens = 128,
     length: Length = 256,
     temperature: Temperature = None,
-    seed: Annotated[int, data_option("Of the answers.")] = 0,
+    seed: Annotated[int, data_option("Seed of the answers.")] = 0,
     dtype: options.Dtype = "auto",
 ) -> int:
     """Search for layers of the target to skip while drafting.
@@ -102,7 +104,8 @@ def layer_skip(
         found = search_layers(out, model, dtype, data or (), num_prompts, answers, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
     print(
-        f"expected: {found.acceptance:.1%} accepted at temperature 1, c = {found.cost_ratio:.2f}, {found.speedup:.2f}x"
+        f"expected at temperature 1: acceptance rate {found.acceptance:.1%}, a draft step takes {found.cost_ratio:.2f} of a "
+        f"target pass, speedup {found.speedup:.2f}x"
     )
     print(f"wrote {out}", flush=True)
     return 0
@@ -134,16 +137,22 @@ def _command(kind: str) -> Callable[..., int]:
         ] = 0.0,
         loss: Annotated[
             str,
-            training_option("lk (hybrid), kl or tv.", callback=_check_loss),
+            training_option(
+                "Loss: kl (KL divergence), tv (total variation distance, which is the rejection rate of sampled drafts) or "
+                "lk (hybrid of both, arXiv 2602.23881).",
+                callback=_check_loss,
+            ),
         ] = "lk",
         minutes: Annotated[
-            float | None, training_option("Of training.", show_default="30 without --steps")
+            float | None, training_option("Minutes of training.", show_default="30 without --steps")
         ] = None,
-        steps: Annotated[int | None, training_option("Of training.", show_default="as many as fit")] = None,
+        steps: Annotated[
+            int | None, training_option("Training steps.", show_default="as many as fit into --minutes")
+        ] = None,
         changes: Annotated[
             list[str] | None,
             training_option(
-                "Change the recipe, such as learning_rate=3e-4 or batch_size=4; repeatable.",
+                "Change a hyperparameter, such as learning_rate=3e-4 or batch_size=4; repeatable.",
                 "--set",
                 metavar="NAME=VALUE",
             ),
@@ -152,7 +161,7 @@ def _command(kind: str) -> Callable[..., int]:
         patience: Annotated[
             int, training_option("Evaluations without improvement after which the run ends; 0: never.")
         ] = 5,
-        seed: Annotated[int, training_option("Seed of weights, answers and order.")] = 0,
+        seed: Annotated[int, training_option("Seed of initial weights, answers and the order of texts.")] = 0,
         dtype: options.Dtype = "auto",
         device: options.Device = "auto",
     ) -> int:
@@ -198,7 +207,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
                 f"interrupted; `{again}`, with the same options, continues from there"
             ) from None
     for name, value in displayed_figures(provenance.figures).items():
-        print(f"{name.replace('_', ' ')}: {value}", flush=True)
+        print(f"{name}: {value}", flush=True)
     print(f"wrote {job.out}", flush=True)
     speedup, cost_ratio = (provenance.figures.get(name) for name in ("speedup", "cost_ratio"))
     if isinstance(speedup, float) and speedup < 1:

@@ -23,7 +23,7 @@ def tune(
         str,
         Argument(
             metavar="MODEL",
-            help="A directory, a cached model's name, or builtin.",
+            help=options.MODEL_NAMES,
             callback=options.check_model,
             show_default=False,
         ),
@@ -34,7 +34,7 @@ def tune(
             f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
             "--drafter",
             callback=options.check_drafter,
-            show_default="the target's own, its parts, ngram and suffix",
+            show_default="the target's default drafter, its parts, ngram and suffix",
         ),
     ] = None,
     prompts: Annotated[
@@ -54,11 +54,15 @@ def tune(
     batch_sizes: Annotated[
         list[int] | None,
         workload_option(
-            "Batch size; repeatable, such as 1, 4 and 16 for a server.", "--batch-size", show_default="1"
+            "Number of prompts that decode together; repeatable, such as 1, 4 and 16 for a server.",
+            "--batch-size",
+            show_default="1",
         ),
     ] = None,
-    minutes: Annotated[float, workload_option("Time budget; with less, fewer prompts and runs.")] = 5.0,
-    seed: Annotated[int, workload_option("Of sampled texts.")] = 0,
+    minutes: Annotated[
+        float, workload_option("Time budget in minutes; with less, fewer prompts and runs.")
+    ] = 5.0,
+    seed: Annotated[int, workload_option("Seed of sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -71,7 +75,8 @@ def tune(
     """Find the fastest settings for your prompts and write them to a configuration file.
 
     Runs all drafters on a few prompts, drops the slower half and repeats with more prompts;
-    then the same with the controllers of the best drafters. Ctrl-C writes nothing.
+    then the same with the controllers (choices of draft lengths) of the best drafters.
+    Ctrl-C writes nothing.
     """
     from secondguess.bench.config import TuneConfig
 

@@ -33,7 +33,7 @@ def verify(
         model_option(
             options.MODEL_NAMES,
             callback=options.check_model,
-            show_default="a random model of three tokens, whose every text is enumerated",
+            show_default="a random model with three tokens, whose texts can all be enumerated",
         ),
     ] = None,
     drafter: Annotated[
@@ -41,7 +41,7 @@ def verify(
         model_option(
             options.DRAFTER_HELP,
             callback=options.check_drafter,
-            show_default="a perturbed copy of the random model; as in generate for another",
+            show_default="a perturbed copy of the random model; with --model as in generate",
         ),
     ] = None,
     verifier: options.Verifier = "auto",
@@ -52,26 +52,35 @@ def verify(
     temperature: Annotated[float, test_option("Temperature of the tested distribution.")] = 1.0,
     num_samples: Annotated[
         int | None,
-        test_option("Texts to draw.", "--samples", show_default="200,000; 20,000 with --model"),
+        test_option("Texts to sample.", "--samples", show_default="200,000; 20,000 with --model"),
     ] = None,
     num_tokens: Annotated[int, test_option("Tokens per text.", "--max-tokens")] = 4,
-    num_cells: Annotated[int, test_option("About how many kinds of text to tell apart.", "--cells")] = 81,
+    num_cells: Annotated[
+        int,
+        test_option(
+            "Approximate number of cells: groups of texts, by their first tokens, whose frequencies are compared.",
+            "--cells",
+        ),
+    ] = 81,
     limit: Annotated[
         float | None,
-        test_option("Largest total variation to certify.", show_default="0.01; 0.04 with --model"),
+        test_option(
+            "Largest total variation distance with which the certificate passes.",
+            show_default="0.01; 0.04 with --model",
+        ),
     ] = None,
-    delta: Annotated[float, test_option("Chance that the bound is wrong.")] = 1e-6,
+    delta: Annotated[float, test_option("Probability that the bound is wrong.")] = 1e-6,
     batch_size: Annotated[
-        int | None, test_option("Rows that decode together.", show_default="1024; 64 with --model")
+        int | None, test_option("Texts that decode together.", show_default="1024; 64 with --model")
     ] = None,
     seed: Annotated[int, test_option("The same seed gives the same certificate.")] = 0,
     json: options.Json = False,
 ) -> int:
     """Certify that speculation preserves the target's output distribution.
 
-    Samples texts with the decoding loop, compares them with exact probabilities from
-    the model's own forward pass, and prints an upper bound on the total variation
-    distance. The exit code is 1 if the certificate fails or nothing was drafted.
+    Samples texts by speculative decoding, compares their frequencies with exact
+    probabilities computed by Transformers, and prints an upper bound on the total
+    variation distance. The exit code is 1 if the certificate fails or nothing was drafted.
     """
     with progress_bar("loading") as progress:
         from secondguess.proof.certificate import CertifyOptions, certify
