@@ -92,11 +92,17 @@ def test_reported_distributions_that_break_the_contract_are_refused(probs, messa
         draft_for_two_rows(drafter)
 
 
-def test_drafts_of_a_combined_drafter_with_a_part_of_the_user_are_checked():
-    drafter = CombinedDrafter([Careless(padded([2, 3])), NgramDrafter()], 5)
-    with pytest.raises(
-        BadInputError, match=r"the drafter careless\+ngram.* to return lengths from 0 to its 2 nodes"
-    ):
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (padded([2, 3]), "lengths from 0 to its 2 nodes"),
+        (None, "a Draft, got NoneType"),
+        (Draft.chains([[1]]), "a draft of 2 rows, got 1"),
+    ],
+)
+def test_a_draft_of_a_part_that_breaks_the_contract_is_refused_by_the_name_of_the_part(draft, message):
+    drafter = CombinedDrafter([Careless(draft), NgramDrafter()], 5)
+    with pytest.raises(BadInputError, match=f"the drafter careless to return {message}"):
         draft_for_two_rows(drafter)
     assert CombinedDrafter([NgramDrafter(), SuffixDrafter()], 5).is_of_package
 

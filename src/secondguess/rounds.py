@@ -29,11 +29,12 @@ from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Commit, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, prepare_drafter
 from secondguess.drafters.combined import merge_drafts
+from secondguess.drafters.contract import check_draft
 from secondguess.drafters.row_sources import PREDICTION_PART, chains_of_sources, with_sources
 from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.sampling.noise import KeyedNoise, Noise
 from secondguess.sampling.probs import commit_logprobs
-from secondguess.scoring import check_draft, score_and_verify
+from secondguess.scoring import score_and_verify
 from secondguess.stats import StatsRecorder
 from secondguess.verifiers.base import Verifier
 
@@ -161,11 +162,11 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
 
 def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft with the drafter; skip it when every draft length is 0."""
+    drafter, vocab_size = components.drafter, components.target.vocab_size
     if not budgets.longest:
-        return components.drafter.empty_draft(len(rows), noise, components.target.vocab_size)
+        return drafter.empty_draft(len(rows), noise, vocab_size)
     with components.recorder.phase("draft"):
-        draft = components.drafter.propose(rows, budgets, noise)
-        return check_draft(components, len(rows), draft, noise)
+        return check_draft(drafter, drafter.propose(rows, budgets, noise), len(rows), vocab_size, noise)
 
 
 def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict) -> list[Commit]:

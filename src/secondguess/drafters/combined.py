@@ -17,6 +17,7 @@ from torch import Tensor
 
 from secondguess.core import Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.contract import check_draft
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import HiddenStates
 from secondguess.sampling.noise import Noise
@@ -54,7 +55,6 @@ class CombinedDrafter(Drafter):
         self.draws_by_race = self.deterministic and any(part.draws_by_race for part in self.parts)
         self.shares_history = any(part.shares_history for part in self.parts)
         self.can_draft_trees = any(part.can_draft_trees for part in self.parts)
-        self.is_of_package = all(part.is_of_package for part in self.parts)
         self.hidden_layers = tuple(
             dict.fromkeys(layer for part in self.parts for layer in part.hidden_layers)
         )
@@ -134,12 +134,18 @@ class CombinedDrafter(Drafter):
         return answers.pop()
 
     def _draft_of(self, number: int, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-        """Return the draft of one part for its rows."""
+        """Return the draft of one part for its rows.
+
+        Raises:
+            BadInputError: a part from outside of the package breaks the contract of drafters; names the part.
+        """
         lengths = [
             length if part == number else 0
             for length, part in zip(budgets.lengths, budgets.parts, strict=True)
         ]
-        return self.parts[number].propose(rows, budgets._replace(lengths=lengths, parts=()), noise)
+        part = self.parts[number]
+        draft = part.propose(rows, budgets._replace(lengths=lengths, parts=()), noise)
+        return check_draft(part, draft, len(rows), self._vocab_size, noise)
 
 
 def merge_drafts(drafts: Sequence[Draft], vocab_size: int | None) -> Draft:
