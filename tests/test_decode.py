@@ -1,5 +1,7 @@
 """The decoding loop: release of rows after errors and interruptions."""
 
+import math
+
 import pytest
 import torch
 
@@ -56,6 +58,13 @@ def padded(lengths, tokens=((1, 2), (1, 2)), parents=((-1, 0), (-1, 0)), probs=N
     return Draft(*(torch.tensor(each, dtype=dtype) for each in (tokens, parents, lengths)), probs)
 
 
+def with_last_node(probs):
+    """Return uniform distributions of two rows and nodes, and these numbers for the last node of the last row."""
+    dists = torch.full((2, 2, 5), 0.2)
+    dists[1, 1] = torch.tensor(probs)
+    return dists
+
+
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
@@ -84,6 +93,13 @@ def test_a_draft_that_breaks_the_contract_is_refused(draft, message):
         (torch.full((2, 2, 4), 0.25), r"\[2, 2, 5\], got \[2, 2, 4\]"),
         (torch.full((2, 1, 5), 0.2), r"\[2, 2, 5\], got \[2, 1, 5\]"),
         (torch.full((2, 2, 5), 0.2, dtype=torch.bfloat16), "float32 or float64, got torch.bfloat16"),
+        (
+            torch.full((2, 2, 5), 0.25),
+            "sum to 1 .* got a sum of 1.25 and a minimum of 0.25 at node 0 of row 0",
+        ),
+        (torch.tensor([0.6, 0.6, -0.2, 0, 0]).expand(2, 2, 5), "at least 0, .* a minimum of -0.2 at node 0"),
+        (with_last_node([math.nan, 0.5, 0.5, 0, 0]), "a sum of nan and a minimum of nan at node 1 of row 1"),
+        (with_last_node([math.inf, 0, 0, 0, 0]), "a sum of inf and a minimum of 0 at node 1 of row 1"),
     ],
 )
 def test_reported_distributions_that_break_the_contract_are_refused(probs, message):
@@ -105,6 +121,13 @@ def test_a_draft_of_a_part_that_breaks_the_contract_is_refused_by_the_name_of_th
     with pytest.raises(BadInputError, match=f"the drafter careless to return {message}"):
         draft_for_two_rows(drafter)
     assert CombinedDrafter([NgramDrafter(), SuffixDrafter()], 5).is_of_package
+
+
+def test_probabilities_of_padding_have_no_meaning():
+    drafter = Careless(padded([2, 1], probs=with_last_node([0.0] * 5)), deterministic=False)
+    rows = [Row([0], SamplingParams(temperature=1.0)) for _ in range(2)]
+    next(decode(table_team(drafter), rows))
+    assert all(row.num_output for row in rows)
 
 
 class Careless(Drafter):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from secondguess.core import Draft
 from secondguess.drafters.base import Drafter
 from secondguess.errors import BadInputError
 from secondguess.sampling.noise import Noise
+
+TOLERANCE = 1e-3
+"""Largest difference from 1 of the sum of a node's probabilities: float32 rounds a vocabulary's to less."""
 
 
 def check_draft(drafter: Drafter, draft: Draft, num_rows: int, vocab_size: int, noise: Noise) -> Draft:
@@ -23,7 +27,7 @@ def check_draft(drafter: Drafter, draft: Draft, num_rows: int, vocab_size: int, 
         noise: noise of the round.
 
     Raises:
-        BadInputError: a draft of another shape, or tokens that the target lacks.
+        BadInputError: a draft of another shape, tokens that the target lacks, or probabilities that are none.
     """
     if drafter.is_of_package:
         return draft
@@ -74,7 +78,23 @@ def _broken_rule(
         return expected, f"{list(probs.shape)}", "report them in the target's vocabulary"
     elif probs.dtype not in (torch.float32, torch.float64):
         return "Draft.probs in float32 or float64", f"{probs.dtype}", "draw from what you report"
+    elif has_probs and (found := _sum_and_minimum(draft, probs)) is not None:
+        expected = "Draft.probs that sum to 1 at each node and are at least 0"
+        return expected, found, "report the distribution that the token was drawn from"
     return None
+
+
+def _sum_and_minimum(draft: Draft, probs: Tensor) -> str | None:
+    """Return those of the first node whose probabilities are not a distribution; None if there is none."""
+    sums, minima = probs.sum(-1), probs.amin(-1)
+    # NaN is in no range
+    wrong = ~((minima >= 0) & ((sums - 1).abs() <= TOLERANCE)) & draft.mask
+    if not wrong.any():
+        return None
+    row, node = wrong.nonzero()[0].tolist()
+    return (
+        f"a sum of {sums[row, node]:.4g} and a minimum of {minima[row, node]:.4g} at node {node} of row {row}"
+    )
 
 
 def _is_tree(parents: Sequence[int]) -> bool:
