@@ -23,6 +23,7 @@ from secondguess.engine import generation
 from secondguess.errors import BadInputError, OutOfMemoryError
 
 REFUSED = "secondguess: error: "
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 def assert_refused(done, *words):
@@ -352,17 +353,26 @@ def test_a_broken_checkpoint_is_refused(ask, copied, file, content):
             b'{"model_type": "no_such_model"}',
             ["no_such_model", "; update Transformers, or use another model"],
         ),
-        (
-            "model.safetensors",
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-            ["git lfs pull"],
-        ),
+        ("model.safetensors", LFS_POINTER, ["git lfs pull"]),
+        ("tokenizer.json", LFS_POINTER, ["tokenizer.json, a pointer of Git LFS", "git lfs pull"]),
         ("generation_config.json", b"{", ["a generation configuration"]),
     ],
 )
 def test_the_advice_fits_the_broken_file(ask, copied, file, content, words):
     (copied / file).write_bytes(content)
     assert_refused(ask("x", "--model", copied), str(copied), *words)
+
+
+def test_a_pickle_of_which_git_lfs_has_left_a_pointer_is_named(ask, copied):
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(LFS_POINTER)
+    assert_refused(ask("x", "--model", copied), str(copied), "pytorch_model.bin, a pointer", "git lfs pull")
+
+
+def test_a_gguf_file_of_which_git_lfs_has_left_a_pointer_is_named(ask, tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(LFS_POINTER)
+    assert_refused(ask("x", "--model", tmp_path / "model.gguf"), "model.gguf", "a pointer", "git lfs pull")
 
 
 @pytest.mark.parametrize("option", ["--model", "--drafter"])

@@ -25,7 +25,14 @@ from secondguess.checkpoint.quantised import (
     encoding_error,
     read_encoding,
 )
-from secondguess.checkpoint.weights import is_gguf, tensor_files
+from secondguess.checkpoint.weights import (
+    LFS_ADVICE,
+    LFS_POINTER,
+    is_gguf,
+    is_lfs_pointer,
+    tensor_files,
+    weight_files,
+)
 from secondguess.errors import (
     BadInputError,
     CheckpointError,
@@ -88,7 +95,9 @@ def _reading(part: str, path: str) -> Iterator[None]:
                 f"expected memory for {part} of {path}, got none from the system; use a smaller model or dtype, or allow "
                 "this process more"
             ) from error
-        if "ignore_mismatched_sizes" in reason:
+        if (pointer := _find_pointer(Path(path))) is not None:
+            reason, advice = f"{pointer.name}, {LFS_POINTER}", LFS_ADVICE
+        elif "ignore_mismatched_sizes" in reason:
             reason = "weights of other shapes than the configuration says"
         elif isinstance(error, PermissionError):
             advice = "allow this user to read it"
@@ -107,6 +116,12 @@ def _reading(part: str, path: str) -> Iterator[None]:
             f"expected {part} that can be read in {path}, got: {shorten(reason, MAX_REASON_LENGTH, placeholder=' ...')}; "
             f"{advice}"
         ) from error
+
+
+def _find_pointer(folder: Path) -> Path | None:
+    """Return a file that is read for the model, and for which Git LFS has left a pointer; None if there is none."""
+    others = (file for name in ("config.json", *TOKENIZER_FILES) for file in folder.glob(name))
+    return next(filter(is_lfs_pointer, [*weight_files(folder), *others]), None)
 
 
 def _source(path: str) -> dict[str, Any]:

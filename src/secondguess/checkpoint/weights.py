@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from secondguess.errors import CheckpointError
 
 BYTES_OF_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+LFS_POINTER = "a pointer of Git LFS"
+LFS_ADVICE = "run `git lfs pull` in its folder, or download the file itself"
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -124,8 +126,8 @@ def _count_in_file(file: Path, suffix: str) -> int:
             return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     except (SafetensorError, OSError) as error:
         reason, advice = str(error), "copy or download the checkpoint again"
-        if _is_lfs_pointer(file):
-            reason, advice = "a pointer of Git LFS", "run `git lfs pull` in its folder"
+        if is_lfs_pointer(file):
+            reason, advice = LFS_POINTER, LFS_ADVICE
         elif isinstance(error, PermissionError):
             advice = "allow this user to read it"
         raise CheckpointError(
@@ -133,7 +135,7 @@ def _count_in_file(file: Path, suffix: str) -> int:
         ) from error
 
 
-def _is_lfs_pointer(file: Path) -> bool:
+def is_lfs_pointer(file: Path) -> bool:
     """Return whether a file is the small one that Git LFS leaves in place of a large one."""
     start = b"version https://git-lfs"
     with suppress(OSError), file.open("rb") as opened:
@@ -163,9 +165,10 @@ def _gguf_reader(file: Path, size: int, modified: int) -> Any:
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise CheckpointError(
-            f"expected a whole GGUF file in {file}, got: {error}; copy or download it again"
-        ) from error
+        reason, advice = str(error), "copy or download it again"
+        if is_lfs_pointer(file):
+            reason, advice = LFS_POINTER, LFS_ADVICE
+        raise CheckpointError(f"expected a whole GGUF file in {file}, got: {reason}; {advice}") from error
     if (count := reader.fields.get("split.count")) and count.contents() > 1:
         raise CheckpointError(
             f"expected a GGUF file with the whole model, got {file}, one of {count.contents()} parts; "
