@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from secondguess.heads.files import Provenance, read_config, read_provenance, read_tensors, write_head
+from secondguess.drafters import make_drafter
+from secondguess.errors import CheckpointError
+from secondguess.heads.files import (
+    Provenance,
+    read_config,
+    read_provenance,
+    read_tensors,
+    refuse_head,
+    write_head,
+)
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +44,47 @@ def test_a_failed_write_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.Mo
         write_head(tmp_path, {"version": 2}, {"weight": torch.zeros(3)})
     assert read_config(tmp_path) == {"version": 1}
     assert torch.equal(read_tensors(tmp_path)["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_which_git_lfs_has_left_a_pointer_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=f"got: {name}, a pointer of Git LFS; run `git lfs pull`"):
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"medusa_num_heads": 4}, "medusa"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"speculators_model_type": "eagle3", "draft_vocab_size": 9}, "eagle"),
+        ({"model_type": "llama", "draft_vocab_size": 9}, "eagle"),
+        ({"model_type": "llama", "num_hidden_layers": 1}, "eagle"),
+        ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, "dspark"),
+        ({"model_type": "secondguess-early-exit"}, "early-exit"),
+    ],
+)
+def test_a_head_that_is_named_as_a_draft_model_is_refused_with_its_own_name(
+    tmp_path: Path, config: dict[str, object], kind: str
+) -> None:
+    write_head(tmp_path, config, {"fc.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=f"drafter of the kind {kind}; write {kind}:{tmp_path}"):
+        make_drafter(f"model:{tmp_path}", target_vocab_size=9, load_draft_model=pytest.fail)
+
+
+def test_a_trained_head_without_a_published_format_is_known_by_its_provenance(tmp_path: Path) -> None:
+    write_head(tmp_path, {"model_type": "llama"}, {})
+    Provenance("mtp", "tiny", "0" * 64).write(tmp_path)
+    with pytest.raises(CheckpointError, match=f"write mtp:{tmp_path}"):
+        refuse_head(str(tmp_path))
+
+
+def test_draft_models_are_not_taken_for_heads(tmp_path: Path) -> None:
+    refuse_head(str(tmp_path / "missing"))
+    write_head(
+        tmp_path, {"model_type": "llama", "num_hidden_layers": 1}, {"model.norm.weight": torch.ones(3)}
+    )
+    refuse_head(str(tmp_path))
+    Provenance("draft", "tiny", "0" * 64).write(tmp_path)
+    refuse_head(str(tmp_path))

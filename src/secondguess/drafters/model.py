@@ -15,6 +15,7 @@ from secondguess.drafters.trees import read_tree_options
 from secondguess.drafters.vocabulary.drafters import make_translating_drafter
 from secondguess.drafters.vocabulary.pair import OPTION, read_method
 from secondguess.errors import BadInputError
+from secondguess.heads.files import refuse_head
 from secondguess.names import Name
 
 
@@ -25,6 +26,7 @@ class ModelDrafter(TokenDrafter):
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
+        refuse_head(name.argument)
         read_method(name)
         read_tree_options(_without_vocab(name))
         return Requirements(draft_model=name.argument)

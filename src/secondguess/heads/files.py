@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from secondguess.builtin import head_path
-from secondguess.checkpoint.weights import hash_weights, tensor_files, weight_files
+from secondguess.checkpoint.resolve import find_in_cache
+from secondguess.checkpoint.weights import (
+    LFS_ADVICE,
+    LFS_POINTER,
+    hash_weights,
+    is_lfs_pointer,
+    tensor_files,
+    weight_files,
+)
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
 from secondguess.files import write_atomically
 from secondguess.names import Name
@@ -30,6 +39,16 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.j
 
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
+PUBLISHED = {
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+    "dspark": "dspark",
+    "dflash": "dspark",
+    "secondguess-early-exit": "early-exit",
+    "secondguess-layer-skip": "layer-skip",
+}
+"""Drafter kind by the `speculators_model_type` or `model_type` of a published or trained drafter."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,44 @@ def _require_kind(folder: Path, kind: str) -> None:
         f"expected the folder of a trained {kind} drafter, got {folder}, which holds a {provenance.kind} drafter; "
         f"write {instead}:{folder}"
     )
+
+
+def refuse_head(model: str) -> None:
+    """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
+
+    Args:
+        model: path of the folder, or name of a repository in the local Hugging Face cache.
+
+    Raises:
+        CheckpointError: the message has the name to write instead.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        found = find_in_cache(model)
+        folder = folder if found is None else found.parent
+    kind = _kind_of(folder)
+    if kind is not None:
+        raise CheckpointError(
+            f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
+            f"{kind}:{folder}"
+        )
+
+
+def _kind_of(folder: Path) -> str | None:
+    """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
+    with suppress(CheckpointError):
+        provenance, config = read_provenance(folder), read_config(folder)
+        if provenance is not None:
+            return None if provenance.kind in NAMED else provenance.kind
+        named = str(config.get("speculators_model_type") or config.get("model_type"))
+        if "medusa_num_heads" in config:
+            return "medusa"
+        # EAGLE in its authors' formats, with the configuration of a model: version 3, and version 1 of one layer
+        is_eagle = "draft_vocab_size" in config or (
+            config.get("num_hidden_layers") == 1 and "fc.weight" in find_tensors(folder)
+        )
+        return PUBLISHED.get(named, "eagle" if is_eagle else None)
+    return None
 
 
 def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str) -> None:
@@ -243,9 +300,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for path in files or pickles:
             tensors |= load_file(path) if files else torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError, EOFError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"expected readable weights in {folder}, got: {first}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, EOFError, UnpicklingError) as error:
+        raise _unreadable(folder, files or pickles, error) from error
     if not tensors:
         raise CheckpointError(f"expected weights (safetensors, .pt or .bin) in {folder}, got none")
     return tensors
@@ -264,8 +320,18 @@ def find_tensors(folder: Path) -> dict[str, Path]:
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"expected readable weights in {folder}, got: {error}") from error
+            raise _unreadable(folder, [path], error) from error
     return files
+
+
+def _unreadable(folder: Path, files: Iterable[Path], error: Exception) -> CheckpointError:
+    """Return the error for weights of which some cannot be read."""
+    pointer = next(filter(is_lfs_pointer, files), None)
+    if pointer is not None:
+        reason = f"{pointer.name}, {LFS_POINTER}; {LFS_ADVICE}"
+    else:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return CheckpointError(f"expected readable weights in {folder}, got: {reason}")
 
 
 def read_named_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
