@@ -36,3 +36,19 @@ def test_a_cached_repository_without_a_configuration_is_refused(cached):
     (cached / "config.json").unlink()
     with pytest.raises(CheckpointError, match="org/tiny"):
         find_checkpoint("org/tiny")
+
+
+@pytest.mark.parametrize("file", ["x.gguf", "Q4_K_M/x.gguf", "a/b/x.gguf"])
+@pytest.mark.parametrize("repository", ["org/tiny", "tiny"])
+def test_a_gguf_file_of_a_cached_repository_is_found_in_any_subfolder(cached, repository, file):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    if repository == "tiny":
+        cached.parents[1].rename(cached.parents[2] / "models--tiny")
+        cached = cached.parents[2] / "models--tiny" / "snapshots" / COMMIT
+    path = cached / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    assert find_checkpoint(f"{repository}/{file}") == str(path)
+    with pytest.raises(CheckpointError, match="REPOSITORY/FILE"):
+        find_checkpoint(f"{repository}/other/{file}")

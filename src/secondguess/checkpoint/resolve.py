@@ -87,9 +87,11 @@ def _find_gguf(name: str) -> str:
         raise BadInputError(
             f"reading {name} needs {' and '.join(missing)}; run `pip install secondguess[gguf]`"
         )
-    repository, _, file = name.rpartition("/")
-    found = name if Path(name).is_file() else repository and find_in_cache(repository, file)
-    if not found:
+    parts = name.split("/")
+    # An organisation and a name, or a name alone; the rest is the path in the repository.
+    in_cache = (find_in_cache("/".join(parts[:size]), "/".join(parts[size:])) for size in (2, 1))
+    found = name if Path(name).is_file() else next(filter(None, in_cache), None)
+    if found is None:
         raise CheckpointError(
             f"expected a GGUF file, or one in the local Hugging Face cache as REPOSITORY/FILE, got {name!r}, "
             "which is neither; check the path, or fetch it first with `hf download REPOSITORY FILE`"
