@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +52,7 @@ SIDEWAYS = {
     "verifiers": {"sampling", "runtime"},
     "controllers": {"builtin", "runtime"},
 }
+PACKED_SUFFIXES = {".py", ".md", ".png", ".cpp", ".h", ".mjs", ".sh", ".json", ".safetensors"}
 FOLDERS_OF_VARIANTS = {
     "drafters": "DRAFTERS",
     "verifiers": "VERIFIERS",
@@ -178,6 +181,18 @@ def test_the_readme_lists_the_existing_tree():
     folders = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders <= named
     assert all((PACKAGE / name).exists() for name in named)
+
+
+def test_the_source_distribution_has_what_the_pages_and_targets_of_make_refer_to(tmp_path):
+    """By the list that setuptools packs, without that of an earlier build, which it would add."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    packed = set((tmp_path / "secondguess.egg-info" / "SOURCES.txt").read_text().splitlines())
+    folders = ("docs", "examples", "benchmarks", "tests", "tools", "src")
+    files = [path.relative_to(REPOSITORY) for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    needed = {path.as_posix() for path in files if path.suffix in PACKED_SUFFIXES}
+    assert len(needed) > 500
+    assert {*needed, "constraints.txt", "Makefile", "CONTRIBUTING.md", "CHANGELOG.md"} <= packed
 
 
 @pytest.mark.parametrize("module", ["decode.py", "rounds.py"])
