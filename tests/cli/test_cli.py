@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from checkpoints import write_llama, write_tokenizer
 from families import needs_kernels
 from forked import start_command
+from secondguess import __main__ as started
 from secondguess import __version__
 from secondguess.api import LLM
 from secondguess.cli import main
@@ -550,6 +551,16 @@ def in_an_import():
 def test_ctrl_c_that_arrives_in_a_finalizer_or_an_import_is_not_lost(monkeypatch, capsys, interrupt):
     monkeypatch.setattr("secondguess.cli._run", lambda arguments: interrupt())
     assert main([]) == 130
+    assert capsys.readouterr().err == "secondguess: interrupted\n"
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_one_line(monkeypatch, capsys):
+    class Importing(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "secondguess.cli", Importing("secondguess.cli"))
+    assert started.main() == 130
     assert capsys.readouterr().err == "secondguess: interrupted\n"
 
 
