@@ -26,6 +26,7 @@ from families import (
 )
 from secondguess import load
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.memory import peak_memory
 from secondguess.checkpoint.quantised import FP4_LEVELS
 from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
@@ -909,6 +910,33 @@ def test_the_memory_estimate_is_that_of_the_requested_runtime(llama, monkeypatch
     }
     assert needs["fused"].cache == 2 * needs["auto"].cache
     assert needs["fused"].weights > needs["auto"].weights
+
+
+def test_memory_is_checked_again_before_weights_are_read_again(llama, monkeypatch):
+    """Those of a draft model would have taken 8 bits each."""
+    checkpoint = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True)
+    enough = peak_memory([checkpoint.memory()])
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: enough)
+    assert checkpoint.load().kind == "native"
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
+    with pytest.raises(OutOfMemoryError, match="expected models that fit"):
+        checkpoint.load()
+
+
+def test_a_module_that_fails_its_check_is_freed_before_another_is_read(llama, monkeypatch):
+    read, modules = Checkpoint.read_module, []
+
+    def read_one(checkpoint, layer_by_layer=False):
+        gc.collect()
+        assert not any(each() for each in modules)
+        module = read(checkpoint, layer_by_layer)
+        modules.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr(Checkpoint, "read_module", read_one)
+    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda *_: None)
+    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True).load().kind == "fused"
+    assert len(modules) == 3
 
 
 def test_running_out_of_memory_between_layers_is_reported(llama, monkeypatch):

@@ -456,17 +456,28 @@ class Checkpoint:
         check_memory([self.memory()], self.device)
         tokenizer = self.tokenizer
         model = self.read_module(layer_by_layer=self.runtimes[0] == "native")
-        end_tokens = find_end_tokens(model, tokenizer)
+        end_tokens, models = find_end_tokens(model, tokenizer), [model]
+        del model  # `make_runtime` frees it when it fails its check
         try:
-            runtime = self.make_runtime(model, self.read_module)
+            runtime = self.make_runtime(models.pop(), self._read_again)
         except FloatingPointError as error:
             raise CheckpointError(
                 f"expected weights that give numbers as logits in {self.path}, got NaN; copy or download the checkpoint again"
             ) from error
         if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):
-            del model, runtime
+            del runtime
             return replace(self, dtype=torch.float32, dtype_needs_kernels=False).load()
         return LoadedModel(self, runtime, tokenizer, end_tokens)
+
+    def _read_again(self) -> Any:
+        """Return the whole module with its weights, after a runtime has failed its check.
+
+        Raises:
+            CheckpointError: if weights are missing or cannot be read.
+            OutOfMemoryError: if the weights would not fit as they are, not in the encoding that was tried first.
+        """
+        check_memory([replace(self, runtime="transformers").memory()], self.device)
+        return self.read_module()
 
     def make_runtime(self, model: Any, reload_model: Callable[[], Any]) -> CachedRuntime:
         """Return the first of `runtimes` that reproduces the module's logits.
@@ -478,35 +489,45 @@ class Checkpoint:
         Raises:
             UnsupportedModelError: if there is none.
         """
-        for name in self.runtimes:
-            if name == "native":
-                for weight_format in self.weight_formats:
-                    checked = fuse_for_kernels(model.eval())
-                    native = to_native(checked, weight_format) if checked else None
-                    if native is not None:
-                        return NativeRuntime(native)
-                    model = reload_model()
-            elif name == "fused":
-                fused = fuse(model.eval(), can_pack(self.dtype, self.device))
-                if fused is not None:
-                    return FusedRuntime(fused)
+        attempts = [
+            (name, weight_format)
+            for name in self.runtimes
+            for weight_format in (self.weight_formats if name == "native" else [BFLOAT16])
+        ]
+        for number, (name, weight_format) in enumerate(attempts):
+            if number:
                 model = reload_model()
-            elif name == "graphs":
-                checked = fuse_for_kernels(model.eval())
-                graphs = to_graphs(checked) if checked else None
-                if graphs is not None:
-                    return graphs
-                del checked
-                model = reload_model()
-            else:
-                if self._quantises_linears:
-                    quantise_linears(model.eval(), QUANTIZATIONS[str(self.quantize)])
-                elif self.quantize is not None:
-                    quantize_to_int8(model)
-                elif can_pack_linears(self.dtype, self.device):
-                    pack_linears(model)
-                return wrap_module(model)
+            runtime = self._try_runtime(name, weight_format, model)
+            if runtime is not None:
+                return runtime
+            del model  # before another copy is read
         raise self._not_covered()
+
+    def _try_runtime(self, name: str, weight_format: WeightFormat, model: Any) -> CachedRuntime | None:
+        """Return a runtime of a module; None if it does not reproduce the module's logits.
+
+        Args:
+            name: name of the runtime.
+            weight_format: encoding of the weights for the kernels.
+            model: as in `make_runtime`.
+        """
+        if name == "native":
+            checked = fuse_for_kernels(model.eval())
+            native = to_native(checked, weight_format) if checked else None
+            return None if native is None else NativeRuntime(native)
+        if name == "fused":
+            fused = fuse(model.eval(), can_pack(self.dtype, self.device))
+            return None if fused is None else FusedRuntime(fused)
+        if name == "graphs":
+            checked = fuse_for_kernels(model.eval())
+            return to_graphs(checked) if checked else None
+        if self._quantises_linears:
+            quantise_linears(model.eval(), QUANTIZATIONS[str(self.quantize)])
+        elif self.quantize is not None:
+            quantize_to_int8(model)
+        elif can_pack_linears(self.dtype, self.device):
+            pack_linears(model)
+        return wrap_module(model)
 
 
 @contextmanager
