@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of, write_checkpoint
 from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.memory import return_freed_memory
 from secondguess.checkpoint.weights import count_parameters
 
 SLACK = 2**24
@@ -90,6 +94,36 @@ def test_loading_a_large_vocabulary_takes_what_was_estimated(tmp_path):
     assert len(measured) == 4
     for estimate, peak in measured:
         assert 0.5 * estimate < peak < 1.1 * estimate + SLACK
+
+
+def test_experts_that_are_converted_count_twice_while_a_module_is_read(tmp_path):
+    path = write_checkpoint(FAMILIES["mixtral"](), tmp_path)
+    experts = [each for name, each in load_file(path / "model.safetensors").items() if ".experts." in name]
+    assert len(experts) > 10
+    stored = experts[0].dtype
+    other = torch.float32 if stored == torch.bfloat16 else torch.bfloat16
+    kept, converted = (
+        Checkpoint.resolve(path, dtype=str(dtype)[6:], device="cpu", runtime="transformers").memory(0)
+        for dtype in (stored, other)
+    )
+    assert kept.loading == kept.weights
+    in_experts = sum(each.numel() for each in experts)
+    assert converted.loading > converted.weights + in_experts * other.itemsize
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not platform.libc_ver()[0], reason="needs glibc")
+def test_memory_that_was_freed_is_returned_to_the_system():
+    def kept_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024
+
+    pieces = [torch.ones(2**14) for _ in range(1600)]  # 100 MiB, which glibc keeps below the last piece
+    last = pieces[-1]
+    del pieces
+    kept = kept_bytes()
+    return_freed_memory()
+    assert kept_bytes() < kept - 2**25
+    assert last.all()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4", "deepseek-v3", "bloom"])

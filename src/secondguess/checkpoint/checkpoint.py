@@ -21,6 +21,7 @@ from secondguess.checkpoint.memory import (
     check_memory,
     head_memory,
     peak_memory,
+    return_freed_memory,
 )
 from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
@@ -39,7 +40,7 @@ from secondguess.checkpoint.read import (
     ties_embeddings,
 )
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
-from secondguess.checkpoint.weights import count_parameters, is_gguf, tensor_files
+from secondguess.checkpoint.weights import count_in_experts, count_parameters, is_gguf, tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.cached import CachedRuntime
@@ -310,6 +311,9 @@ class Checkpoint:
         if isinstance(stored, torch.dtype) and stored != self.dtype:
             # a tensor is read in the dtype of the file, and then converted
             loading += num_embedded * stored.itemsize
+            if self.device.type == "cpu":
+                # experts are converted one by one, and then joined; the allocator keeps what they have taken
+                loading += count_in_experts(Path(self.path)) * size
         by_kernels = self.runtimes[0] == "native"
         if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
             loading = 0  # layer by layer, from memory-mapped files
@@ -443,7 +447,9 @@ class Checkpoint:
         Raises:
             CheckpointError: if weights are missing or cannot be read.
         """
-        return read_module(self.path, self.dtype, layer_by_layer).to(self.device).eval()
+        module = read_module(self.path, self.dtype, layer_by_layer).to(self.device).eval()
+        return_freed_memory()
+        return module
 
     def load(self) -> LoadedModel:
         """Load the model and its tokenizer.

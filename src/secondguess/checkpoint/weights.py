@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from secondguess.errors import CheckpointError
 
 BYTES_OF_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Part of the names of the weights of one expert."""
 LFS_POINTER = "a pointer of Git LFS"
 LFS_ADVICE = "run `git lfs pull` in its folder, or download the file itself"
 
@@ -100,7 +104,14 @@ def count_parameters(folder: Path, suffix: str = "") -> int:
     files = [folder] if is_gguf(folder) else tensor_files(folder)
     if not files:
         return sum(file.stat().st_size for file in pickle_files(folder)) // _size_in_pickles(folder)
-    return sum(_count_in_file(file, suffix) for file in files)
+    return sum(_count_in_file(file, lambda name: name.endswith(suffix)) for file in files)
+
+
+def count_in_experts(folder: Path) -> int:
+    """Return the number of weights of experts that safetensors files hold one by one; arguments as of `count_parameters`."""
+    return sum(
+        _count_in_file(file, lambda name: EXPERT.search(name) is not None) for file in tensor_files(folder)
+    )
 
 
 def _size_in_pickles(folder: Path) -> int:
@@ -115,14 +126,13 @@ def _size_in_pickles(folder: Path) -> int:
     return BYTES_OF_DTYPES.get(str(named).removeprefix("torch."), 2)
 
 
-def _count_in_file(file: Path, suffix: str) -> int:
+def _count_in_file(file: Path, is_counted: Callable[[str], bool]) -> int:
     if is_gguf(file):
-        return sum(
-            int(tensor.n_elements) for tensor in gguf_reader(file).tensors if tensor.name.endswith(suffix)
-        )
+        tensors = gguf_reader(file).tensors
+        return sum(int(tensor.n_elements) for tensor in tensors if is_counted(tensor.name))
     try:
         with safe_open(file, framework="numpy") as tensors:
-            names = (name for name in tensors.keys() if name.endswith(suffix))  # noqa: SIM118 - not a dictionary
+            names = filter(is_counted, tensors.keys())
             return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     except (SafetensorError, OSError) as error:
         reason, advice = str(error), "copy or download the checkpoint again"
