@@ -4,6 +4,7 @@ The decoding loop runs over all outcomes of all random decisions (`secondguess.p
 """
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,7 @@ from distribution_cases import (
     one_hot_dist,
     plain_dist,
     play,
+    sometimes,
     with_observations,
 )
 from grammar_cases import ENDS, REGEXES, masked_dist, tiny_matcher, with_regex
@@ -40,8 +42,9 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.drafters.trees import TreeOptions
 from secondguess.drafters.vocabulary.drafters import StringDrafter
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, MismatchWarning
 from secondguess.proof.enumeration import (
     enumerate_rounds,
     exact_dist,
@@ -158,6 +161,22 @@ def test_drafts_of_four_tokens_keep_the_distribution(verifier):
     assert dist_error(branches, after_prompt(pair.target), num_tokens=5) < ROUNDING
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("verifier", "tree"), [("rejection", ""), ("block", ""), ("coupled", ""), ("traversal", "2x1")]
+)
+def test_drafts_end_where_logits_of_the_draft_model_are_not_finite(verifier, tree, value):
+    """Whether a node is drafted depends on the tokens before it, not on its own."""
+    pair = PAIRS["ternary"]
+    undefined = torch.full((3,), value, dtype=torch.float64)
+    draft_model = TableModel(3, sometimes(lambda context: undefined, pair.drafter))
+    drafter = ModelDrafter(draft_model, "model:table", 3, TreeOptions(tree).shape)
+    with pytest.warns(MismatchWarning, match="the drafter's logits are NaN or infinite"):
+        branches = play(pair, drafter, verifier, "fixed:2" if tree else "fixed:3")
+    assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
+    assert mean_accepted(branches) > 0
+
+
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_a_vocabulary_of_four_tokens_keeps_the_distribution(verifier):
     pair = Pair(4, random_probs(4, 20, zeros=0.2), random_probs(4, 21, zeros=0.2))
@@ -259,6 +278,12 @@ def test_drafts_of_text_that_are_drawn_by_races_change_no_text(verifier, shared)
     found, num_accepted = decoded(drafter, "fixed:3")
     assert found == plain
     assert num_accepted > 0
+    undefined = torch.full((drafter.runtime.vocab_size,), math.nan, dtype=torch.float64)
+    drafter.runtime.dist = sometimes(drafter.runtime.dist, lambda context: undefined)
+    with pytest.warns(MismatchWarning, match="the drafter's logits are NaN or infinite"):
+        found, fewer_accepted = decoded(drafter, "fixed:3")
+    assert found == plain
+    assert 0 < fewer_accepted < num_accepted
     assert len(set(map(tuple, plain))) > 100
 
 

@@ -60,6 +60,25 @@ def test_a_draft_model_forgets_a_text_that_overflows(checkpoint: Path, runtime: 
     assert after.num_drafted == after.num_accepted > 0
 
 
+@pytest.mark.filterwarnings("ignore::secondguess.errors.MismatchWarning")
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.1}]
+)
+@pytest.mark.parametrize("tree", ["", ",tree=2x1"])
+def test_a_text_at_which_only_the_draft_model_overflows_is_generated(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, float], tree: str
+) -> None:
+    target = write_llama(tmp_path, 2, hidden_size=64, intermediate_size=128)
+    llm = load(target, f"model:{checkpoint}{tree}", dtype="float16", controller="fixed:4")
+    prompts = [[*PROMPT, OVERFLOWING, 9], PROMPT]
+    expected = llm.generate(prompts, max_tokens=12, seed=3, draft_length=0, **settings)
+    found = llm.generate(prompts, max_tokens=12, seed=3, **settings)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert found[1].stats.num_drafted
+    unseeded = llm.generate(prompts, max_tokens=12, **settings)
+    assert all(each.stats.num_tokens == 12 for each in unseeded)
+
+
 def test_a_text_that_is_given_up_before_its_logits_were_seen_leaves_nothing_behind(llm: LLM) -> None:
     expected = llm.generate(PROMPT, max_tokens=12).token_ids
     batch, settings = llm.shared_batch._batch, [llm.sampling(max_tokens=4)]

@@ -7,7 +7,7 @@ SecondGuessError                 base of all errors that this package raises on 
 ├── OutOfMemoryError             models and caches that do not fit; raised before allocation
 └── NonFiniteLogitsError         a model whose logits are NaN or infinite
 
-MismatchWarning (UserWarning)    a drafter that was trained for other target weights
+MismatchWarning (UserWarning)    a drafter that was trained for other target weights, or whose logits overflow
 
 Every message gives what was expected, what was found and how to fix it. The command line prints it
 as one line and exits with code 2.
@@ -44,7 +44,7 @@ class NonFiniteLogitsError(SecondGuessError):
 
 
 class MismatchWarning(UserWarning):
-    """A drafter that was trained for another target: correct text, but low acceptance."""
+    """A drafter that was trained for another target, or whose logits overflow: correct text, but low acceptance."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.runtime.native.sampling import require_finite
+from secondguess.runtime.native.sampling import require_finite, warn_unless_finite
 from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.truncation import Rule, make_rule, most_likely
@@ -97,11 +97,9 @@ def compute_draft_probs(
 
     Returns:
         Probabilities `[row, vocab]`, in the dtype of `compute_target_probs`, and for each row
-        whether no token is possible: a narrower vocabulary may lack all that the settings allow. Such
-        a row has the one-hot distribution of token 0. None if every row has a possible token.
-
-    Raises:
-        SecondGuessError: the model's logits are not finite.
+        whether no token is possible: a narrower vocabulary may lack all that the settings allow, and logits
+        may be NaN or infinite. Such a row has the one-hot distribution of token 0. None if every row has a
+        possible token.
     """
     dists = _probs(
         logits[:, None], rows, drafted, lambda: torch.ones_like(drafted, dtype=torch.bool)[:, None]
@@ -155,7 +153,7 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
     """Replace undefined distributions by the one-hot one of token 0; return also where they were."""
     if not _has_nan(dists):
         return dists, None
-    require_finite(logits, "the drafter")
+    warn_unless_finite(logits)
     banned = dists[..., 0].isnan()
     first = torch.nn.functional.one_hot(torch.zeros_like(banned, dtype=torch.long), dists.shape[-1])
     return torch.where(banned[..., None], first.to(dists.dtype), dists), banned

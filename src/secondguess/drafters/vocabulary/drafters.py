@@ -16,7 +16,7 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
 from secondguess.runtime.base import ChainDecision, ChainRequest, Runtime, VocabularyMap
-from secondguess.runtime.native.sampling import KernelSettings, require_finite, with_confidences
+from secondguess.runtime.native.sampling import KernelSettings, warn_unless_finite, with_confidences
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import at_least_float32
@@ -204,6 +204,12 @@ class StringDrafter(TranslatingDrafter):
             logits = self.chain_logits(rows, active)
             tokens, confidences = with_confidences(logits)
             raced = [index for index in active if _is_raced(rows[index])]
+            undefined = [index for index in raced if math.isnan(confidences[index])]
+            if undefined:
+                warn_unless_finite(logits)
+                active, raced = (
+                    [index for index in some if index not in undefined] for some in (active, raced)
+                )
             if raced:
                 noises = [noise.select(torch.tensor([index])) for index in raced]
                 params = [rows[index].params for index in raced]
@@ -235,8 +241,6 @@ class StringDrafter(TranslatingDrafter):
             depths: number of the target's tokens before.
         """
         dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])
-        if dists.isnan().any():
-            require_finite(logits, "the drafter")
         return [
             int(noise.draft(dist, depth, token_ids=self._vocabulary.ids))
             for noise, dist, depth in zip(noises, dists, depths, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import warnings
 from collections.abc import Sequence
 from ctypes import c_double, c_int64
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.errors import NonFiniteLogitsError, OutOfMemoryError
+from secondguess.errors import MismatchWarning, NonFiniteLogitsError, OutOfMemoryError
 from secondguess.runtime.native.library import units
 
 
@@ -42,13 +43,28 @@ class KernelSettings(NamedTuple):
         return self.top_k > 0 or self.top_p < 1
 
 
+def _are_finite(logits: Tensor) -> bool:
+    return not (bool(logits.isnan().any()) or bool((logits == math.inf).any()))
+
+
+def warn_unless_finite(logits: Tensor) -> None:
+    """Warn of a drafter's logits that are NaN or infinite, after which nothing is drafted."""
+    if not _are_finite(logits):
+        warnings.warn(
+            "the drafter's logits are NaN or infinite after some texts, where it drafts nothing: the output stays correct, "
+            "but few tokens are drafted; its weights are broken, or overflow in this precision: try another dtype",
+            MismatchWarning,
+            stacklevel=2,
+        )
+
+
 def require_finite(logits: Tensor, whose: str = "the model") -> None:
     """Check logits of the target, or of a drafter.
 
     Raises:
         NonFiniteLogitsError: they are NaN or infinite.
     """
-    if bool(logits.isnan().any()) or bool((logits == math.inf).any()):
+    if not _are_finite(logits):
         raise NonFiniteLogitsError(
             f"expected finite logits from {whose}, got NaN or infinity; its weights are broken, or "
             "overflow in this precision: try another dtype"
