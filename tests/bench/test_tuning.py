@@ -45,16 +45,17 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_refused(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 10**8)
+    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 3 * 10**7)
     config = TuneConfig(
         model=str(tiny_checkpoint),
         drafters=("ngram",),
         prompts="builtin",
+        num_prompts=1,
         num_tokens=2,
-        batch_sizes=(1, 4096),
+        batch_sizes=(1, 1024),
         minutes=0.01,
     )
-    with pytest.raises(OutOfMemoryError, match=r"4,096 rows .* smaller --batch-size"):
+    with pytest.raises(OutOfMemoryError, match=r"1,024 rows .* smaller --batch-size"):
         run_tune(config)
 
 

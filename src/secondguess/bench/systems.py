@@ -19,7 +19,6 @@ from secondguess.api import choose_controller, make_row
 from secondguess.bench.summary import sum_stats
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.memory import check_memory
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -107,7 +106,6 @@ class Models:
     ) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
         default = default_drafter(model, checkpoint)
-        check_memory([checkpoint.memory()], checkpoint.device)
         self.target = checkpoint.load()
         self.default_drafter = confirm_default(default, self.target.runtime)
         self._name, self._dtype, self._device = model, dtype, device
@@ -120,9 +118,7 @@ class Models:
         return self._draft_models[name]
 
     def _load_draft_model(self, name: str) -> LoadedModel:
-        checkpoint = Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True)
-        check_memory([checkpoint.memory()], checkpoint.device)
-        return checkpoint.load()
+        return Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True).load()
 
     def check_batch_memory(self, drafters: Iterable[str], num_rows: int, num_tokens: int) -> None:
         """Check that rows fit into memory together, with the caches of the drafters' draft models.

@@ -132,7 +132,7 @@ def _in_words(candidate: Candidate) -> str:
     skipped = "-".join(map(str, candidate.skipped))
     return (
         f"{skipped}: acceptance rate {candidate.acceptance:.1%}, draft step / target pass {candidate.cost_ratio:.2f}, "
-        f"expected speedup {candidate.speedup:.2f}x with drafts of {candidate.draft_length} tokens"
+        f"expected speedup {candidate.speedup:.2f}x at draft length {candidate.draft_length}"
     )
 
 
