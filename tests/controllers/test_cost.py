@@ -571,6 +571,26 @@ def commit_and_learn(
     controller.learn(rows, draft, Verdict.from_chain(accepted, [0] * len(rows)), time)
 
 
+def test_rounds_with_certain_drafts_are_no_plain_rounds() -> None:
+    """Tokens that a grammar forces are drafted whatever is planned: their rounds only count towards the end of a stop."""
+    controller, rows = CostController(), [a_row(), a_row()]
+    forced = Candidate(part=-1, longest=3, deterministic=True, certain=True)
+    for _ in range(40):
+        controller.plan(rows, [(Candidate(longest=0),)] * 2)
+        commit_and_learn(controller, rows, [0, 0], [0, 0], RoundTime(0.0, 0.0, 1.0))
+    controller._learn_buffered()
+    for _ in range(4):
+        controller.guard.record(-MAX_LOSS / 4, seconds=5.0)
+    num_stopped = 0
+    while controller.guard.is_stopped:
+        assert controller.plan(rows, [(forced,), (Candidate(),)]) == [Plan(0, 0)] * 2
+        commit_and_learn(controller, rows, [3, 0], [3, 0], RoundTime(0.0, 0.0, 4.0))
+        num_stopped += 1
+    assert num_stopped == STOP_ROUNDS
+    assert controller.times.plain(2) == 1.0
+    assert not controller.expectations.row_histories
+
+
 def test_a_lookup_is_not_drafted_for_what_a_model_might_gain() -> None:
     """The model's drafts are few, as they cost too much, so that its gain stays uncertain."""
     controller, rng, num_rows = CostController(), random.Random(1), 4

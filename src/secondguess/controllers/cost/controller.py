@@ -350,7 +350,7 @@ class CostController(Controller):
             self.expectations.decay_rows(rows, 1)
             self._record(decision, rows, len(rows), time.total, 0.0, time.total)
         elif has_certain:  # time passes, but nothing is measured
-            self.guard.record_plain(rows, 1, time.total)
+            self.guard.wait(rows)
         else:
             self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.rate_key], [time]))
 

@@ -213,14 +213,18 @@ class LossGuard:
 
     def record_plain(self, rows: Iterable[Row] = (), num_rounds: int = 1, seconds: float = 1.0) -> None:
         """Record rounds without drafts, which took `seconds` in total."""
+        self.wait(rows, num_rounds)
+        if self._review is not None and self._review.add(num_rounds, seconds):
+            self._revise(self._review)
+            self._review = None
+
+    def wait(self, rows: Iterable[Row] = (), num_rounds: int = 1) -> None:
+        """Record rounds that were not measured."""
         for _ in range(num_rounds):
             if self._num_waiting:
                 self._num_waiting -= 1
             elif self._amortised:
                 self.record(0.0, rows)
-        if self._review is not None and self._review.add(num_rounds, seconds):
-            self._revise(self._review)
-            self._review = None
 
     def _revise(self, review: Review) -> None:
         """Add back the loss caused by the machine; end the stop if it would not have happened."""
