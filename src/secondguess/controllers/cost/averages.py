@@ -56,33 +56,21 @@ rounds would be extrapolated to longer ones.
 
 
 class Average:
-    """Running average of positive values, robust against single large ones.
+    """Running average of positive values."""
 
-    Args:
-        num_warmup: number of first values of which only the smallest counts.
-    """
+    __slots__ = ("count", "value")
 
-    __slots__ = ("_num_warmup", "count", "value")
-
-    def __init__(self, num_warmup: int = 1) -> None:
-        self._num_warmup = num_warmup
+    def __init__(self) -> None:
         self.count = 0
         self.value = 0.0
 
-    def add(self, value: float) -> None:
-        """Add a value, clipped to `OUTLIER_CLIP` times the average."""
-        if self.count < self._num_warmup:
-            self.value = value if not self.count or value < self.value else self.value
-            self.count += 1
-            return
-        known = self.value
-        limit = known * OUTLIER_CLIP
-        if self.count < AVERAGE_WINDOW:
-            self.count += 1
-        self.value = known + ((value if value < limit else limit) - known) / self.count
+    def add_first(self, value: float) -> None:
+        """Add one of the first values, of which only the smallest counts."""
+        self.value = min(value, self.value) if self.count else value
+        self.count += 1
 
-    def follow(self, value: float) -> float:
-        """Add a value without clipping; return the weight that it got in the average."""
+    def add(self, value: float) -> float:
+        """Add a value; return the weight that it got in the average."""
         if self.count < AVERAGE_WINDOW:
             self.count += 1
         share = 1 / self.count
@@ -280,7 +268,7 @@ class PlainTime:
     )
 
     def __init__(self, length: float) -> None:
-        self._average = Average(NUM_WARMUP)
+        self._average = Average()
         self._length = self._shortest = self._longest = self._before = length
         self._slope = self._spread = self._along = 0.0
         self._recent: tuple[tuple[float, float], ...] = ()
@@ -344,7 +332,7 @@ class PlainTime:
     def _fit(self, length: float, seconds: float) -> None:
         average = self._average
         if average.count < NUM_WARMUP:
-            average.add(seconds)
+            average.add_first(seconds)
             self._length += (length - self._length) / average.count
         else:
             known, centre = average.value, self._length
@@ -359,7 +347,7 @@ class PlainTime:
             if overweight > 1:
                 self._along /= overweight
                 self._spread /= overweight
-            self._length = centre = centre + aside * average.follow(seconds)
+            self._length = centre = centre + aside * average.add(seconds)
             slope = self._along / (self._spread + (centre * centre + SHORT_ROW * SHORT_ROW) / 4)
             highest = MAX_LENGTH_SHARE * average.value / (centre + SHORT_ROW)
             self._slope = 0.0 if slope < 0 else min(slope, highest)

@@ -103,8 +103,7 @@ class ProposalMaker:
         found = [
             self._best_of_row(index, row, candidates[index], len(rows), estimates)
             for index, row in enumerate(rows)
-            # A row's own `draft_length` takes precedence; its last token is the target's.
-            if row.params.draft_length is None and row.params.max_draft_length != 0 and row.room > 1
+            if row.params.draft_length is None  # else that takes precedence
         ]
         proposals = [proposal for proposal in found if proposal is not None]
         if len(rows) > 1:
@@ -120,6 +119,7 @@ class ProposalMaker:
         estimates: dict[Hashable, Estimate],
     ) -> DraftProposal | None:
         best = None
+        # The last token is the target's.
         params, room, rate_bin = row.params, row.room - 1, self._expectations.rate_bin(row)
         limit = room if params.max_draft_length is None else min(params.max_draft_length, room)
         row_key = row.coupled, params.temperature, rate_bin

@@ -129,7 +129,7 @@ class RoundTimes:
         Learning from several rounds at once makes the time uneven, so no value is clipped.
         """
         average = self._plans.setdefault((num_rows, has_drafts), Average())
-        average.follow(seconds)
+        average.add(seconds)
         return average.value
 
     def num_unplanned(self, num_rows: int) -> int:
