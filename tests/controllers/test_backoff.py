@@ -25,6 +25,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
 NOTHING = (Candidate(longest=0),)
+LOOKUP = Candidate(kind="match", deterministic=True)
 
 
 def make_rows(number: int, **params: object) -> list[Row]:
@@ -205,6 +206,18 @@ def test_ended_rows_are_removed() -> None:
     assert ended() is None
 
 
+def test_backoff_of_other_candidates_ends_when_one_pays() -> None:
+    controller, rows = CostController(), make_rows(1)
+    poor, good = [(LOOKUP._replace(kind="poor"),)], [(LOOKUP._replace(kind="good"),)]
+    for _ in range(100):
+        play(controller, rows, poor)
+    while not controller._in_backoff:
+        play(controller, rows, poor)
+    assert play(controller, rows, good, price=0.0, accepted=True) == [1]
+    play(controller, rows, poor)
+    assert not controller._in_backoff
+
+
 def test_a_probe_does_not_end_backoff() -> None:
     controller = CostController()
     (row,) = make_rows(1)
@@ -309,9 +322,6 @@ def test_a_pause_ends_with_its_rows(change: str) -> None:
     assert controller.begin_round({"row": [other], "second row": [row, other], "end": [row]}[change])
 
 
-LOOKUP = Candidate(kind="match", deterministic=True)
-
-
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_lookups_are_not_paused_where_planning_takes_little_time(num_rows: int) -> None:
     """Their candidates depend on the text, so each round may have a better one."""
@@ -349,6 +359,24 @@ def test_rounds_without_drafts_are_planned_rarely_where_planning_takes_long(
         num_paused += paused
     assert num_paused > 800
     assert controller.times.plain(num_rows) == pytest.approx(1.0), "planning is no part of a plain round"
+
+
+def test_paused_rounds_fit_the_buffer() -> None:
+    controller, rows = CostController(), make_rows(1)
+    for _ in range(100):
+        play(controller, rows, [(LOOKUP,)], price=2.0, planning=10.5 * MAX_PLAN_SHARE)
+        run_paused_rounds(controller, rows)
+        assert len(controller._buffered) <= MAX_PLAIN_ROUNDS
+
+
+def test_the_prefill_of_a_drafter_is_no_part_of_a_plain_round() -> None:
+    controller, rows = CostController(), make_rows(1)
+    for _ in range(40):
+        controller.plan(rows, [NOTHING])
+        verdict = Verdict.from_chain([0], [0])
+        controller.learn(rows, Draft.empty(1), verdict, RoundTime(3.0, 0.0, 4.0))
+    controller.release(rows[0])
+    assert controller.times.plain(1) == 1.0
 
 
 @pytest.mark.parametrize("num_rows", [4, 16])

@@ -15,10 +15,10 @@ import pytest
 from simulation import Chance, FixedConfidences, Simulation
 
 from secondguess.controllers.cost.acceptance_stats import AcceptanceStats
-from secondguess.controllers.cost.averages import CostCurve, PlainTime
+from secondguess.controllers.cost.averages import CostCurve, LinearCost, PlainTime
 from secondguess.controllers.cost.controller import CostController, CostOptions
 from secondguess.controllers.cost.cost_model import CostModel
-from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES
+from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES, Expectations
 from secondguess.controllers.cost.load_detector import LoadDetector
 from secondguess.controllers.cost.loss_limits import (
     GRANT,
@@ -35,6 +35,7 @@ from secondguess.controllers.cost.loss_limits import (
 from secondguess.controllers.cost.round_buffers import MAX_DRAFTED_ROUNDS
 from secondguess.controllers.cost.round_times import (
     MAX_PLAIN_AGE,
+    MAX_PLAIN_AGE_BUSY,
     NUM_CHECKS,
     NUM_DEVIATIONS,
     LinearSeconds,
@@ -123,6 +124,39 @@ def test_costs_are_not_recomputed_in_every_round(num_rows: int) -> None:
     simulation.play(controller, 160, num_rows)
     assert sum(map(sum, simulation.drafted)) - before > 2 * 160 * num_rows
     assert controller.times.num_asked - known < 0.5 * 160
+
+
+def test_known_costs_are_renewed() -> None:
+    model = CostModel()
+    for _ in range(3):
+        model.times.add_plain(1, 20, [1.0])
+    model.enter(1, None)
+    for cost in [1.2] * 60 + [1.5] * 60:
+        model.times.add(1, 2, cost)
+        model.record(None, cost, 2.0, worthwhile=True)
+        model.renew()
+        known = model.extra_pass_seconds(0, 2)
+    assert known == pytest.approx(0.5, abs=0.1)
+
+
+def test_drafts_are_compared_with_recent_rounds_of_the_same_kind() -> None:
+    model = CostModel()
+    for _ in range(3):
+        model.times.add_plain(1, 20, [1.0])
+    for _ in range(300):
+        model.record("match", 1.5, 3.0, worthwhile=True)
+    model.enter(1, "match")
+    assert model.rate == pytest.approx(2.0, rel=0.02)
+    model.enter(1, "other")
+    assert model.rate == 1.0
+    model.record("match", 100.0, 3.0, worthwhile=True)
+    model.enter(1, "match")
+    assert model.rate == pytest.approx(2.0, rel=0.05), "one disturbed round"
+    model.record("match", 1.5, 3.0, worthwhile=False)
+    for expected in (15 / 8, 1 + 7 / 8 * 7 / 8):
+        model.enter(1, "match")
+        assert model.rate == pytest.approx(expected, rel=0.05), "rounds without a good draft"
+        model.record("match", 1.5, 3.0, worthwhile=False)
 
 
 def test_drafting_resumes_when_acceptance_rises() -> None:
@@ -259,6 +293,15 @@ def test_the_guard_is_reset_once_the_loss_is_recovered() -> None:
 
 def a_row() -> Row:
     return Row([0] * 20, SamplingParams(max_tokens=10**6))
+
+
+def test_each_further_stop_takes_twice_as_long() -> None:
+    guard, waits = LossGuard(), []
+    for _ in range(4):
+        while not guard.is_stopped:
+            record(guard, -1.0)
+        waits.append(next(count for count in range(10_000) if record(guard, 0.0)))
+    assert waits == [STOP_ROUNDS, 2 * STOP_ROUNDS, 4 * STOP_ROUNDS, 8 * STOP_ROUNDS]
 
 
 def test_prefill_is_amortised_over_the_rounds_it_serves() -> None:
@@ -618,6 +661,18 @@ def test_a_lookup_is_not_drafted_for_what_a_model_might_gain() -> None:
     assert num_drafted < 100
 
 
+def test_draft_steps_are_those_of_the_model_where_lookups_are_drafted_too() -> None:
+    controller, rows = CostController(), [a_row(), a_row()]
+    candidates = [(Candidate(part=0, deterministic=True),), (Candidate(part=1),)]
+    for _ in range(40):
+        plans = controller.plan(rows, candidates)
+        lengths = [plans[0].length, min(plans[1].length, 1)]
+        drafting = 0.1 * lengths[1]
+        commit_and_learn(controller, rows, lengths, lengths, RoundTime(0.0, drafting, 1 + drafting))
+    assert controller.times.draft_seconds(0, 1).at(1) < 0.01
+    assert controller.times.draft_seconds(1, 1).at(1) == pytest.approx(0.1, rel=0.1)
+
+
 CHANCES = {"good": 0.9, "poor": 0.4, "none": 0.0}
 """Chance of a lookup node by kind of match."""
 SHARES = {"good": 0.3, "poor": 0.4, "none": 0.3}
@@ -696,6 +751,23 @@ def first_plans(
     return planned
 
 
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize(("max_tokens", "is_drafted"), [(30, False), (1000, True)])
+def test_rows_are_prefilled_only_where_they_last(max_tokens: int, is_drafted: bool, num_rows: int) -> None:
+    """A drafter that pays for others is not prefilled, but for a probe, for rows that end before that has paid."""
+    controller = CostController()
+    Simulation(lambda number, depth: 0.8, step=0.02).play(controller, 200, num_rows)
+    for _ in range(4):
+        controller.times.add_prefill(0, 100, 20.0)
+    rows = [Row([0] * 100, SamplingParams(max_tokens=max_tokens, temperature=1.0)) for _ in range(num_rows)]
+    num_drafted = 0
+    for _ in range(10):
+        plans = controller.plan(rows, [(Candidate(num_uncached=100),)] * num_rows)
+        num_drafted += any(plan.length for plan in plans)
+        commit_and_learn(controller, rows, [0] * num_rows, [0] * num_rows, RoundTime(0.0, 0.0, 1.0))
+    assert (num_drafted > 1) == is_drafted
+
+
 def test_a_new_drafter_is_tried_on_one_row_first_in_any_order() -> None:
     texts = [[number] * 20 for number in range(6)]
     (forwards,), (backwards,) = first_plans(texts), first_plans(texts[::-1])
@@ -765,6 +837,19 @@ def test_the_length_option_limits_the_nodes() -> None:
         simulation = Simulation(lambda number, depth: 1.0, step=0.001, deterministic=deterministic)
         simulation.play(CostController(CostOptions(0)), 50)
         assert sum(length for (length,) in simulation.drafted) == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_rows_are_drafted_for_up_to_their_own_limit(limit: int, num_rows: int) -> None:
+    """Also in the estimate of what a draft gains, which is made for the nodes that the limit leaves."""
+    controller = CostController()
+    Simulation(lambda number, depth: 1.0, step=0.0, node=0.01, deterministic=True).play(
+        controller, 100, num_rows
+    )
+    rows = [Row([0] * 50, SamplingParams(max_tokens=100, max_draft_length=limit)) for _ in range(num_rows)]
+    controller.plan(rows, [(Candidate(deterministic=True),)] * num_rows)
+    assert [proposal.length for proposal in controller._decision.proposals] == [limit] * (limit and num_rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -839,6 +924,25 @@ def test_one_slow_round_does_not_fix_the_cost_of_a_length() -> None:
     for _ in range(3):
         curve.add(4, 1.2, curve.at(4))
     assert curve.at(4) < 1.3, "a faster round shows that the earlier one was disturbed"
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_two_fast_passes_show_that_the_earlier_ones_were_disturbed(length: int) -> None:
+    curve, line = CostCurve(), LinearCost()
+    for cost in [3.0] * 30 + [1.5] * 4:
+        curve.add(length, cost, curve.at(length))
+        line.add(length, cost)
+    assert curve.at(length) < 2.1
+    assert line.at(length) < 2.1
+
+
+def test_costs_of_a_length_follow_slowly_where_single_rounds_are_fast() -> None:
+    curve, line = CostCurve(), LinearCost()
+    for cost in [3.0] * 30 + [1.5, 3.0] * 3:
+        curve.add(4, cost, curve.at(4))
+        line.add(4, cost)
+    assert curve.at(4) > 2.5
+    assert line.at(4) > 2.5
 
 
 def test_passes_over_drafts_that_are_cheaper_than_plain_rounds_are_checked_once() -> None:
@@ -939,6 +1043,16 @@ def test_a_busy_machine_is_distinguished_from_a_slow_one() -> None:
     assert sum(became_quiet) == 1
     assert disturbance.slowdown < 1.2
     assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
+
+
+def test_plain_rounds_are_timed_more_often_on_a_busy_machine() -> None:
+    times = RoundTimes()
+    for seconds in [1.0] * 20 + [1.0, 1.0, 7.0] * 6:
+        times.add_plain(1, 10, [seconds])
+    for number in range(MAX_PLAIN_AGE_BUSY):
+        assert not times.needs_plain(1, 10)
+        times.add(1, 2, 7.0 if number % 3 == 2 else 1.2)
+    assert times.needs_plain(1, 10)
 
 
 def test_a_quiet_machine_is_detected_by_the_next_plain_round() -> None:
@@ -1119,6 +1233,17 @@ def test_statistics_are_shrunk_from_general_to_specific() -> None:
     for _ in range(100):
         experience.add(own, 1.0)
     assert experience.mean(path, 0.3) > 0.8, "what is long past is forgotten"
+
+
+def test_confidences_without_observations_are_corrected_by_the_mean_error() -> None:
+    expectations, row = Expectations(), a_row()
+    kind, group = expectations.kind(row, Candidate()), bisect_right(CONFIDENCE_EDGES, 0.75)
+    before, _ = expectations.node_probs(kind)
+    for number in range(200):
+        expectations.learn(row, kind, [group], False, 1, number % 4 == 0)
+    own, _ = expectations.node_probs(kind)
+    assert own[group] == pytest.approx(0.25, abs=0.05)
+    assert own[group + 1] == pytest.approx(before[group + 1] - 0.5, abs=0.05)
 
 
 def test_unplanned_drafts_do_not_affect_the_statistics() -> None:

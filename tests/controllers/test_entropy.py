@@ -81,6 +81,19 @@ def test_nodes_after_a_rejected_one_are_ignored() -> None:
     assert one.constant == other.constant != FIRST_CONSTANT
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_entropies_of_rows_that_have_stopped_are_ignored(num_tokens: int) -> None:
+    """Their lines mean nothing while another row of the batch is asked about."""
+    alone, batch = EntropyController(), EntropyController()
+    for controller in (alone, batch):
+        controller.plan(rows(2), [(Candidate(),)] * 2)
+        controller.keep_drafting(rows(2), draft_probs(3, 3), 0)
+    batch.keep_drafting(rows(2), draft_probs(num_tokens, num_tokens), 1)
+    for controller in (alone, batch):
+        controller.learn(rows(2), Draft.chains([[0], [0]]), verdict(1, 1), NO_TIME)
+    assert alone.constant == batch.constant
+
+
 def test_lookup_rows_do_not_affect_the_constant() -> None:
     """Their lines mean nothing while another row of the batch is asked about."""
     controller = EntropyController()

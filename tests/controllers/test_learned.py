@@ -16,6 +16,7 @@ from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.learned import LearnedController, LearnedOptions
 from secondguess.controllers.predictor import (
     FEATURES,
+    HIGHEST_TEMPERATURE,
     KIND,
     MAX_FILE_BYTES,
     SCHEMA,
@@ -160,6 +161,13 @@ def test_features_describe_the_path() -> None:
     assert (half["temperature"], half["coupled"]) == (0.7, 1.0)
     # Depth 0 begins a new draft.
     assert path.level_features(rows, probs_with(confidences[0]), 0) == levels[0]
+
+
+def test_temperatures_above_those_of_training_are_alike() -> None:
+    def features(temperature: float) -> list[list[float]]:
+        return PathFeatures().level_features(rows_of(1, temperature), probs_with(0.5), 0)
+
+    assert features(5.0) == features(HIGHEST_TEMPERATURE) != features(1.0)
 
 
 def test_coupling_is_not_a_feature_at_temperature_0() -> None:
