@@ -76,10 +76,9 @@ class NgramIndex:
 
     def _follower(self) -> int | None:
         for length, followers in self._followers:
-            if length <= len(self.tokens):
-                start = followers.get(tuple(self.tokens[-length:]))
-                if start is not None:
-                    return start
+            start = followers.get(tuple(self.tokens[-length:]))
+            if start is not None:
+                return start
         return None
 
 
