@@ -135,11 +135,21 @@ def test_memory_is_bounded_over_ten_thousand_requests() -> None:
         assert match is not None
         assert match.num_matched >= min(3, len(output))
         assert histories.num_tokens <= 2000
+        assert len(histories.of(str(owner)).automata) <= 2
         if number % 100 == 0:
             automata = [each for owner in range(7) for each in histories.of(str(owner)).automata]
             assert sum(len(each.contexts) for each in automata) <= 2 * 2000 + len(automata)
             for automaton in automata:  # whole: each begins with its number after the prompt
                 assert automaton.num_tokens == 0 or 1 in automaton.contexts[0].next
+
+
+def test_only_the_older_texts_of_an_owner_are_dropped_for_another() -> None:
+    histories = Histories(max_tokens=40)
+    for owner, token in (("a", 1), ("a", 2), ("b", 3)):
+        histories.add(finished(owner, [0], [token] * 15))
+    (automaton,) = histories.of("a").automata
+    assert automaton.num_tokens == 16
+    assert 2 in automaton.contexts[0].next
 
 
 def test_a_text_of_more_than_half_the_limit_is_left_out() -> None:

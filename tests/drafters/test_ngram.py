@@ -8,7 +8,8 @@ import pytest
 import torch
 from drafter_cases import VOCAB_SIZE, run
 
-from secondguess.drafters.ngram import NgramDrafter, NgramIndex, NgramOptions
+from secondguess.core import Row
+from secondguess.drafters.ngram import NgramDrafter, NgramIndex, NgramOptions, NgramSource
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 
@@ -68,6 +69,13 @@ def test_periodic_text_is_drafted_up_to_the_draft_length(temperature: float) -> 
     # Nothing is known until the circle closes after 6 tokens and the bigram (0, 1) comes again; then all is.
     assert result.stats[0].acceptance_rate == 1.0
     assert result.stats[0].num_rounds == 6 + 24 // 6
+
+
+def test_rows_whose_text_does_not_repeat_have_no_candidate() -> None:
+    drafter, rows = NgramDrafter(), [Row([1, 2, 3, 1, 2], SamplingParams()), Row([1, 2, 3], SamplingParams())]
+    drafter.begin(rows)
+    assert [choice.longest > 0 for (choice,) in drafter.candidates(rows)] == [True, False]
+    assert [NgramSource().candidate(row).longest > 0 for row in rows] == [True, False]
 
 
 @pytest.mark.parametrize("options", [{"max": 0}, {"min": 0}, {"max": 2, "min": 3}, {"max": 33}])

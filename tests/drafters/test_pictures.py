@@ -9,9 +9,10 @@ import torch
 from drafter_cases import TARGET_DIST, VOCAB_SIZE, model_drafter, noisy_dist, run
 
 from secondguess.api import check_verifier
+from secondguess.core import Row
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.grid import GridDrafter, GridIndex, GridOptions
-from secondguess.drafters.jacobi import JacobiDrafter, JacobiOptions
+from secondguess.drafters.jacobi import JacobiDrafter, JacobiOptions, SampledAhead
 from secondguess.drafters.ngram import NgramDrafter
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -84,6 +85,20 @@ def test_samples_of_the_last_round_are_drafted(temperature: float) -> None:
     result = run(JacobiDrafter(), rows, params, dist=lambda context: same, coupled=True)
     for stats in result.stats:
         assert stats.num_rounds <= 2 * 40 / (4 + 1)
+
+
+def test_samples_replace_earlier_ones_of_the_same_positions() -> None:
+    text = SampledAhead()
+    text.update([1, 2, 3, 4], num_committed=1)
+    text.update([5, 6], num_committed=1)
+    assert text.ahead == [6, 4]
+
+
+def test_the_text_before_the_samples_is_read_once() -> None:
+    drafter, row = JacobiDrafter(), Row([1, 2, 3], SAMPLED)
+    drafter.begin([row])
+    drafter.candidates([row])
+    assert drafter._indices[row].tokens == row.tokens
 
 
 def test_rounds_without_samples_draft_anew() -> None:
