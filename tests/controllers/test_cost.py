@@ -35,7 +35,6 @@ from secondguess.controllers.cost.loss_limits import (
 from secondguess.controllers.cost.round_buffers import MAX_DRAFTED_ROUNDS
 from secondguess.controllers.cost.round_times import (
     MAX_PLAIN_AGE,
-    MAX_PLAIN_AGE_BUSY,
     NUM_CHECKS,
     NUM_DEVIATIONS,
     LinearSeconds,
@@ -1043,16 +1042,6 @@ def test_a_busy_machine_is_distinguished_from_a_slow_one() -> None:
     assert sum(became_quiet) == 1
     assert disturbance.slowdown < 1.2
     assert not any(disturbance.add(1.0) for _ in range(20)), "it is told once"
-
-
-def test_plain_rounds_are_timed_more_often_on_a_busy_machine() -> None:
-    times = RoundTimes()
-    for seconds in [1.0] * 20 + [1.0, 1.0, 7.0] * 6:
-        times.add_plain(1, 10, [seconds])
-    for number in range(MAX_PLAIN_AGE_BUSY):
-        assert not times.needs_plain(1, 10)
-        times.add(1, 2, 7.0 if number % 3 == 2 else 1.2)
-    assert times.needs_plain(1, 10)
 
 
 def test_a_quiet_machine_is_detected_by_the_next_plain_round() -> None:

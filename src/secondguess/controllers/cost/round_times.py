@@ -30,8 +30,6 @@ FRESH_ROUNDS = 8
 
 Of later ones, those far above the estimate are left out: the machine may have become slower.
 """
-MAX_PLAIN_AGE_BUSY = 32
-"""Same as `MAX_PLAIN_AGE` while other load disturbs the rounds."""
 DEVIATION = 1.3
 """Factor between measured and expected time at which rounds with drafts are checked."""
 NUM_DEVIATIONS, NUM_CHECKS = 4, 2
@@ -88,12 +86,11 @@ class RoundTimes:
         if nearest is None or max(nearest, num_rows) > BATCH_SIZE_TOLERANCE * min(nearest, num_rows):
             return True
         known = self._plain[nearest]
-        age = MAX_PLAIN_AGE_BUSY if self.load_detector.is_busy else MAX_PLAIN_AGE
         return (
             self._num_checks > 0
             or known.count < 2
             or not known.knows(context)
-            or self._num_since_plain >= age
+            or self._num_since_plain >= MAX_PLAIN_AGE
         )
 
     def add_plain(self, num_rows: int, context: float, seconds: Sequence[float]) -> bool:
