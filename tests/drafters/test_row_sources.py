@@ -22,6 +22,7 @@ from secondguess.drafters.row_sources import (
     PREDICTION_PART,
     ForcedTokens,
     Prediction,
+    _is_of_word,
     with_sources,
 )
 from secondguess.errors import BadInputError
@@ -127,6 +128,10 @@ def test_a_word_of_several_tokens_is_replaced_as_a_whole(name):
 
 def test_characters_of_a_script_without_spaces_are_replaced_one_by_one():
     assert said([10, 11, 10, 11, 4], [6], 3, TEXTS)[0] == [11, 10, 11]
+
+
+def test_words_have_letters_of_scripts_with_case_digits_and_underscores():
+    assert [each for each in "a_é7 .-世" if _is_of_word(each)] == list("a_é7")
 
 
 def test_a_longer_word_is_passed_whatever_occurs_elsewhere():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from families import COPIED, RECURRENT, needs_kernels, write_checkpoint
@@ -17,8 +19,10 @@ from secondguess.bench.systems import Models
 from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.memory import peak_memory
+from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.pairing import default_drafter
+from secondguess.runtime.base import QuantisedCopy
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.packing import copy_quantised
 from secondguess.runtime.weight_format import INT4
@@ -31,6 +35,21 @@ def test_a_copy_drafts_nearly_what_the_target_writes() -> None:
     assert out.stats.num_accepted > 0.8 * out.stats.num_drafted
     plain = load("builtin", "none", dtype="bfloat16")
     assert out.text == plain.generate("def read_lines(path):", max_tokens=64).text
+
+
+@needs_kernels
+def test_a_copy_drafts_trees_and_runs_each_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load("builtin", "self:int4,tree=2x1x1", controller="fixed:3", dtype="bfloat16")
+    draft_logits, seen = QuantisedCopy.draft_logits, set()
+
+    def note(copy: QuantisedCopy, rows: Sequence[Row], draft: Draft, num_known: int) -> torch.Tensor:
+        seen.add((draft.num_nodes, num_known))
+        return draft_logits(copy, rows, draft, num_known)
+
+    monkeypatch.setattr(QuantisedCopy, "draft_logits", note)
+    stats = llm.generate("def read_lines(path):", max_tokens=64).stats
+    assert stats.num_rounds < 64 / 2.5
+    assert seen == {(0, 0), (2, 1), (4, 3)}
 
 
 @needs_kernels
