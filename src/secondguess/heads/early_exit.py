@@ -114,7 +114,7 @@ class EarlyExitHead(Head):
         """
         loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
             1,
-            training_batch.hidden[self.exit_layer][:, :-1],
+            training_batch.hidden[self.exit_layer],
             lambda states: target.unembed(self(states)),
             objective,
         )

@@ -124,13 +124,14 @@ class CountedTokens:
 
         Args:
             first: index of the token that the first output predicts.
-            outputs: `[row, position, ...]`, outputs of the drafter head for successive tokens.
+            outputs: `[row, position, ...]`, outputs of the drafter head for that and all later tokens; those
+                behind the last token are ignored.
             logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
 
         Returns:
             The loss, and the acceptance rate without gradient; both 0 if no token is counted.
         """
-        rows, positions = self.counts[:, first : first + outputs.shape[1]].nonzero(as_tuple=True)
+        rows, positions = self.counts[:, first:].nonzero(as_tuple=True)
         losses, accepted = objective(self.at(rows, positions + first), logits_of(outputs[rows, positions]))
         return mean(losses), mean(accepted)
 

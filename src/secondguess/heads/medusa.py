@@ -200,9 +200,8 @@ class MedusaHead(Head):
         counted = CountedTokens(training_batch, target, self.vocabulary.select)
         losses, accepted = [], []
         for depth in range(min(self.config.num_heads, training_batch.num_depths)):
-            outputs = states[:, : max(0, states.shape[1] - depth - 2)]
             loss, share = counted.loss_and_acceptance(
-                depth + 2, outputs, partial(self, depth=depth), objective
+                depth + 2, states, partial(self, depth=depth), objective
             )
             losses.append(loss)
             accepted.append(share)

@@ -98,7 +98,7 @@ class DraftModel(TrainableHead):
         outputs = self.model.model(input_ids=training_batch.tokens, use_cache=False).last_hidden_state
         # The hidden state at a position predicts the next token.
         loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
-            1, outputs[:, :-1], self.model.lm_head, objective
+            1, outputs, self.model.lm_head, objective
         )
         return DepthLosses([loss], [accepted])
 
