@@ -10,7 +10,14 @@ from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import VERIFIERS, make_verifier
 from secondguess.verifiers.auto import AutoVerifier
-from secondguess.verifiers.base import Exactness, accept_matching, query_depths, verify_logits
+from secondguess.verifiers.base import (
+    Exactness,
+    Residual,
+    accept_matching,
+    next_token_probs,
+    query_depths,
+    verify_logits,
+)
 from secondguess.verifiers.block import BlockVerifier, prefix_weights
 from secondguess.verifiers.coupled import CoupledVerifier
 from secondguess.verifiers.shapes import shape_of
@@ -215,6 +222,15 @@ def test_tokens_of_target_probability_zero_are_never_emitted(name):
     verdict = make_verifier(name).verify(draft, target, noise_of(100))
     assert not any(verdict.lengths)
     assert max(verdict.next_tokens) < 2
+
+
+def test_the_target_distribution_replaces_empty_residuals():
+    """Which rounding may leave where p and q are equal: the second row's residual has no token."""
+    draft = Draft.chains([[1], [1]])
+    target = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).repeat(2, 1, 1)
+    left = Residual(torch.tensor([[0.1, 0.0], [0.0, 0.0]]), numpy.array([0.1, 0.0]))
+    dists = next_token_probs(draft, target, numpy.array([0, 0]), lambda _: left)
+    assert dists.tolist() == [left.dists[0].tolist(), [0.5, 0.5]]
 
 
 def test_the_accepted_path_follows_the_target_tokens():
