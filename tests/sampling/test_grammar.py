@@ -215,6 +215,12 @@ def test_a_forced_text_may_contain_that_of_a_special_token(grammar, text):
     assert tokenizer.decode(path) == text
 
 
+def test_the_end_tokens_of_the_model_end_a_text():
+    tokenizer = read_tokenizer(str(builtin_paths().target))
+    matcher = compiler_for(tokenizer, len(tokenizer), frozenset({5, 7})).matcher(Grammar.regex(""))
+    assert matcher.allowed(()).nonzero()[0].tolist() == [5, 7]
+
+
 def test_a_row_stops_where_the_grammar_is_complete():
     row = Row([0], with_regex(SAMPLED, "ab"), grammar=matcher_of("ab"))
     commit = row.commit([0, 1, 2], 2)

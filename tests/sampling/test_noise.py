@@ -208,11 +208,11 @@ def test_a_row_has_the_same_noise_in_any_batch(purpose):
     assert torch.equal(torch.cat(alone), whole)
 
 
+@pytest.mark.parametrize("places", [[range(20)] * 4, [range(row, row + 20) for row in range(4)]])
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
-def test_numbers_hashed_together_equal_those_hashed_one_by_one(seed, monkeypatch):
+def test_numbers_hashed_together_equal_those_hashed_one_by_one(seed, places, monkeypatch):
     params = SamplingParams(temperature=1.0)
     rows = [Row([0] * (3 + 90 * sample), params, seed=seed, sample_index=sample) for sample in range(4)]
-    places = [range(20)] * 4
     found = []
     for few in (0, 10**6):
         monkeypatch.setattr(noise_module, "_MAX_SCALAR_HASHES", few)

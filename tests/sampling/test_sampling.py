@@ -286,12 +286,34 @@ def test_end_tokens_are_banned_before_min_tokens_at_any_depth():
     assert (dists[:, 1] == 0).tolist() == (dists[:, 2] == 0).tolist() == [True, True, False, False]
 
 
-def test_a_drafter_may_have_another_vocabulary():
-    params = SamplingParams(temperature=1, repetition_penalty=2.0, logit_bias={1: 1.0, 9: 5.0}, min_tokens=3)
-    row = Row([0, 2, 8], params, end_tokens=frozenset({3, 7}))
-    dist = compute_draft_probs(torch.ones(1, 5, dtype=torch.float64), [row], torch.tensor([[8, 4]]))[0][0]
+def test_end_tokens_are_banned_for_the_rows_that_have_too_few_tokens():
+    params = SamplingParams(temperature=1, min_tokens=1, stop_token_ids=[2])
+    rows = [Row([4], params), Row([4], params)]
+    rows[1].tokens.append(5)
+    dists = compute_target_probs(torch.zeros(2, 1, 4), rows, Draft.empty(2))
+    assert dists[:, 0, 2].tolist() == [0, 0.25]
+
+
+@pytest.mark.parametrize("missing", [5, 8])
+def test_a_drafter_may_have_another_vocabulary(missing):
+    bias = {1: 1.0, missing: 5.0}
+    params = SamplingParams(temperature=1, repetition_penalty=2.0, logit_bias=bias, min_tokens=3)
+    row = Row([0, 2, missing], params, end_tokens=frozenset({3, missing}))
+    drafted = torch.tensor([[missing, 4]])
+    dist = compute_draft_probs(torch.ones(1, 5, dtype=torch.float64), [row], drafted)[0][0]
     changes = dist.log() - dist[1].log()
     assert changes.tolist() == pytest.approx([-1.5, 0, -1.5, -math.inf, -1.5])
+
+
+def test_a_drafter_may_lack_all_possible_tokens():
+    rows = [
+        Row([0], SamplingParams(temperature=1, logit_bias=bias))
+        for bias in ({}, {0: -math.inf, 1: -math.inf})
+    ]
+    drafted = torch.empty(2, 0, dtype=torch.long)
+    dists, banned = compute_draft_probs(torch.zeros(2, 2), rows, drafted)
+    assert dists.tolist() == [[0.5, 0.5], [1, 0]]
+    assert banned == [False, True]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -280,6 +280,18 @@ class TestPieces:
         later = stream.take(row.commit(tokens[2:3], tokens[3]))
         assert later.segments == [("x", False), ("y", True), ("b", False)]
 
+    def test_a_token_of_which_a_part_is_held_is_in_two_pieces(self):
+        stream, row = watched_row(stop=["nx"])
+        (token,) = BYTES.encode("return")
+        assert stream.take(row.commit([], token)).segments == [("retur", False)]
+        later = stream.take(row.commit(single_bytes("a"), single_bytes("b")[0]))
+        assert later.segments == [("n", False), ("a", True), ("b", False)]
+
+    def test_an_incomplete_character_at_the_end_belongs_to_the_last_token(self):
+        stream, row = watched_row(max_tokens=2)
+        accepted, last = single_bytes("a"), single_bytes("€")[0]
+        assert stream.take(row.commit(accepted, last)).segments == [("a", True), ("\ufffd", False)]
+
     def test_the_end_emits_all_held_text(self):
         stream, row = watched_row(stop=["xyz"], max_tokens=4)
         tokens = single_bytes("axy🙂")
