@@ -22,9 +22,9 @@ from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
 
-def table_team(drafter=None):
+def table_team(drafter=None, controller="fixed:3"):
     target = TableModel(5, random_probs(5, seed=0))
-    return Components(target, drafter or NoDrafter(), make_verifier("auto"), make_controller("fixed:3"))
+    return Components(target, drafter or NoDrafter(), make_verifier("auto"), make_controller(controller))
 
 
 def test_closing_the_iterator_early_releases_every_row():
@@ -108,6 +108,10 @@ def test_reported_distributions_that_break_the_contract_are_refused(probs, messa
         draft_for_two_rows(drafter)
 
 
+def test_a_drafter_that_samples_may_report_no_distributions_for_greedy_rows():
+    draft_for_two_rows(Careless(Draft.chains([[1], [1]]), deterministic=False), temperature=0.0)
+
+
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
@@ -143,8 +147,8 @@ class Careless(Drafter):
         return self.draft
 
 
-def draft_for_two_rows(drafter):
-    list(decode(table_team(drafter), [Row([0], SamplingParams(temperature=1.0)) for _ in range(2)]))
+def draft_for_two_rows(drafter, temperature=1.0):
+    list(decode(table_team(drafter), [Row([0], SamplingParams(temperature=temperature)) for _ in range(2)]))
 
 
 def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):
@@ -194,6 +198,14 @@ def test_a_fully_banned_draft_vocabulary_is_not_drafted_from():
     list(decode(table_team(narrow), [drafted]))
     list(decode(table_team(), [plain]))
     assert drafted.tokens == plain.tokens
+
+
+def test_the_controller_does_not_shorten_drafts_whose_length_the_request_sets():
+    drafter = ModelDrafter(TableModel(5, random_probs(5, seed=1)), "model:table", 5)
+    components = table_team(drafter, "confidence:4,threshold=1")
+    rows = [Row([1], SamplingParams(max_tokens=8, draft_length=length)) for length in (3, None)]
+    next(decode(components, rows))
+    assert [components.recorder.of(row).num_drafted for row in rows] == [3, 1]
 
 
 class FixedDrafter(NoDrafter):

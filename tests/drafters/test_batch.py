@@ -149,6 +149,26 @@ def test_the_prefill_of_the_drafter_is_spread_over_rounds_too(drafter, temperatu
         assert row.output == plain_text(row, drafter)
 
 
+def test_the_prefill_of_the_drafter_is_part_of_a_round_of_one_row():
+    components = components_of("model")
+    batch = Batch(components, max_prefill_tokens=1)
+    row = row_of(text(40), 20)
+    batch.add([row])
+    while not batch.step():
+        pass
+    assert components.recorder.of(row).num_drafted > 0
+
+
+def test_rows_with_the_prompt_of_another_wait_for_its_prefill(monkeypatch):
+    components = components_of("none")
+    counter = CountsTokens(components.target, monkeypatch)
+    batch = Batch(components, max_prefill_tokens=16)
+    batch.add([row_of(text(80), 4) for _ in range(3)])
+    while not batch.step():
+        pass
+    assert counter.widths == [16, 16, 16, 16, 15, 3]
+
+
 def test_a_row_that_leaves_during_the_prefill_of_the_drafter_is_forgotten():
     components = components_of("model")
     batch = Batch(components, max_prefill_tokens=16)

@@ -268,15 +268,18 @@ def test_rows_with_and_without_sources_share_a_batch():
     def decoded(drafter, controller, sources):
         rows = [Row(list(prompt), GREEDY, sources=own) for prompt, own in zip(prompts, sources, strict=True)]
         parts = TableModel(3, pair.target), drafter, make_verifier("auto"), make_controller(controller)
-        for _ in decode(Components(*parts), rows):
+        components = Components(*parts)
+        for _ in decode(components, rows):
             pass
-        return [row.output for row in rows]
+        return [row.output for row in rows], [components.recorder.of(row).num_rounds for row in rows]
 
-    plain = decoded(NoDrafter(), "fixed:0", [()] * 3)
+    plain, _ = decoded(NoDrafter(), "fixed:0", [()] * 3)
     guess = [*plain[1][:10], 0, 0, *plain[1][10:]]
     for controller in ("fixed:3", "cost"):
         sources = [(), (Prediction(guess),), ()]
-        assert decoded(ScriptedDrafter(lambda row: [0, 1]), controller, sources) == plain
+        texts, num_rounds = decoded(ScriptedDrafter(lambda row: [0, 1]), controller, sources)
+        assert texts == plain
+        assert controller == "cost" or 2 * num_rounds[1] < min(num_rounds[0], num_rounds[2])
 
 
 @pytest.mark.parametrize(
