@@ -71,6 +71,9 @@ class TestConversations:
         first, second = llm.generate(("x", tuple(other)), **SETTINGS)
         assert (first.token_ids, second.token_ids) == (alone[2], alone[1])
 
+    def test_no_prompts_have_no_outputs(self, llm):
+        assert llm.generate([]) == []
+
     def test_a_conversation_can_have_several_samples(self, llm):
         samples = llm.generate(CONVERSATION, n=2, temperature=1, seed=3, **SETTINGS)
         assert len({sample.text for sample in samples}) == 2

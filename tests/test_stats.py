@@ -46,6 +46,20 @@ def test_counters_by_position():
     assert (recorder.of(other).num_drafted, recorder.of(other).num_accepted) == (4, 0)
 
 
+def test_totals_are_the_sums_over_all_rows(clock):
+    recorder, rows = StatsRecorder(clock), rows_of(2)
+    recorder.totals = before = Stats()
+    for _ in range(2):
+        with recorder.round(rows), recorder.phase("score"):
+            clock.advance(3)
+        recorder.record(rows, Draft.chains([[5, 5], [5]]), [row.commit([5], 7) for row in rows])
+    totals = recorder.totals
+    assert (totals.num_rounds, totals.num_tokens, totals.num_drafted, totals.num_accepted) == (4, 8, 6, 4)
+    assert (totals.drafted_per_position, totals.accepted_per_position) == ([4, 2], [4, 0])
+    assert totals.seconds["score"] == sum(recorder.of(row).seconds["score"] for row in rows) == 12
+    assert (before.num_rounds, before.drafted_per_position, before.accepted_per_position) == (0, [], [])
+
+
 def test_a_tree_counts_all_nodes_and_each_depth_once():
     """The acceptance by position stays a share of rounds, not of nodes."""
     forms = [[-1, -1, 0, 1, -1], [-1, 0, 1, -1, -1]]
