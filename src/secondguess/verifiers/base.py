@@ -8,7 +8,6 @@ from ctypes import Array
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy
 import torch
@@ -275,15 +274,10 @@ def residual(
     return Residual(dists, to_host(dists.sum(-1)))
 
 
-ValuesT = TypeVar("ValuesT", Tensor, FloatArray)
-
-
-def at(values: ValuesT, positions: NDArray[numpy.int64]) -> ValuesT:
+def at(values: Tensor, positions: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `positions` `[row]`, from `values` `[row, position, ...]`."""
     if len(positions) == 1 or (positions == positions[0]).all():
         return values[:, int(positions[0])]
-    if not isinstance(values, Tensor):
-        return values[numpy.arange(len(positions)), positions]
     rows = torch.arange(len(positions), device=values.device)
     return values[rows, torch.from_numpy(positions).to(values.device)]
 

@@ -160,13 +160,13 @@ class Level:
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
         left = residual(weights * remaining / totals, before, probs, tokens)
         masses, dists = left.masses, left.dists
-        changes = (masses > 0) & (remaining > 0)
+        changes = masses > 0  # never where nothing was drawn: p is multiplied by 0
         if changes.all():
             self._totals = masses
             found: FloatArray = masses / remaining
         else:
             chosen = torch.from_numpy(changes).to(dists.device)[..., None]
-            dists = torch.where(chosen, dists, before) if changes.any() else before
+            dists = torch.where(chosen, dists, before)
             self._totals = numpy.where(changes, masses, totals)
             found = numpy.where(remaining > 0, masses / numpy.where(remaining > 0, remaining, 1.0), weights)
         self._left = dists
