@@ -150,12 +150,10 @@ def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise:
     if min(budgets.parts) >= 0:
         return _draft_by_drafter(components, rows, budgets, noise)
     chains = chains_of_sources(rows, budgets.lengths, budgets.parts, components.target.vocab_size)
-    pairs = list(zip(budgets.lengths, budgets.parts, strict=True))
-    lengths, parts = (
-        [length if part >= 0 else 0 for length, part in pairs],
-        [max(part, 0) for _, part in pairs],
-    )
-    draft = _draft_by_drafter(components, rows, budgets._replace(lengths=lengths, parts=parts), noise)
+    lengths = [
+        length if part >= 0 else 0 for length, part in zip(budgets.lengths, budgets.parts, strict=True)
+    ]
+    draft = _draft_by_drafter(components, rows, budgets._replace(lengths=lengths), noise)
     own = Draft.chains(chains, device=draft.tokens.device)
     return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
 
