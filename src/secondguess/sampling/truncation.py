@@ -152,7 +152,7 @@ class TopKTopP:
         among_top_k = possible & ((self.top_k == 0) | (values >= values.gather(-1, last)))
         mass = values.masked_fill(~among_top_k, -math.inf).logsumexp(-1, keepdim=True)
         if self.needs_full_softmax:
-            whole = _apply_temperature(logits, self.temperature).logsumexp(-1, keepdim=True).double()
+            whole = _apply_temperature(logits, self.temperature).logsumexp(-1, keepdim=True)
             mass = torch.where(self.top_k == 0, whole, mass)
         probs = (values - mass).exp()
         before = probs.cumsum(-1) - probs
