@@ -291,8 +291,6 @@ class SharedBatch:
         not stall them.
         """
         rows = self._taking_part(self._batch.decoding)
-        if not self._batch.prefilling:
-            return rows
         waiting = {self._group_of[row] for row in self._batch.prefilling}
         return [] if all(self._group_of[row] in waiting for row in rows) else rows
 
