@@ -90,3 +90,12 @@ def test_any_arrivals_completions_and_cancellations_keep_the_invariants(
         admit()
         scheduler.remove(running.pop(0))
     assert (scheduler.num_waiting, scheduler.num_admitted) == (0, 0)
+
+
+def test_a_row_that_is_removed_while_it_waits_is_not_admitted() -> None:
+    scheduler: Scheduler[str] = Scheduler(fits, max_rows=1)
+    for row in ("first", "second"):
+        scheduler.add(row, 1)
+    scheduler.remove("first")
+    assert scheduler.admit(0) == ["second"]
+    assert (scheduler.num_waiting, scheduler.num_admitted) == (0, 1)

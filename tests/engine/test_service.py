@@ -126,6 +126,11 @@ def test_a_request_fails_at_its_deadline(engine: Engine) -> None:
     assert isinstance(event.error, DeadlineError)
 
 
+def test_a_request_finishes_before_its_deadline(engine: Engine) -> None:
+    client = Client(engine, replace(request(), deadline=time.monotonic() + 600))
+    assert isinstance(client.last_event(), Finished)
+
+
 def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
     engine = Engine(llm, max_waiting=2)
