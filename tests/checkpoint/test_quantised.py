@@ -263,6 +263,8 @@ REFUSED = {
     "rotated": (packed_config(transform_config={"config_groups": {"u": {}}}), "transformed inputs"),
     "unknown": ({"quant_method": "rot13"}, "rot13"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "no method": ({"group_size": 64, "bits": 4}, r"quantization_config \{'group_size': 64, 'bits': 4\}"),
+    "ModelOpt": ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, "FP8"),
 }
 
 
@@ -274,6 +276,59 @@ def test_other_encodings_are_refused_by_name(config, message, tmp_path):
     ) as refused:
         Checkpoint.resolve(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def write_8_bit_floats(
+    folder: Path, scale_name: str = "weight_scale", dtype: torch.dtype = torch.float8_e4m3fn
+) -> None:
+    """Write a random Llama with weights of 8 bits, of which its `config.json` says nothing."""
+    model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300)
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if "_proj" in name]:
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name.replace("weight", scale_name)] = torch.ones(())
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_tokenizer(folder)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_a_checkpoint_of_modelopt_is_refused_by_name(algorithm, tmp_path):
+    write_8_bit_floats(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+    with pytest.raises(UnsupportedModelError, match=rf"got ModelOpt {algorithm} in hf_quant_config\.json"):
+        Checkpoint.resolve(tmp_path)
+
+
+def test_a_checkpoint_of_mlx_is_refused_by_name(tmp_path):
+    write_8_bit_floats(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = {"group_size": 64, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"got MLX quantization \{'group_size': 64, 'bits': 4\}"):
+        Checkpoint.resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scale_name", "dtype", "shown"),
+    [
+        ("weight_scale", torch.float8_e4m3fn, "F8_E4M3"),
+        ("weight_scale_inv", torch.float8_e5m2, "F8_E5M2"),
+        ("bias_of_another_name", torch.uint8, "U8"),
+    ],
+)
+def test_codes_that_no_configuration_describes_are_refused(scale_name, dtype, shown, tmp_path):
+    write_8_bit_floats(tmp_path, scale_name, dtype)
+    with pytest.raises(UnsupportedModelError, match=rf"got weights in {shown} .*config\.json has no quant"):
+        Checkpoint.resolve(tmp_path)
+
+
+def test_8_bit_floats_without_scales_are_weights(tmp_path):
+    write_8_bit_floats(tmp_path, "unused")
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    )
+    Checkpoint.resolve(tmp_path, dtype="float32", device="cpu").load()
 
 
 BROKEN = {

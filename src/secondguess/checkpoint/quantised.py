@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from secondguess.checkpoint.weights import tensor_files
+from secondguess.checkpoint.weights import stored_dtypes, tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.stored import GROUP, GroupedWeight
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
@@ -31,6 +31,8 @@ BITS = (2, 4, 8)
 FP4_LEVELS = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
 """As in `product.h`: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0), doubled, plus 12."""
 FP4_GROUP = 32
+INTEGERS = ("I8", "U8")
+"""Dtypes of weights that are codes, whether scales lie beside them or not; 8-bit floats without scales are weights."""
 LARGEST_EXPONENT = 230
 """Up to which the sums of products of some thousand inputs are finite in float32."""
 JOINED = re.compile(r"(?P<layer>.*)\.(?P<name>gate_up|down)_proj_blocks")
@@ -158,6 +160,34 @@ def quantization_of(path: Path) -> dict[str, Any]:
         return {}
     config = json.loads((path / "config.json").read_bytes())
     return config.get("quantization_config") or config.get("compression_config") or {}
+
+
+def require_unquantised(path: Path) -> None:
+    """Refuse a checkpoint directory with quantised weights that no `quantization_config` describes.
+
+    Transformers would leave out the scales of such weights, without an error.
+
+    Raises:
+        UnsupportedModelError: if there are any; names their encoding as the files do.
+    """
+    without = "config.json has no quantization_config"
+    if (path / "hf_quant_config.json").is_file():
+        described = json.loads((path / "hf_quant_config.json").read_bytes()).get("quantization") or {}
+        if algorithm := described.get("quant_algo"):
+            raise encoding_error(f"ModelOpt {algorithm} in hf_quant_config.json", without)
+    if not (path / "config.json").is_file():
+        return
+    config = json.loads((path / "config.json").read_bytes())
+    if described := config.get("quantization"):
+        raise encoding_error(f"MLX quantization {described!s:.80}", without)
+    if (config.get("text_config") or {}).get("quantization_config"):
+        return  # Transformers reads it there, too
+    dtypes = stored_dtypes(path)
+    scaled = {name.rpartition(".")[0] for name in dtypes if "scale" in name.rpartition(".")[2]}
+    for name, dtype in dtypes.items():
+        is_scaled = dtype.startswith("F8_") and name.removesuffix(".weight") in scaled
+        if name.endswith(".weight") and (dtype in INTEGERS or is_scaled):
+            raise encoding_error(f"weights in {dtype}", f"{name} is one; {without}")
 
 
 def _require(supported: bool, found: str, expected: str) -> None:

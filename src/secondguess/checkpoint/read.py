@@ -24,6 +24,7 @@ from secondguess.checkpoint.quantised import (
     StoredWeights,
     encoding_error,
     read_encoding,
+    require_unquantised,
 )
 from secondguess.checkpoint.weights import (
     LFS_ADVICE,
@@ -162,7 +163,7 @@ def check_loadable(config: Any, path: str) -> None:
     """
     name = f"{path} ({config.model_type})"
     check_config(config, name)
-    _check_quantisation(config)
+    _check_quantisation(config, path)
     model_class = class_of(config)
     if model_class is None:
         raise CheckpointError(
@@ -178,10 +179,13 @@ def check_loadable(config: Any, path: str) -> None:
         )
 
 
-def _check_quantisation(config: Any) -> None:
+def _check_quantisation(config: Any, path: str) -> None:
     """Check that Transformers can decode the weights of a quantised checkpoint that is not decoded here."""
     described = getattr(config, "quantization_config", None)
     if described is None:
+        with _reading("a configuration", path):
+            if read_encoding(Path(path)) is None:
+                require_unquantised(Path(path))
         return
     described = described if isinstance(described, dict) else described.to_dict()
     try:
@@ -191,8 +195,10 @@ def _check_quantisation(config: Any) -> None:
             )
     except Exception as error:
         # libraries that are not installed, processors, and unknown names raise errors of many kinds
-        found = " ".join(str(described[key]) for key in ("quant_method", "format") if described.get(key))
-        raise encoding_error(found, str(error).splitlines()[0]) from error
+        names = ("quant_method", "quant_algo", "format")
+        found = " ".join(str(described[key]) for key in names if described.get(key))
+        unnamed = f"quantization_config {shorten(str(described), MAX_REASON_LENGTH, placeholder=' ...')}"
+        raise encoding_error(found or unnamed, str(error).splitlines()[0]) from error
 
 
 def class_of(config: Any) -> Any:

@@ -9,8 +9,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,30 @@ def _count_in_file(file: Path, is_counted: Callable[[str], bool]) -> int:
     if is_gguf(file):
         tensors = gguf_reader(file).tensors
         return sum(int(tensor.n_elements) for tensor in tensors if is_counted(tensor.name))
+    with _open_tensors(file) as tensors:
+        names = filter(is_counted, tensors.keys())
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+
+
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtype of each tensor in a model's safetensors files, such as `BF16`, from their headers.
+
+    Raises:
+        CheckpointError: if a file is not safetensors or is truncated.
+    """
+    found = {}
+    for file in tensor_files(folder):
+        with _open_tensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                found[name] = tensors.get_slice(name).get_dtype()
+    return found
+
+
+@contextmanager
+def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="numpy") as tensors:
-            names = filter(is_counted, tensors.keys())
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+            yield tensors
     except (SafetensorError, OSError) as error:
         reason, advice = str(error), "copy or download the checkpoint again"
         if is_lfs_pointer(file):
