@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from checkpoints import write_llama
 from families import (
     FAMILIES,
     LLAMA_LIKE,
@@ -456,6 +457,42 @@ def test_the_folder_of_a_borrowed_model_is_found_by_its_name(checkpoint, monkeyp
 )  # fmt: skip
 def test_the_context_ends_where_rope_frequencies_depend_on_other_rows(rope, expected):
     assert context_length_of(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope)) == expected
+
+
+@pytest.mark.parametrize(("original", "limit", "expected"), [(32, 32, 128), (32, 40, 128), (32, 160, 160)])
+@pytest.mark.parametrize("by_layer_type", [False, True])
+def test_yarn_extends_the_context(original, limit, expected, by_layer_type):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    settings = LLAMA_LIKE | {"max_position_embeddings": limit}
+    if by_layer_type:
+        others = {"rope_type": "default", "rope_theta": 1e4}
+        parts = {"full_attention": rope, "sliding_attention": others}
+        config = transformers.Olmo3Config(**settings, rope_parameters=parts)
+    else:
+        config = transformers.Qwen3Config(**settings, rope_parameters=rope)
+    assert context_length_of(config) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("runtime", ["auto", "transformers"])
+def test_text_beyond_the_positions_of_training_is_that_of_transformers_with_yarn(dtype, runtime, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = write_llama(tmp_path, seed=0, max_position_embeddings=64, rope_parameters=rope)
+    loaded = Checkpoint.resolve(folder, dtype=dtype, device="cpu", runtime=runtime).load()
+    tokens = torch.randint(10, 300, (250,), generator=torch.Generator().manual_seed(1)).tolist()
+    found, expected = score(loaded, tokens), plain_logits(plain_model(folder), tokens)[-1]
+    assert loaded.runtime.context_length == 256
+    assert (found.float() - expected).norm() < (1e-4 if dtype == "float32" else 0.03) * expected.norm()
+
+
+def test_the_context_of_command_r_is_that_of_its_card():
+    settings = LLAMA_LIKE | {"max_position_embeddings": 64, "model_max_length": 512}
+    assert context_length_of(transformers.CohereConfig(**settings)) == 512
 
 
 def test_the_context_ends_where_doge_drops_keys():

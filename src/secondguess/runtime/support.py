@@ -37,6 +37,8 @@ MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
 POSITION_LIMITS = {"mpt": "max_seq_len", "whisper": "max_target_positions"}
 """Names of the largest number of positions in configurations that have one of their own, by model type."""
+LONGER_LIMITS = {"cohere": "model_max_length"}
+"""Names of limits that may exceed `max_position_embeddings`, by model type."""
 INPUT_POSITIONS = frozenset({"imagegpt"})
 """Model types with a position for each input only: the last pixel of a picture needs none."""
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -150,23 +152,30 @@ def context_length_of(config: Any) -> int | None:
 
     Rotary embeddings whose frequencies change with the longest row in the batch ("dynamic",
     "longrope") are used only up to the length at which they start to change: beyond it, a row's
-    output would depend on the other rows of the batch. Doge drops keys beyond `keep_window_size` tokens; which
-    of equal ones it drops would depend on the shape of the pass.
+    output would depend on the other rows of the batch. YaRN extends the context even where
+    `max_position_embeddings` was left as it was, as model cards of Qwen advise. Doge drops keys beyond
+    `keep_window_size` tokens; which of equal ones it drops would depend on the shape of the pass.
     """
-    names = (
-        "max_position_embeddings",
-        "keep_window_size",
-        POSITION_LIMITS.get(getattr(config, "model_type", ""), ""),
-    )
-    limits = [getattr(config, name, None) for name in names]
-    limit: int | None = min((each for each in limits if each is not None), default=None)
-    if limit is not None and getattr(config, "model_type", None) in INPUT_POSITIONS:
-        return limit + 1
+    kind = getattr(config, "model_type", "")
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [each for each in rope.values() if isinstance(each, Mapping)]
-    changing = [each for each in (rope, *by_layer_type) if each.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        longer = getattr(config, LONGER_LIMITS.get(kind, ""), None) or 0
+        positions = max(positions, longer, *map(_yarn_length, ropes))
+    others = [getattr(config, name, None) for name in ("keep_window_size", POSITION_LIMITS.get(kind, ""))]
+    limit: int | None = min((each for each in (positions, *others) if each is not None), default=None)
+    if limit is not None and kind in INPUT_POSITIONS:
+        return limit + 1
+    changing = [each for each in ropes if each.get("rope_type") in LENGTH_DEPENDENT_ROPE]
     lengths = [limit, *(each.get("original_max_position_embeddings") for each in changing)]
     return min((each for each in lengths if each is not None), default=None)
+
+
+def _yarn_length(rope: Mapping[str, Any]) -> int:
+    """Return the length to which YaRN extends the context; 0 for other rotary positions."""
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    return int(factor * original) if rope.get("rope_type") == "yarn" and factor and original else 0
 
 
 def allocate_pages(num_bytes: int) -> mmap.mmap:
