@@ -590,6 +590,15 @@ def test_layers_with_a_sliding_window_may_have_other_key_heads():
     assert all(each == 2 * config.num_key_value_heads * config.head_dim for each in others)
 
 
+def test_values_may_be_smaller_than_keys():
+    config = transformers.MiMoV2FlashConfig(
+        num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=24, v_head_dim=16,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    )  # fmt: skip
+    config.swa_num_key_value_heads, config.swa_head_dim, config.swa_v_head_dim = 4, 12, 8
+    assert [cached_values_per_token(layer) for layer in cached_layers(config)] == [80, 80, 80]
+
+
 def test_parameters_of_all_layer_types_beside_those_of_each_are_no_layer_type():
     """As in a configuration that was written before layer types had parameters of their own."""
     config = transformers.Olmo3Config(

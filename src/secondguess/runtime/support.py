@@ -122,7 +122,8 @@ def cached_layers(config: Any) -> list[Any]:
 
 def _with_sliding_heads(layer: Any) -> Any:
     """Return the configuration of a layer with a sliding window, whose heads may be others (Inkling)."""
-    heads = {name: getattr(layer, f"swa_{name}", None) for name in ("num_key_value_heads", "head_dim")}
+    names = ("num_key_value_heads", "head_dim", "v_head_dim")
+    heads = {name: getattr(layer, f"swa_{name}", None) for name in names}
     if not any(heads.values()):
         return layer
     changed = copy(layer)
@@ -144,7 +145,8 @@ def cached_values_per_token(layer: Any) -> int:
     if latent := getattr(layer, "kv_lora_rank", None):  # multi-latent attention caches compressed keys
         return int(latent + layer.qk_rope_head_dim + (getattr(layer, "index_head_dim", None) or 0))
     size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return int(2 * num_kv_heads(layer) * size)
+    size_of_values = getattr(layer, "v_head_dim", None) or size
+    return int(num_kv_heads(layer) * (size + size_of_values))
 
 
 def context_length_of(config: Any) -> int | None:
