@@ -3,6 +3,7 @@
 import huggingface_hub
 import pytest
 
+from secondguess.checkpoint.read import read_tokenizer
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.errors import CheckpointError
 
@@ -52,3 +53,10 @@ def test_a_gguf_file_of_a_cached_repository_is_found_in_any_subfolder(cached, re
     assert find_checkpoint(f"{repository}/{file}") == str(path)
     with pytest.raises(CheckpointError, match="REPOSITORY/FILE"):
         find_checkpoint(f"{repository}/other/{file}")
+
+
+def test_a_cached_repository_without_a_tokenizer_is_to_be_fetched(cached, tmp_path):
+    with pytest.raises(CheckpointError, match=r"fetch them with `hf download org/tiny`"):
+        read_tokenizer(find_checkpoint("org/tiny"))
+    with pytest.raises(CheckpointError, match="copy them there, too"):
+        read_tokenizer(str(tmp_path))

@@ -26,6 +26,7 @@ from secondguess.checkpoint.quantised import (
     read_encoding,
     require_unquantised,
 )
+from secondguess.checkpoint.resolve import how_to_complete
 from secondguess.checkpoint.weights import (
     LFS_ADVICE,
     LFS_POINTER,
@@ -243,7 +244,7 @@ def read_tokenizer(path: str) -> Any:
     """
     if not is_gguf(path) and not any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
         raise CheckpointError(
-            f"expected a tokenizer in {path}, got none of its files, such as tokenizer.json; copy them there, too"
+            f"expected a tokenizer in {path}, got none of its files, such as tokenizer.json; {how_to_complete(path)}"
         )
     with _reading("a tokenizer", path):
         # AutoTokenizer reads the configuration, too

@@ -108,3 +108,13 @@ def find_in_cache(name: str, file: str = "config.json") -> Path | None:
     except (OSError, ValueError):  # not a valid repository name
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def how_to_complete(folder: str) -> str:
+    """Return advice on how to get files that a checkpoint directory lacks."""
+    path = Path(folder)
+    cached = path.parents[1].name if path.parent.name == "snapshots" else ""
+    if not cached.startswith("models--"):
+        return "copy them there, too"
+    repository = cached.removeprefix("models--").replace("--", "/", 1)
+    return f"fetch them with `hf download {repository}`"
