@@ -7,9 +7,12 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import write_llama
 from secondguess import load
@@ -81,6 +84,33 @@ def test_a_draft_model_is_described_and_counted(inspected, tiny_checkpoint, tiny
     }
     assert memory["total_bytes"] == sum(sum(part.values()) for part in parts)
     assert memory["fits"] is True
+
+
+def with_module(source: Path, folder: Path, *names: str) -> Path:
+    """Return a copy of a checkpoint with tensors of a multi-token-prediction module."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    number = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    tensors |= {f"model.layers.{number}.{name}.weight": torch.ones(1) for name in ("eh_proj", *names)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_module_of_a_targets_checkpoint_is_listed_without_a_path(inspected, tiny_checkpoint, tmp_path):
+    assert "mtp:PATH" in inspected(tiny_checkpoint)["drafters"]
+    found = inspected(with_module(tiny_checkpoint, tmp_path / "with"), "--drafter", "mtp")["drafters"]
+    assert [name for name in found if name.startswith("mtp")] == ["mtp"]
+
+
+def test_a_module_of_another_kind_of_layer_is_refused_before_weights_are_read(
+    inspected, secondguess_command, tiny_checkpoint, tmp_path
+):
+    folder = with_module(tiny_checkpoint, tmp_path / "with", "self_attn.kv_a_proj_with_mqa")
+    found = inspected(folder)["drafters"]
+    assert [name for name in found if name.startswith("mtp")] == ["mtp:PATH"]
+    done = secondguess_command("inspect", folder, "--drafter", "mtp", *FLOAT32)
+    assert done.code == 2
+    assert "latent attention (MLA), which is not supported" in done.err
 
 
 def test_weights_of_a_smaller_model_than_the_configuration_describes_are_refused(

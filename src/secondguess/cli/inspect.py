@@ -120,22 +120,25 @@ def compatible_drafters(target: Checkpoint) -> list[str]:
 
     `PATH` stands for a smaller model or for a trained drafter.
     """
-    from secondguess.builtin import head_path
     from secondguess.drafters import DRAFTERS, drafter_class
+    from secondguess.heads.files import find_own
     from secondguess.pairing import default_drafter, resolve_drafter
 
     names = [default_drafter(target.name, target)]
     for kind in DRAFTERS:
         drafter = drafter_class(kind)
-        has_builtin_head = target.name == "builtin" and head_path(kind) is not None
-        name = kind if has_builtin_head or drafter.deterministic else f"{kind}:{drafter.argument}"
-        try:
-            resolve_drafter(name, target)
-        except UnsupportedModelError:
-            continue
-        except (BadInputError, CheckpointError):
-            pass  # there is no folder PATH
-        names.append(name)
+        forms = [kind] if drafter.deterministic else [f"{kind}:{drafter.argument}"]
+        if find_own(kind, target.name, target.path) is not None:
+            forms.insert(0, kind)
+        for name in forms:
+            try:
+                resolve_drafter(name, target)
+            except UnsupportedModelError:
+                continue
+            except (BadInputError, CheckpointError):
+                pass  # there is no folder PATH
+            names.append(name)
+            break
     return list(dict.fromkeys(names))
 
 

@@ -6,11 +6,21 @@ that was trained for it, and `mtp,tree=3x2x1` for trees.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from secondguess.drafters.base import Requirements
 from secondguess.drafters.mirroring import FeatureDrafter
-from secondguess.heads.mtp import MtpHead
+from secondguess.heads.mtp import MtpHead, find_module
+from secondguess.names import Name
 
 
 class MtpDrafter(FeatureDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
     load_head = staticmethod(MtpHead.load)
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        if head is not None:
+            find_module(head)
+        return super().requirements(name, head)

@@ -100,7 +100,7 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
         CheckpointError: no such folder, or it holds another kind of drafter.
     """
     how_to_train = f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
-    folder = Path(name.argument) if name.argument else _find_own(name.kind, target_name, target_path)
+    folder = Path(name.argument) if name.argument else find_own(name.kind, target_name, target_path)
     if folder is None:
         raise BadInputError(
             f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; {how_to_train}"
@@ -113,8 +113,8 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
     return folder
 
 
-def _find_own(kind: str, target_name: str, target_path: str) -> Path | None:
-    """Return the folder of the drafter that comes with the target, or None."""
+def find_own(kind: str, target_name: str, target_path: str) -> Path | None:
+    """Return the folder of the drafter of a kind that comes with the target, or None."""
     if not target_path:
         return None  # a model built in memory
     if target_name == "builtin" and (shipped := head_path(kind)):

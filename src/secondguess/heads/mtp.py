@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,25 +103,18 @@ class MtpHead(FeatureHead):
         The folder is that of the target or of a single module. Warns if there are further modules,
         which are not used.
         """
-        config, files = _text_config(read_config(folder)), find_tensors(folder)
+        stored = find_module(folder)
+        config, names, layer = stored.config, stored.names, stored.layer
+        num_layers = config["num_hidden_layers"]
         with config_errors(folder):
-            num_layers = config["num_hidden_layers"]
-            names = _find_names(files, num_layers)
-            if names is None:
-                raise CheckpointError(
-                    f"expected a multi-token-prediction module in {folder}, such as model.layers.{num_layers}.eh_proj.weight, "
-                    "got none; train one with `secondguess train mtp`"
-                )
-            own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
-            _require_supported_layer(folder, own, config)
-            has_experts = any("mlp.experts." in name for name in own)
             if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
-            layer = _layer_config(config, has_experts)
-            tensors = {names.in_module(name): tensor for name, tensor in read_named_tensors(own).items()}
+            tensors = {
+                names.in_module(name): tensor for name, tensor in read_named_tensors(stored.files).items()
+            }
             tensors = separate_experts(tensors, "layer.mlp.experts.")
             if names.centred_norms and layer.has_gate:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
@@ -136,7 +129,7 @@ class MtpHead(FeatureHead):
                 num_steps=config.get("num_steps", DEFAULT_STEPS),
             )
         load_into(head, tensors, folder, names.in_file)
-        if names.next_prefix and f"{names.next_prefix}{names.projection}" in files:
+        if stored.has_others:
             warnings.warn(
                 f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
                 stacklevel=2,
@@ -256,6 +249,47 @@ def family_names(num_layers: int) -> tuple[TensorNames, ...]:
     """Return the tensor names of all families, for a target of `num_layers` layers."""
     prefixes = [f"model.layers.{num_layers + index}." for index in range(2)]
     return replace(_DEEPSEEK, prefix=prefixes[0], next_prefix=prefixes[1]), _QWEN, _MIMO
+
+
+class StoredModule(NamedTuple):
+    """The first MTP module of a checkpoint, as far as its configuration and tensor names describe it.
+
+    Args:
+        config: configuration of the target.
+        names: tensor names of the family.
+        files: file of each of its tensors.
+        layer: configuration of its decoder layer.
+        has_others: whether there are further modules.
+    """
+
+    config: Mapping[str, Any]
+    names: TensorNames
+    files: Mapping[str, Path]
+    layer: LayerConfig
+    has_others: bool
+
+
+def find_module(folder: Path) -> StoredModule:
+    """Return the first MTP module of a checkpoint, without reading weights.
+
+    Raises:
+        CheckpointError: there is none, or its configuration cannot be read.
+        UnsupportedModelError: its decoder layer is of a kind that is not supported.
+    """
+    config, files = _text_config(read_config(folder)), find_tensors(folder)
+    with config_errors(folder):
+        num_layers = config["num_hidden_layers"]
+        names = _find_names(files, num_layers)
+        if names is None:
+            raise CheckpointError(
+                f"expected a multi-token-prediction module in {folder}, such as model.layers.{num_layers}.eh_proj.weight, "
+                "got none; train one with `secondguess train mtp`"
+            )
+        own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
+        _require_supported_layer(folder, own, config)
+        layer = _layer_config(config, has_experts=any("mlp.experts." in name for name in own))
+    has_others = bool(names.next_prefix) and f"{names.next_prefix}{names.projection}" in files
+    return StoredModule(config, names, own, layer, has_others)
 
 
 def contains_mtp(folder: Path) -> bool:
