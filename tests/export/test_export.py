@@ -202,6 +202,14 @@ def test_differences_of_every_engine_are_noted(engine):
     assert exported(engine, "none").notes == ()
 
 
+@pytest.mark.parametrize(
+    ("engine", "switch"), [("vllm", "--generation-config vllm"), ("sglang", "--sampling-defaults openai")]
+)
+def test_notes_say_that_other_engines_sample_with_the_models_own_settings(engine, switch):
+    (note,) = [note for note in exported(engine, "model").notes if "generation_config.json" in note]
+    assert switch in note
+
+
 def test_options_of_an_engine_are_exported():
     vllm = read_vllm(exported("vllm", "ngram").text)["options"]
     assert (vllm["prompt_lookup_max"], vllm["prompt_lookup_min"]) == (6, 3)

@@ -23,6 +23,10 @@ from secondguess.export.base import (
 GPU_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED_NOTE = "{} has no equivalent of our quantised weights; give it a checkpoint that is quantised"
 NUMERICS_NOTE = "greedy text may change with drafting in half precision, and a seed gives another text with drafts than without"
+DEFAULTS_NOTE = (
+    "{} samples with the values of generation_config.json where a request gives none, of which we apply eos_token_id only: "
+    "{} switches that off"
+)
 PLAIN = DrafterExport()
 
 
@@ -92,6 +96,7 @@ VLLM = ExportTarget(
         f"vLLM is documented as lossless up to numerics: {NUMERICS_NOTE}",
         "it drafts this many tokens at any load; num_speculative_tokens_per_batch_size in the same JSON can make that "
         "fewer for large batches",
+        DEFAULTS_NOTE.format("vLLM", "--generation-config vllm"),
     ),
 )
 
@@ -148,6 +153,7 @@ SGLANG = ExportTarget(
         "the distribution of sampled text is not guaranteed: SGLang samples the target alone unless "
         "--speculative-use-rejection-sampling is added (chains only)",
         "with speculation on, SGLang lowers --max-running-requests to 48 unless it is given",
+        DEFAULTS_NOTE.format("SGLang", "--sampling-defaults openai"),
     ),
 )
 
