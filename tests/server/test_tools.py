@@ -7,6 +7,9 @@ import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 
 from conftest import openai_client, serving
+from secondguess.server.chat import ChatTemplate, to_conversation
+from secondguess.server.model import ServedModel
+from secondguess.server.schemas import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 REPLY = f"<think>I add.</think>Let me see.{CALL}"
@@ -61,6 +64,37 @@ def test_calls_and_results_can_be_sent_back(served):
     text = engine.llm.target.tokenizer.decode(engine.last.prompt)
     assert "<think>I add.</think>Let me see.<tool_call>" in text
     assert "<|im_start|>tool\n3<|im_end|>" in text
+
+
+AS_TEXT = "{% for c in m.tool_calls %}[{{ c.function.name + c.function.arguments }}]{% endfor %}"
+AS_OBJECT = "{% for c in m.tool_calls %}[{{ c.function.arguments.a }}{{ c.function.name }}]{% endfor %}"
+IF_NULL = "{% if m.content is none %}CALLS{% else %}{{ m.content }}|{% endif %}"
+
+
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("{{ m.content + '|' }}" + AS_TEXT, '|[add{"a":  1}]'),  # as DeepSeek V3
+        ("{{ m.content + '|' }}" + AS_OBJECT, "|[1add]"),
+        ("{{ m.content }}|" + AS_OBJECT, "|[1add]"),
+        (IF_NULL.replace("CALLS", AS_TEXT), '[add{"a":  1}]'),  # as DeepSeek R1
+        (IF_NULL.replace("CALLS", AS_OBJECT), "[1add]"),
+        ("{{ m.content }}|", "|"),
+    ],
+)
+def test_templates_get_earlier_calls_in_the_form_that_they_read(content, turn, expected):
+    function = {"name": "add", "arguments": '{"a":  1}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+    ]
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}: {% else %}TURN{% endif %}{% endfor %}"
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    conversation = to_conversation(ChatRequest(messages=messages), None)
+    prompt = ChatTemplate(target, template.replace("TURN", turn)).encode(conversation)
+    assert target.tokenizer.decode(prompt.ids) == f"add: {expected}"
 
 
 def test_tool_choice_none_hides_the_tools(served):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
+
+from pydantic import RootModel
 
 from secondguess.prompts import EncodedPrompt, processor_template, with_list_contents
 from secondguess.server.errors import ApiError, refused
@@ -26,6 +28,10 @@ from secondguess.server.schemas import (
 )
 
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
+Messages = list[dict[str, Any]]
+
+NULL = RootModel[None](None)
+"""Value that a template sees as null; Transformers removes None from a message, with its key."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +39,13 @@ class Conversation:
     """Input of a chat template.
 
     Args:
-        messages: as templates expect them, with arguments as objects, and content as text, or as
-            parts if `has_images`.
+        messages: with content as text, or as parts if `has_images`, and arguments of calls as JSON.
         has_images: True if there are images among the messages.
         tools: definitions of the functions that the model may call; empty for none.
         variables: further variables of the template.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     has_images: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +100,7 @@ class ChatTemplate:
             add_generation_prompt=True,
             **conversation.variables,
         )
-        messages = conversation.messages
+        messages = _readable(partial(format_messages, tokenize=False), conversation.messages)
         if not conversation.has_images:
             messages = with_list_contents(partial(format_messages, tokenize=False), messages)
         render = partial(format_messages, messages)
@@ -153,7 +158,7 @@ def to_conversation(request: ChatRequest, images: ImageReader) -> Conversation:
 
 
 def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversation:
-    """Return messages in the form that chat templates of Transformers expect.
+    """Return the conversation of messages, of which the chat template then formats one of several forms.
 
     Raises:
         ApiError: a message without content, or an image that is refused.
@@ -187,8 +192,64 @@ def _to_message(message: Message, index: int) -> dict[str, Any]:
         found.pop("refusal", None)
         found["content"] = found["content"] or message.refusal or ""
         for call in found.get("tool_calls", ()):
-            call["function"]["arguments"] = _to_arguments(call["function"]["arguments"], index)
+            call["function"]["arguments"] = _checked_arguments(call["function"]["arguments"], index)
     return found
+
+
+def _readable(render: Callable[[Messages], str], messages: Messages) -> Messages:
+    """Return messages in the first form that a template can format without leaving all calls out.
+
+    If each form that it can format leaves them out, or if it can format none, this is the first such form.
+
+    Args:
+        render: formats messages by the template.
+        messages: those of a `Conversation`.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    found = None
+    for form, renamed in zip(_forms(messages), _forms(messages, suffix="_"), strict=True):
+        text = _formatted(render, form)
+        if text is not None and text != _formatted(render, renamed):
+            return form
+        if text is not None and found is None:
+            found = form
+    return found or next(_forms(messages))
+
+
+def _forms(messages: Messages, suffix: str = "") -> Iterator[Messages]:
+    """Yield messages in the forms that templates read, the most common one first.
+
+    Arguments of calls are objects, or JSON for templates that join them to other text. An empty content
+    beside calls is text, or null for templates that write calls only then.
+
+    Args:
+        messages: those of a `Conversation`.
+        suffix: text that is added to the names of called functions.
+    """
+    for empty in ("", NULL):
+        for read_arguments in (json.loads, str):
+            yield [_with_form(message, read_arguments, empty, suffix) for message in messages]
+
+
+def _with_form(
+    message: dict[str, Any], read_arguments: Callable[[str], Any], empty: object, suffix: str
+) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"] + suffix, read_arguments(call["function"]["arguments"])
+        calls.append(call | {"function": {"name": name, "arguments": arguments}})
+    return message | {"content": message["content"] or empty, "tool_calls": calls}
+
+
+def _formatted(render: Callable[[Messages], str], messages: Messages) -> str | None:
+    """Return the prompt of messages; None if the template fails."""
+    try:
+        return render(messages)
+    except Exception:  # a template is code from the checkpoint and can raise anything
+        return None
 
 
 def text_of(content: Content) -> str:
@@ -199,12 +260,12 @@ def text_of(content: Content) -> str:
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in texts)
 
 
-def _to_arguments(arguments: str, index: int) -> Any:
-    """Return the arguments of an earlier tool call as the object that templates format."""
+def _checked_arguments(arguments: str, index: int) -> str:
+    """Return the arguments of an earlier tool call if they are JSON; `{}` if they are empty."""
+    arguments = arguments or "{}"
     try:
-        found = json.loads(arguments or "{}")
-        json.dumps(found, ensure_ascii=False).encode()
-        return found
+        json.dumps(json.loads(arguments), ensure_ascii=False).encode()
+        return arguments
     except (ValueError, RecursionError):
         raise refused(
             "messages",
