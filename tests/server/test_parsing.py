@@ -90,6 +90,28 @@ def test_an_end_token_in_or_after_a_broken_call_is_not_content(tokenizer):
     assert parse(tokenizer, "Well <tool_call>{}", 1, end="")[0] == "Well <tool_call>{}"
 
 
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_an_end_token_that_the_template_does_not_read_is_no_text(size):
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<|eom|>"], special_tokens=True)
+    for stop in ((), ("<|eot",)):
+        assert parse(tokenizer, "Well\n", size, stop, end="<|eom|>")[:3] == ("Well\n", "", [])
+        assert parse(tokenizer, CALL, size, stop, end="<|eom|>")[:3] == ("", "", [ADD])
+        for end in ("<|eom|>", "<|im_end|>"):
+            assert parse(tokenizer, REPLIES["open reasoning"], size, stop, end)[:2] == ("", "still thinking")
+    whole = "Well<|eom|> and"  # another token follows, or a limit ends the reply
+    assert parse(tokenizer, whole, size)[0] == whole
+    assert parse(tokenizer, "Well<|eom|>", size, end="", stopped=False)[0] == "Well<|eom|>"
+
+
+def test_an_end_token_can_close_a_call():
+    tokenizer = chat_tokenizer()
+    fields = tokenizer.response_template["fields"]
+    calls = fields["tool_calls"] | {"close": "<|im_end|>"}  # as gpt-oss has it
+    tokenizer.response_template = tokenizer.response_template | {"fields": fields | {"tool_calls": calls}}
+    assert parse(tokenizer, CALL.removesuffix("</tool_call>"), 1)[:3] == ("", "", [ADD])
+
+
 def test_reasoning_that_the_prompt_opened_is_reasoning(tokenizer):
     content, reasoning, _, count = parse(tokenizer, "hm, three</think>3", 2, prompt=PROMPT + "<think>")
     assert (content, reasoning) == ("3", "hm, three")

@@ -85,7 +85,7 @@ class TemplateParser:
             *(token for token in added if added[token].special),
         }
         self._is_broken = False
-        self._special = ""  # text of the newest token if it is special
+        self._special: str | None = None  # text of the newest token, not parsed yet, if it is special
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
         self._follow(lambda: self._parser.initial_events)
@@ -93,21 +93,37 @@ class TemplateParser:
     def feed(self, piece: Piece) -> list[Delta]:
         deltas = []
         for token in piece.tokens:
+            deltas += self._push_special()  # it was no end token, because another token follows
             is_special = token in self._special_tokens
             text = "" if self._is_broken and is_special else self._decoder.push(token)
-            self._special = text if is_special else ""
-            self._search.push(text)
-            deltas += self._parse(self._search.release(self._search.num_certain))
-            self.num_reasoning_tokens += self._region in REASONING_FIELDS
+            if is_special:
+                self._special = text
+            else:
+                deltas += self._push(text)
         return deltas
 
     def finish(self, stopped: bool) -> list[Delta]:
-        is_cut = stopped and self._search.match is not None
-        deltas = self._parse("" if is_cut else self._search.held + self._decoder.flush())
-        if self._is_broken:
-            return deltas
-        ending = self._special if stopped and not is_cut else ""  # an end token, which is not content
-        return deltas + self._follow(lambda: self._parser.finalize()[1], ending)
+        deltas = [] if stopped else self._push_special()
+        is_cut = stopped and self._special is None and self._search.match is not None
+        deltas += self._parse("" if is_cut else self._search.held + self._decoder.flush())
+        ending = self._special or ""  # an end token, which can close a field, but is no text
+        last = self._parse(ending)
+        if not self._is_broken:
+            last += self._follow(lambda: self._parser.finalize()[1])
+        if last and last[-1].field != "tool_call":
+            last[-1] = last[-1]._replace(text=last[-1].text.removesuffix(ending))
+        return deltas + last
+
+    def _push_special(self) -> list[Delta]:
+        text, self._special = self._special, None
+        return [] if text is None else self._push(text)
+
+    def _push(self, text: str) -> list[Delta]:
+        """Return what the text of a token adds, as far as no stop string can cut it off."""
+        self._search.push(text)
+        deltas = self._parse(self._search.release(self._search.num_certain))
+        self.num_reasoning_tokens += self._region in REASONING_FIELDS
+        return deltas
 
     def _parse(self, text: str) -> list[Delta]:
         if self._is_broken:
@@ -115,10 +131,10 @@ class TemplateParser:
         self._unsettled += text
         return self._follow(lambda: self._parser.feed(text))
 
-    def _follow(self, parse: Callable[[], Sequence[Mapping[str, Any]]], ending: str = "") -> list[Delta]:
+    def _follow(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> list[Delta]:
         """Return the deltas of the response parser's next events.
 
-        Where it fails, the text whose events have not come is content, without its `ending`.
+        Where it fails, the text whose events have not come is content.
         """
         deltas: list[Delta] = []
         try:
@@ -126,7 +142,7 @@ class TemplateParser:
                 deltas += self._deltas_of(event)
         except (ValueError, TypeError, KeyError):
             self._is_broken, self._region = True, None
-            deltas.append(Delta("content", self._unsettled.removesuffix(ending)))
+            deltas.append(Delta("content", self._unsettled))
         return deltas
 
     def _deltas_of(self, event: Mapping[str, Any]) -> list[Delta]:
