@@ -97,6 +97,19 @@ def test_templates_get_earlier_calls_in_the_form_that_they_read(content, turn, e
     assert target.tokenizer.decode(prompt.ids) == f"add: {expected}"
 
 
+def test_named_templates_without_a_default_one_format_only_messages_that_they_are_for():
+    engine = chat_engine(REPLY)
+    tokenizer = engine.llm.target.tokenizer
+    tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "rag"}
+    with serving(engine) as url, openai_client(url) as client:
+        assert chat(client).choices[0].message.tool_calls
+        with pytest.raises(openai.BadRequestError, match=r"named default.*chatty.*named rag, tool_use; use"):
+            chat(client, tools=None)
+        tokenizer.chat_template = {"default": "default"}
+        chat(client, tools=None)
+    assert tokenizer.decode(engine.last.prompt) == "default"
+
+
 def test_tool_choice_none_hides_the_tools(served):
     engine, client = served
     chat(client, tool_choice="none")

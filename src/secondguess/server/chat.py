@@ -138,9 +138,16 @@ class ChatTemplate:
                 f"expected a model with a chat template for messages, got {self._name}, whose tokenizer has none; use "
                 "/v1/completions, or start the server with a template",
             )
+        if isinstance(template, Mapping):  # templates by name
+            found = (template.get("tool_use") if tools else None) or template.get("default")
+            if not found:
+                raise refused(
+                    "messages",
+                    f"expected a model with a chat template named default for messages, got {self._name}, whose templates are "
+                    f"named {', '.join(sorted(template))}; use /v1/completions, or start the server with a template",
+                )
+            template = found
         source: str = template
-        if formatter is self._tokenizer and formatter.chat_template:
-            source = formatter.get_chat_template(tools=[{}] if tools else None)
         return source
 
 
