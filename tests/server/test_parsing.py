@@ -112,6 +112,22 @@ def test_an_end_token_can_close_a_call():
     assert parse(tokenizer, CALL.removesuffix("</tool_call>"), 1)[:3] == ("", "", [ADD])
 
 
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_text_outside_all_fields_is_content_only_if_there_is_no_other(size):
+    tokenizer = chat_tokenizer()
+    fields = tokenizer.response_template["fields"]
+    content = {"open": "<answer>", "close": "<|im_end|>", "content": "text"}  # as gpt-oss has it
+    tokenizer.response_template = tokenizer.response_template | {"fields": fields | {"content": content}}
+    for text in ("call add(1)", "call <|im_start|>add(1)"):
+        assert parse(tokenizer, text, size)[:3] == (text, "", [])
+        assert parse(tokenizer, f"<think>hm</think>{text}", size)[:3] == (text, "hm", [])
+        assert parse(tokenizer, f"{text}<answer>Well", size)[:3] == ("Well", "", [])
+        assert parse(tokenizer, text + CALL, size)[:3] == ("", "", [ADD])
+        assert parse(tokenizer, text, size, end="", stopped=False)[:3] == ("", "", [])
+    for reply in ("", "<answer>", "<think>hm</think>", "<think>hm"):
+        assert parse(tokenizer, reply, size)[0] == ""
+
+
 def test_reasoning_that_the_prompt_opened_is_reasoning(tokenizer):
     content, reasoning, _, count = parse(tokenizer, "hm, three</think>3", 2, prompt=PROMPT + "<think>")
     assert (content, reasoning) == ("3", "hm, three")

@@ -63,7 +63,8 @@ class TemplateParser:
 
     Only committed tokens are parsed, so the result does not depend on how many come at once. A
     reply that the template cannot parse, such as a tool call with broken JSON, becomes content from
-    the beginning of this call on.
+    the beginning of this call on. Text outside all fields is left out, except that it is content if a
+    whole reply has no field, or none but reasoning.
 
     Args:
         tokenizer: a tokenizer with a response template.
@@ -88,6 +89,7 @@ class TemplateParser:
         self._special: str | None = None  # text of the newest token, not parsed yet, if it is special
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
+        self._has_answer = False  # a field other than reasoning has begun
         self._follow(lambda: self._parser.initial_events)
 
     def feed(self, piece: Piece) -> list[Delta]:
@@ -110,6 +112,9 @@ class TemplateParser:
         last = self._parse(ending)
         if not self._is_broken:
             last += self._follow(lambda: self._parser.finalize()[1])
+        if stopped and self._unsettled and not (self._is_broken or self._has_answer):
+            # such as a call in another format, which would leave no trace
+            last.append(Delta("content", self._unsettled))
         if last and last[-1].field != "tool_call":
             last[-1] = last[-1]._replace(text=last[-1].text.removesuffix(ending))
         return deltas + last
@@ -149,6 +154,7 @@ class TemplateParser:
         name, deltas = event["field"], []
         if event["type"] == "region_open":
             self._region = name
+            self._has_answer |= name not in REASONING_FIELDS
             return []
         if event["type"] == "region_close":
             self._region = None
