@@ -171,7 +171,7 @@ def test_the_text_output_states_whether_it_fits(
     monkeypatch.setattr("secondguess.checkpoint.description.available_memory", lambda _: available)
     done = secondguess_command("inspect", tiny_checkpoint, "--rows", 2, "--context", 100, *FLOAT32)
     assert done.code == 0
-    assert "2 rows of 100 tokens" in done.out
+    assert "2 sequences of 100 tokens" in done.out
     assert words in done.out
 
 
@@ -207,7 +207,7 @@ def test_compatible_differences_are_remarks(
     inspected, secondguess_command, tiny_checkpoint, short_drafter, tmp_path
 ):
     (remark,) = inspected(tiny_checkpoint, "--drafter", f"model:{short_drafter}")["drafter"]["remarks"]
-    assert "outgrows the draft model's 128 tokens" in remark
+    assert "beyond the draft model's context of 128 tokens" in remark
     assert (
         remark in secondguess_command("inspect", tiny_checkpoint, "--drafter", f"model:{short_drafter}").out
     )
@@ -371,7 +371,7 @@ def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_check
     assert inspected(tiny_checkpoint)["configuration"] is None
     said = secondguess_command("inspect", "--config", path).out
     assert "controller fixed:4" in said
-    assert "processor Some CPU, speedup 1:2.25" in said
+    assert "processor Some CPU, speedup 2.25x (batch size 1)" in said
     other = secondguess_command("inspect", "builtin", "--config", path)
     assert (other.code, other.err.count("\n")) == (2, 1)
     assert "give no --model" in other.err
