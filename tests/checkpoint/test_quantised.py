@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from checkpoints import random_llama, write_tokenizer
 from families import needs_kernels, row_of
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.quantised import read_encoding
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.native.weights import Arena, pack_blocks
@@ -406,30 +408,76 @@ def test_groups_need_not_divide_the_inputs_if_each_input_names_its_own(tmp_path)
     assert not torch.equal(module.weight[:, 32:48], first[:, 32:48])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_what_a_file_of_8_bit_floats_leaves_alone_has_the_dtype_asked_for(dtype, tmp_path):
-    model = random_llama(3, hidden_size=64, intermediate_size=128, vocab_size=300, initializer_range=0.2)
+def write_fp8(path: Path, rows: int, columns: int, **sizes: Any) -> Any:
+    """Write a random model in FP8 with a scale per block, and return it with the decoded weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128} | sizes
+    model = random_llama(3, vocab_size=300, initializer_range=0.2, **sizes)
     model.config.eos_token_id = 0
     tensors = {name: value.bfloat16() for name, value in model.state_dict().items()}
     for name in [name for name in tensors if "_proj" in name]:
-        blocks = tensors[name].float().unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+        weight = tensors[name].float()
+        missing = [-size % step for size, step in zip(weight.shape, (rows, columns), strict=True)]
+        padded = nn.functional.pad(weight, (0, missing[1], 0, missing[0]))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scale = blocks.abs().amax((1, 3)) / 448
         codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale_inv"] = codes.flatten(2).flatten(0, 1), scale
-        decoded = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        decoded = codes.float() * scale[:, None, :, None]
+        codes, decoded = (
+            each.flatten(2).flatten(0, 1)[: weight.shape[0], : weight.shape[1]].contiguous()
+            for each in (codes, decoded)
+        )
+        tensors[name], tensors[f"{name}_scale_inv"] = codes, scale
         model.get_submodule(name.removesuffix(".weight")).weight.data = decoded
     config = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "fmt": "e4m3",
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows, columns], "fmt": "e4m3",
     }  # fmt: skip
-    model.config.save_pretrained(tmp_path)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    described = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    write_tokenizer(tmp_path)
+    model.config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    described = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(described))
+    write_tokenizer(path)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_what_a_file_of_8_bit_floats_leaves_alone_has_the_dtype_asked_for(dtype, tmp_path):
+    model = write_fp8(tmp_path, 32, 32)
     loaded = Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
     assert error(logits_of(loaded), expected) < 0.05
+
+
+@pytest.mark.parametrize(("intermediate_size", "block"), [(96, (64, 64)), (288, (64, 64)), (96, (64, 40))])
+def test_the_last_block_of_8_bit_floats_may_be_smaller(intermediate_size, block, tmp_path):
+    model = write_fp8(tmp_path, *block, intermediate_size=intermediate_size)
+    checkpoint = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers")
+    found = checkpoint.read_module().state_dict()
+    for name, expected in model.state_dict().items():
+        assert torch.equal(found[name], expected if "_proj" in name else expected.bfloat16().float()), name
+    assert checkpoint.memory().weights == 4 * sum(each.numel() for each in model.parameters())
+
+
+def test_scales_of_8_bit_floats_that_are_not_one_per_block_are_refused(tmp_path):
+    write_fp8(tmp_path, 64, 64, intermediate_size=96)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"up_proj \(fp8\): expected a scale for each block of 64 outputs"
+    ):
+        Checkpoint.resolve(tmp_path, dtype="float32", device="cpu").read_module()
+
+
+def test_joined_experts_in_8_bit_floats_are_refused_if_their_last_block_is_smaller(tmp_path):
+    write_fp8(tmp_path, 64, 64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors[name] = torch.zeros(2, 96, 64).to(torch.float8_e4m3fn)
+    for grid, is_refused in (((2, 3, 1), False), ((2, 5, 1), True)):
+        save_file(tensors | {f"{name}_scale_inv": torch.ones(grid)}, tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedModelError, match="do not divide") if is_refused else nullcontext():
+            assert read_encoding(tmp_path) is None
 
 
 def test_a_truncated_file_is_refused(tmp_path):

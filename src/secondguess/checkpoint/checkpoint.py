@@ -402,7 +402,7 @@ class Checkpoint:
     def _num_parameters(self) -> int:
         if self.encoding is None:
             return count_parameters(Path(self.path))
-        packed = count_parameters(Path(self.path), self.encoding.codes)
+        packed = count_parameters(Path(self.path), self.encoding.codes) if self.encoding.has_codes else 0
         if self.encoding.scales is not None:
             packed += count_parameters(Path(self.path), self.encoding.scales)
         return count_parameters(Path(self.path)) - packed + sum(self._num_stored.values())
@@ -412,7 +412,7 @@ class Checkpoint:
         """Number of weights that the checkpoint stores in the kernels' encodings."""
         if is_gguf(self.path):
             return count_stored(Path(self.path))
-        if self.encoding is None:
+        if self.encoding is None or not self.encoding.has_codes:
             return {}
         stored_as = self.encoding.weight_format
         num_codes = count_parameters(Path(self.path), self.encoding.codes) * (

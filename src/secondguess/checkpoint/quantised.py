@@ -1,8 +1,9 @@
-"""Decoding of quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, and gpt-oss in MXFP4.
+"""Decoding of quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8 in blocks, and gpt-oss in MXFP4.
 
 The first three store a linear layer `name` as tensors `name.*`: codes packed into int32, and per group
 of inputs a scale and a zero point, the weight being `scale * (code - zero)`. The libraries that write
-them decode to floats only, so their codes are read here.
+them decode to floats only, so their codes are read here. FP8 is decoded here because Transformers derives the size of a
+block from the number of scales, which is wrong where the last block of a weight is smaller than the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from secondguess.checkpoint.weights import stored_dtypes, tensor_files
@@ -41,10 +42,13 @@ PARTS_OF_JOINED = {
     "down": {"down_proj": slice(None)},
 }
 """Outputs of a joined weight of experts, by the name of the linear layer of one expert."""
-DECODED = ("gptq", "awq", "compressed-tensors pack-quantized", "mxfp4", "gguf")
+DECODED = ("gptq", "awq", "compressed-tensors pack-quantized", "fp8", "mxfp4", "gguf")
 
 Parts = Callable[[str], Tensor | None]
 """Maps the last part of a tensor's name to the tensor; None if there is none."""
+FP8_SCALES = "weight_scale_inv"
+SMALLEST_FP8_GPU = (8, 9)
+"""Compute capability from which Transformers multiplies FP8 weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,25 @@ class Encoding:
         name: name of the encoding, for messages.
         codes: last part of the names of the tensors that hold codes.
         bits: bits of a code.
-        decode: decodes the tensors of one weight.
+        decode: decodes the tensors of one weight, to codes or to numbers.
         word: bits of a number of these tensors.
         scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
         has_levels: whether codes are indices into the table of MXFP4.
         is_kept: whether the kernels take the codes as they are (`GroupedWeight.weight_format`), else in bfloat16.
+        has_codes: whether weights are decoded to codes, else to numbers.
     """
 
     name: str
     codes: str
     bits: int
-    decode: Callable[[Parts], GroupedWeight]
+    decode: Callable[[Parts], GroupedWeight | Tensor]
     word: int = 32
     joins_experts: bool = False
     has_levels: bool = False
     scales: str | None = None
     is_kept: bool = True
+    has_codes: bool = True
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -145,6 +151,57 @@ def read_encoding(path: Path) -> Encoding | None:
             joins_experts=True,
             has_levels=True,
             scales="_scales",
+        )
+    if method == "fp8" and config.get("weight_block_size") and not _multiplies_fp8():
+        return _fp8_encoding(path, config["weight_block_size"])
+    return None
+
+
+def _multiplies_fp8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= SMALLEST_FP8_GPU
+
+
+def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
+    """Return the encoding of weights in FP8 with a scale per block; None if Transformers has to decode some of them.
+
+    Those are joined weights of experts, experts in FP4, and scales that are stored as exponents.
+    """
+    _require(
+        len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block),
+        f"fp8 with weight_block_size {block}",
+        "decoded: blocks of outputs and inputs",
+    )
+    encoding = Encoding(
+        "fp8",
+        "weight",
+        8,
+        partial(_decode_fp8, block),
+        word=8,
+        scales=FP8_SCALES,
+        is_kept=False,
+        has_codes=False,
+    )
+    try:
+        weights = StoredWeights(path, None)
+    except (OSError, SafetensorError):  # broken files are reported when weights are counted
+        return encoding
+    present = set(weights.names)
+    scales = {name: name.removesuffix("_scale_inv") for name in weights.names if name.endswith("_scale_inv")}
+    scales = {name: of_weight for name, of_weight in scales.items() if of_weight in present}
+    if all(
+        name.endswith(f".{FP8_SCALES}")
+        and weights.dtype(of_weight) == "F8_E4M3"
+        and weights.dtype(name) != "U8"
+        for name, of_weight in scales.items()
+    ):
+        return encoding
+    for name, of_weight in scales.items():
+        shape, grid = weights.shape(of_weight), weights.shape(name)
+        _require(
+            len(grid) < 2
+            or all(size % number == 0 for size, number in zip(shape[-2:], grid[-2:], strict=True)),
+            f"fp8 with blocks that do not divide {of_weight} {shape}",
+            "decoded: such blocks if all weights are of linear layers in FP8",
         )
     return None
 
@@ -236,6 +293,21 @@ def _decode_packed(bits: int, parts: Parts) -> GroupedWeight:
     middle = torch.full(scale.shape, 2 ** (bits - 1))
     zeros = middle if zeros is None else _unpack(zeros, bits, 0)[:num_outputs]
     return _weight(codes, bits, scale, zeros, None if groups is None or (groups < 0).all() else groups.long())
+
+
+def _decode_fp8(block: list[int], parts: Parts) -> Tensor:
+    """Decode a weight in FP8; the last block of outputs and that of inputs may be smaller than the others."""
+    codes, scale, (num_outputs, num_inputs) = _get(parts, "weight"), _get(parts, FP8_SCALES), block
+    expected = [-(-size // step) for size, step in zip(codes.shape, block, strict=False)]
+    if codes.ndim != 2 or list(scale.shape) != expected or not scale.is_floating_point():
+        raise CheckpointError(
+            f"expected a scale for each block of {num_outputs} outputs and {num_inputs} inputs, got a weight "
+            f"{tuple(codes.shape)} and scales {scale.dtype} {tuple(scale.shape)}; download the checkpoint again"
+        )
+    values, by_input = codes.float(), scale.float().repeat_interleave(num_inputs, 1)[:, : codes.shape[1]]
+    for index, factors in enumerate(by_input):
+        values[index * num_outputs : (index + 1) * num_outputs].mul_(factors)
+    return values
 
 
 def _decode_mxfp4(parts: Parts) -> GroupedWeight:
@@ -332,11 +404,8 @@ class StoredWeights:
         }
         self._quantised = set()
         if encoding is not None:
-            self._quantised = {
-                name.removesuffix(encoding.codes)
-                for name in self._files
-                if name.endswith(f".{encoding.codes}")
-            }
+            mark = encoding.scales or encoding.codes  # a tensor that only quantised weights have
+            self._quantised = {name.removesuffix(mark) for name in self._files if name.endswith(f".{mark}")}
         others = (name for name in self._files if name[: name.rfind(".") + 1] not in self._quantised)
         biases = (f"{prefix}bias" for prefix in self._quantised if f"{prefix}bias" in self._files)
         self.names = [*others, *biases, *(f"{prefix}weight" for prefix in self._quantised)]
@@ -373,6 +442,10 @@ class StoredWeights:
         """Return the shape of a tensor."""
         found: list[int] = self._files[name].get_slice(name).get_shape()
         return found
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as safetensors names it."""
+        return str(self._files[name].get_slice(name).get_dtype())
 
     def read_part(self, name: str, index: int) -> Tensor:
         """Return one part of a tensor along its first dimension."""
@@ -457,9 +530,11 @@ class JoinedExperts:
 
     def _decode(self, part: _PartOfJoined) -> GroupedWeight:
         try:
-            return self._encoding.decode(partial(self._slice, part))
+            decoded = self._encoding.decode(partial(self._slice, part))
         except (CheckpointError, RuntimeError) as error:
             raise CheckpointError(f"{part.name} ({self._encoding.name}): {error}") from error
+        assert isinstance(decoded, GroupedWeight)  # MXFP4
+        return decoded
 
     def _slice(self, part: _PartOfJoined, suffix: str) -> Tensor:
         return self._tensors.read_part(f"{part.name}_{suffix}", part.expert)[part.outputs]
