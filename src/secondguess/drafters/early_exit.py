@@ -66,9 +66,9 @@ class EarlyExitDrafter(SamplingDrafter):
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
-        if name.argument is None or not name.argument.isdecimal():
-            return super().requirements(name, head)
         read_tree_options(name)
+        if name.argument is None or not name.argument.isdecimal():
+            return Requirements(head=True)
         exit_layer = int(name.argument)
         if exit_layer < 1:
             raise BadInputError(f"expected an exit after layer 1 or a later one, got {exit_layer}")

@@ -63,12 +63,6 @@ class SamplingDrafter(Drafter):
         self.chains: list[list[int]] = []
         self._unfinished: dict[Row, None] = {}
 
-    @classmethod
-    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
-        """Accept the options of trees, and require a trained head."""
-        read_tree_options(name)
-        return Requirements(head=True)
-
     def room(self, row: Row) -> int:
         """Return the largest number of levels that can be drafted for a row."""
         return MAX_DRAFT_LENGTH
@@ -296,6 +290,12 @@ class HeadDrafter(SamplingDrafter):
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
         self.head = head.eval().requires_grad_(False)
+
+    @classmethod
+    def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
+        """Accept the options of trees, and require a trained head."""
+        read_tree_options(name)
+        return Requirements(head=True)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> Self:
