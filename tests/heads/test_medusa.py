@@ -71,6 +71,25 @@ def original(folder: Path) -> tuple[Path, Parts]:
     } | {f"U{head}": tensors[f"{head}.{NUM_LAYERS}.weight"] for head in range(NUM_HEADS)}
 
 
+def more_heads_than_its_configuration_says(folder: Path) -> tuple[Path, Parts]:
+    """As heads were published."""
+    folder, parts = original(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"medusa_num_heads": NUM_HEADS - 1}))
+    return folder, parts
+
+
+def original_without_outputs(folder: Path) -> tuple[Path, Parts]:
+    """As the paper's code writes it since version 2."""
+    folder, parts = original(folder)
+    tensors = torch.load(folder / "medusa_lm_head.pt")
+    torch.save(
+        {name: each for name, each in tensors.items() if ".linear." in name}, folder / "medusa_lm_head.pt"
+    )
+    of_target = TARGET.model.get_output_embeddings().weight
+    return folder, parts | {f"U{head}": of_target for head in range(NUM_HEADS)}
+
+
 VLLM = {
     "model_type": "medusa",
     "num_heads": NUM_HEADS,
@@ -154,6 +173,8 @@ FORMATS = {
     make.__name__: make
     for make in (
         original,
+        more_heads_than_its_configuration_says,
+        original_without_outputs,
         vllm,
         vllm_prefixed,
         vllm_one_output,

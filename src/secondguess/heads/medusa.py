@@ -11,7 +11,7 @@ file: to serve them with vLLM, add the target's as `lm_head.weight`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,11 +212,30 @@ class MedusaHead(Head):
         return next(self.parameters()).dtype
 
 
+def count_heads(folder: Path) -> int:
+    """Return the number of drafter heads in a folder."""
+    config = read_config(folder)
+    with config_errors(folder):
+        if "medusa_num_heads" in config:
+            return _num_original(config, read_tensors(folder))
+        return whole_number(config, "num_heads")
+
+
+def _num_original(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Return the number of heads in the original format, the larger one of those of the file and its configuration."""
+    found = (re.match(r"(?:medusa_head\.)?(\d+)\.", name) for name in names)
+    stored = (int(number[1]) + 1 for number in found if number)
+    return max([whole_number(config, "medusa_num_heads"), *stored])
+
+
 def _read_original(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
 ) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
-    """Return the configuration, the vocabulary and the renamed tensors of heads in the original format."""
-    num_heads = whole_number(config, "medusa_num_heads")
+    """Return the configuration, the vocabulary and the renamed tensors of heads in the original format.
+
+    Published files have more heads than their configuration says. Those of version 2 have no output matrices: they use
+    the target's.
+    """
     num_layers = whole_number(config, "medusa_num_layers")
     renamed = {}
     for name, tensor in tensors.items():
@@ -224,7 +243,9 @@ def _read_original(
         renamed[re.sub(rf"^(\d+)\.{num_layers}\.weight$", r"lm_heads.\1.weight", name)] = tensor
     if "lm_heads.0.weight" in renamed:
         require_same("vocabulary", len(renamed["lm_heads.0.weight"]), target.vocab_size, folder)
-    head_config = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads)
+    num_heads = _num_original(config, tensors)
+    has_outputs = any(name.startswith("lm_heads.") for name in renamed)
+    head_config = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads * has_outputs)
     return head_config, DraftVocabulary(target.vocab_size), renamed
 
 
