@@ -11,14 +11,16 @@ import shlex
 from os.path import expanduser
 
 import pytest
+import torch
 from typer.main import get_command
 
-from secondguess.builtin import builtin_paths
+from secondguess.builtin import builtin_paths, head_path
 from secondguess.cli import app
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
 from secondguess.export.base import Recommendation, recommend
+from secondguess.heads.files import write_head
 from secondguess.pairing import DrafterInfo, resolve_drafter
 
 TARGET, DRAFTER = map(str, builtin_paths())
@@ -483,6 +485,29 @@ def test_trained_drafters_are_exported_to_vllm(drafter, method):
     words = shlex.split(exported("vllm", f"{drafter}:some/folder").text)
     said = json.loads(words[words.index("--speculative-config") + 1])
     assert said == {"method": method, "model": "some/folder", "num_speculative_tokens": LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "version"),
+    [
+        ({}, "layers.0.mlp.up_proj.weight", ""),
+        ({}, "midlayer.hidden_norm.weight", "3"),
+        ({"draft_vocab_size": 5}, "layers.0.mlp.up_proj.weight", "3"),
+        ({"speculators_model_type": "eagle3"}, "layers.0.hidden_norm.weight", "3"),
+    ],
+)
+def test_an_eagle_head_is_exported_as_the_version_that_its_folder_holds(config, layer, version, tmp_path):
+    write_head(tmp_path, config, {layer: torch.zeros(1)})
+    assert f'"method": "eagle{version}"' in exported("vllm", f"eagle:{tmp_path}").text
+    assert f"--speculative-algorithm EAGLE{version} " in exported("sglang", f"eagle:{tmp_path}").text
+
+
+@pytest.mark.parametrize(("drafter", "most"), [("medusa", 2), ("dspark", 7)])
+def test_a_draft_is_no_longer_than_a_head_drafts(drafter, most):
+    for length in (1, most, most + 1):
+        found = exported("vllm", f"{drafter}:{head_path(drafter)}", length)
+        assert f'"num_speculative_tokens": {min(length, most)}' in found.text
+        assert any(f"draft length {most}, because" in note for note in found.notes) == (length > most)
 
 
 def test_modules_of_the_target_itself_need_no_folder():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.weights import is_gguf
@@ -11,6 +12,7 @@ from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
+from secondguess.heads.files import CONFIG
 from secondguess.names import parse_name
 from secondguess.pairing import DrafterInfo, default_drafter, require_model_to_quantize, resolve_drafter
 
@@ -83,11 +85,13 @@ class DrafterExport:
             recommendation; settings that are None then are left out.
         options: drafter options that the settings cover.
         notes: differences from secondguess.
+        longest: returns how many tokens the drafter of a recommendation drafts at most; None if that is unknown.
     """
 
     settings: Mapping[str, object] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    longest: Callable[[Recommendation], int | None] = lambda recommendation: None
 
     def values(self, recommendation: Recommendation) -> dict[str, object]:
         """Return the settings for a recommendation."""
@@ -135,6 +139,11 @@ class ExportTarget:
                 f"expected a drafter that {self.title} has ({', '.join(self.drafters)}), got {drafter.name}; "
                 "choose one of these with --drafter"
             )
+        chosen, notes = self.drafters[drafter.kind], []
+        longest = chosen.longest(recommendation)
+        if longest is not None and recommendation.draft_length > longest:
+            notes.append(f"draft length {longest}, because {drafter.name} drafts no more than that")
+            recommendation = replace(recommendation, draft_length=longest)
         if recommendation.draft_length > self.longest_draft:
             raise BadInputError(
                 f"expected a draft length of at most {self.longest_draft} for {self.title}, "
@@ -145,9 +154,7 @@ class ExportTarget:
                 f"expected a dtype that {self.title} has ({', '.join(self.dtypes)}), got {recommendation.dtype}; "
                 "choose one of these with --dtype"
             )
-        chosen = self.drafters[drafter.kind]
         text = self.write(recommendation, chosen.values(recommendation))
-        notes = []
         if recommendation.joined:
             notes.append(
                 f"no other engine combines drafters as {recommendation.joined} does: this is {drafter.name} alone"
@@ -192,6 +199,19 @@ def head_folder(recommendation: Recommendation) -> str:
             f"expected the folder of a trained drafter to export, as in {drafter.kind}:PATH, got {drafter.name}"
         )
     return drafter.trained
+
+
+def of_head(read: Callable[[Path], int]) -> Callable[[Recommendation], int | None]:
+    """Return a function to what `read` reads from the folder of the trained head; None where there is no such folder.
+
+    Another machine may have it.
+    """
+
+    def read_folder(recommendation: Recommendation) -> int | None:
+        folder = Path(head_folder(recommendation))
+        return read(folder) if (folder / CONFIG).is_file() else None
+
+    return read_folder
 
 
 def option(name: str, default: float | None = None) -> Callable[[Recommendation], float | None]:

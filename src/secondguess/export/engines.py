@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 
 from secondguess.checkpoint.resolve import find_in_cache
@@ -17,8 +18,12 @@ from secondguess.export.base import (
     draft_length,
     draft_model,
     head_folder,
+    of_head,
     option,
 )
+from secondguess.heads.dspark import count_drafted
+from secondguess.heads.eagle import holds_eagle3
+from secondguess.heads.medusa import count_heads
 
 GPU_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED_NOTE = "{} has no equivalent of our quantised weights; give it a checkpoint that is quantised"
@@ -28,6 +33,7 @@ DEFAULTS_NOTE = (
     "{} switches that off"
 )
 PLAIN = DrafterExport()
+_holds_eagle3 = of_head(holds_eagle3)
 
 
 def _command(recommendation: Recommendation, words: list[str], settings: dict[str, object]) -> str:
@@ -35,6 +41,11 @@ def _command(recommendation: Recommendation, words: list[str], settings: dict[st
     dtype = [] if recommendation.dtype is None else ["--dtype", recommendation.dtype]
     options = [word for name, value in settings.items() for word in (name, str(value))]
     return shlex.join([*words, recommendation.model, *dtype, *options]) + "\n"
+
+
+def _by_eagle(first: str, third: str, recommendation: Recommendation) -> str:
+    """Return the name that an engine has for the head's version of EAGLE: the third, if its folder is not here."""
+    return first if _holds_eagle3(recommendation) is False else third
 
 
 # vLLM, option names of 0.33: `vllm serve` with `--speculative-config` JSON.
@@ -75,7 +86,7 @@ VLLM = ExportTarget(
                 "not read the two suffix_ keys; matches there also reach into the outputs of earlier requests",
             ),
         ),
-        "eagle": DrafterExport({"method": "eagle3", "model": head_folder}),
+        "eagle": DrafterExport({"method": partial(_by_eagle, "eagle", "eagle3"), "model": head_folder}),
         # Without a folder, the modules in the target's own checkpoint.
         "mtp": DrafterExport({"method": "mtp", "model": draft_model}),
         "medusa": DrafterExport(
@@ -84,8 +95,9 @@ VLLM = ExportTarget(
                 "vLLM's Medusa needs an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
                 "its drafts are chains of the likeliest tokens",
             ),
+            longest=of_head(count_heads),
         ),
-        "dspark": DrafterExport({"method": "dspark", "model": head_folder}),
+        "dspark": DrafterExport({"method": "dspark", "model": head_folder}, longest=of_head(count_drafted)),
     },
     write=_write_vllm,
     dtypes=GPU_DTYPES,
@@ -136,7 +148,7 @@ SGLANG = ExportTarget(
         ),
         "eagle": DrafterExport(
             {
-                "--speculative-algorithm": "EAGLE3",
+                "--speculative-algorithm": partial(_by_eagle, "EAGLE", "EAGLE3"),
                 "--speculative-draft-model-path": head_folder,
                 **_SGLANG_CHAIN,
             },

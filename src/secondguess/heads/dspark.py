@@ -160,6 +160,12 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width, 1)
 
 
+def count_drafted(folder: Path) -> int:
+    """Return the number of draft tokens per block of the head in a folder."""
+    with config_errors(folder):
+        return DsparkConfig.from_config(read_config(folder), folder, has_output=False).num_drafted
+
+
 class DsparkHead(Head):
     """DSpark or DFlash drafter head for one target.
 

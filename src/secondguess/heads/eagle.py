@@ -16,7 +16,7 @@ in the `speculators` format, EAGLE-1 in its authors' format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from secondguess.heads.feature import (
 from secondguess.heads.files import (
     CONFIG,
     config_errors,
+    find_tensors,
     load_into,
     missing_lm_head,
     read_config,
@@ -62,16 +63,25 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _COPIES = "secondguess_target_weights"
 """Field of a written head: names of the tensors that are copies of the target's, for other readers."""
+FIRST_NORM = "layers.0.hidden_norm.weight"
 _EAGLE1_NAMES = TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."})
 
 
 def load_eagle(folder: Path, target: TargetModel) -> EagleHead | Eagle1Head:
     """Read an EAGLE head of any of the formats; see `Head.load`."""
     config, tensors = read_config(folder), _read_tensors(folder)
-    is_third = config.get("speculators_model_type") is not None or "draft_vocab_size" in config
-    if is_third or "layers.0.hidden_norm.weight" in tensors:
-        return EagleHead.from_tensors(config, tensors, folder, target)
-    return Eagle1Head.from_tensors(config, tensors, folder, target)
+    head_class = EagleHead if _is_eagle3(config, tensors) else Eagle1Head
+    return head_class.from_tensors(config, tensors, folder, target)
+
+
+def holds_eagle3(folder: Path) -> bool:
+    """Return whether the EAGLE head in a folder is one of EAGLE-3."""
+    return _is_eagle3(read_config(folder), find_tensors(folder) or read_tensors(folder))
+
+
+def _is_eagle3(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    is_marked = config.get("speculators_model_type") is not None or "draft_vocab_size" in config
+    return is_marked or any(name.replace("midlayer.", "layers.0.") == FIRST_NORM for name in names)
 
 
 @dataclass(frozen=True)
