@@ -12,7 +12,7 @@ from families import needs_kernels, row_of
 from gguf_files import WIDTH, finish, write_model, writer_for
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.core import Draft
-from secondguess.errors import CheckpointError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -263,6 +263,12 @@ def test_unknown_rotary_positions_are_refused(fields, found, tmp_path):
         CheckpointError, match=f"rotary positions are known, got {found}.*safetensors checkpoint"
     ):
         Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
+
+
+def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path):
+    finish(writer_for(tmp_path, "granite", transformers.GraniteConfig(**SIZES)))
+    with pytest.raises(UnsupportedModelError, match=r"got granite in .*; use the safetensors checkpoint"):
+        Checkpoint.resolve(tmp_path / "model.gguf")
 
 
 def test_ends_of_turns_are_end_tokens(tmp_path):

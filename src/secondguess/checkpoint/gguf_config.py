@@ -91,14 +91,22 @@ def read_gguf_config(file: Path) -> Any:
 
     Raises:
         CheckpointError: if the file is broken, or a part of a model.
-        UnsupportedModelError: if a field is not supported.
+        UnsupportedModelError: if the architecture or a field is not supported.
     """
     if is_of_gpt_oss(file):
         config = _gpt_oss_config(file)
     else:
-        config = AutoConfig.from_pretrained(
-            str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
-        )
+        try:
+            config = AutoConfig.from_pretrained(
+                str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
+            )
+        except ValueError as error:
+            if "is not supported yet" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"expected a GGUF file of an architecture that Transformers reads, got {_architecture(file)} in {file}; "
+                "use the safetensors checkpoint of the model"
+            ) from error
         _add_end_tokens(config, file)
     _complete_config(config, file)
     return config
