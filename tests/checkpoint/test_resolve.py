@@ -33,6 +33,19 @@ def test_a_name_that_is_not_in_the_cache_is_refused(cached, name):
         find_checkpoint(name)
 
 
+@pytest.mark.parametrize("is_beside", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_an_adapter_is_refused_with_or_without_a_model_beside_it(is_cached, is_beside, cached):
+    (cached / "adapter_config.json").write_text("{}")
+    name = "org/tiny" if is_cached else str(cached)
+    assert find_checkpoint(name) == str(cached)  # without weights of an adapter
+    (cached / "adapter_model.safetensors").touch()
+    if not is_beside:
+        (cached / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"PEFT adapter .*merge_and_unload"):
+        find_checkpoint(name)
+
+
 def test_a_cached_repository_without_a_configuration_is_refused(cached):
     (cached / "config.json").unlink()
     with pytest.raises(CheckpointError, match="org/tiny"):

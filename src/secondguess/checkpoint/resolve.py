@@ -16,6 +16,7 @@ from secondguess.errors import BadInputError, CheckpointError, suggestion
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
+ADAPTER = "adapter_config.json"
 RUNTIMES = ("auto", "native", "fused", "graphs", "transformers")
 
 
@@ -62,6 +63,7 @@ def find_checkpoint(name: str) -> str:
     if is_gguf(directory):
         return _find_gguf(name)
     if directory.is_dir():
+        _refuse_adapter(directory)
         if not (directory / "config.json").is_file():
             raise CheckpointError(
                 f"expected a model directory in Transformers format, got {name!r} without a config.json"
@@ -69,7 +71,7 @@ def find_checkpoint(name: str) -> str:
         return name
     # Repository names do not start like a path and have at most two parts, organisation and name.
     is_path = directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    found = None if is_path else find_in_cache(name)
+    found = None if is_path else find_in_cache(name) or find_in_cache(name, ADAPTER)
     if found is None:
         advice = (
             "check the path" if is_path else f"check the path, or fetch it first with `hf download {name}`"
@@ -78,7 +80,22 @@ def find_checkpoint(name: str) -> str:
             f"expected a model directory or a model in the local Hugging Face cache, got {name!r}, "
             f"which is neither; {advice}{suggestion(name, ['builtin'])}"
         )
+    _refuse_adapter(found.parent)
     return str(found.parent)
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuse the weights of a PEFT adapter, with or without those of a model beside them.
+
+    Raises:
+        CheckpointError: there are some.
+    """
+    is_whole = (directory / "config.json").is_file()
+    if (directory / ADAPTER).is_file() and (any(directory.glob("adapter_model*")) or not is_whole):
+        raise CheckpointError(
+            f"expected a model, got {str(directory)!r} with a PEFT adapter ({ADAPTER}), which is not applied; merge it "
+            "into its base model (`merge_and_unload` of PEFT), save that, and load it"
+        )
 
 
 def _find_gguf(name: str) -> str:
