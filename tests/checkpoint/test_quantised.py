@@ -259,6 +259,10 @@ def test_packing_keeps_stored_codes_scales_and_minima(gated):
 
 REFUSED = {
     "bits": (FORMATS["gptq"].config | {"bits": 3}, "gptq with 3 bits"),
+    "dynamic": (
+        FORMATS["gptq"].config | {"dynamic": {"-:.*k_proj.*": {}, "+:.*v_proj.*": {"bits": 8}}},
+        r"gptq with 4 bits and 8 for some layers \(dynamic\)",
+    ),
     "marlin": (FORMATS["gptq"].config | {"checkpoint_format": "marlin"}, "gptq stored as marlin"),
     "gemv": (FORMATS["awq"].config | {"version": "gemv"}, "awq gemv"),
     "mixed": (packed_config(3), "pack-quantized weights of several or other types"),

@@ -105,6 +105,16 @@ def read_encoding(path: Path) -> Encoding | None:
             f"gptq stored as {config.get('checkpoint_format')}",
             "decoded: checkpoint_format gptq or gptq_v2",
         )
+        rules = (config.get("dynamic") or {}).values()
+        other = next(
+            (rule["bits"] for rule in rules if isinstance(rule, dict) and rule.get("bits", bits) != bits),
+            bits,
+        )
+        _require(
+            other == bits,
+            f"gptq with {bits} bits and {other} for some layers (dynamic)",
+            "decoded: the same bits for all",
+        )
         is_kept = _is_kept(config.get("group_size"), bool(config.get("desc_act")))
         return Encoding("gptq", "qweight", bits, partial(_decode_gptq, bits, is_second), is_kept=is_kept)
     if method == "awq":
