@@ -24,6 +24,7 @@ from families import needs_kernels, row_of
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.quantised import read_encoding
+from secondguess.checkpoint.read import check_dtype_of_torchao
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.native.weights import Arena, pack_blocks
@@ -410,6 +411,46 @@ def test_groups_need_not_divide_the_inputs_if_each_input_names_its_own(tmp_path)
     first = model.get_submodule(name).weight
     assert torch.equal(module.weight[:, :32], first[:, :32])
     assert not torch.equal(module.weight[:, 32:48], first[:, 32:48])
+
+
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_data": {}}},
+}
+BITNET = {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("config", [TORCHAO, BITNET], ids=["torchao", "bitnet"])
+def test_weights_that_stay_quantised_are_not_quantised_again(config, quantize, tmp_path):
+    pytest.importorskip("torchao")
+    write(tmp_path, FORMATS["gptq"], config)
+    with pytest.raises(UnsupportedModelError, match="already quantised"):
+        Checkpoint.resolve(
+            tmp_path, dtype="float32" if config is BITNET else "auto", quantize=quantize, device="cpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("Float8WeightOnlyConfig", ["float16", "float32", "float64"]),
+        ("IntxWeightOnlyConfig", ["float16", "float32", "float64"]),
+        ("Int8WeightOnlyConfig", []),
+        ("Int8DynamicActivationInt8WeightConfig", ["float64"]),
+    ],
+)
+def test_weights_of_torchao_are_refused_in_a_dtype_in_which_it_does_not_multiply_them(kind, refused):
+    described = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}}
+    config = transformers.LlamaConfig(dtype=torch.bfloat16, quantization_config=described)
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        is_refused = dtype in refused
+        with (
+            pytest.raises(UnsupportedModelError, match="load it with dtype bfloat16")
+            if is_refused
+            else nullcontext()
+        ):
+            check_dtype_of_torchao(config, getattr(torch, dtype), "tiny")
 
 
 def write_fp8(path: Path, rows: int, columns: int, **sizes: Any) -> Any:

@@ -25,10 +25,12 @@ from secondguess.checkpoint.memory import (
 )
 from secondguess.checkpoint.quantised import Encoding, read_encoding
 from secondguess.checkpoint.read import (
+    check_dtype_of_torchao,
     check_loadable,
     config_of_class,
     find_end_tokens,
     has_text,
+    kept_quantisation,
     outline_of,
     pick_device,
     quantize_to_int8,
@@ -148,6 +150,7 @@ class Checkpoint:
             by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
             needs_kernels = by_kernels and not has_bfloat16(picked)
             dtype = "bfloat16" if by_kernels or has_bfloat16(picked) else "float32"
+        check_dtype_of_torchao(config, getattr(torch, dtype), path)
         found = cls(
             fspath(name),
             path,
@@ -213,6 +216,12 @@ class Checkpoint:
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
     def _not_covered(self) -> UnsupportedModelError:
+        kept = kept_quantisation(self.config)
+        if self.quantize is not None and kept is not None:
+            return UnsupportedModelError(
+                f"expected a checkpoint that is not quantised, for quantize={self.quantize!r}, got {self.name}, which is "
+                f"already quantised ({kept}); load it without quantize"
+            )
         if self._quantises_linears and self.runtime in ("auto", "transformers"):
             return few_linears_error(self.name, self._linear_counts)
         if self.quantize not in (None, INT8.name):
@@ -245,6 +254,8 @@ class Checkpoint:
     @property
     def _module_runs(self) -> bool:
         """True if the Transformers module runs with this quantization."""
+        if self.quantize is not None and kept_quantisation(self.config) is not None:
+            return False
         if self._quantises_linears:
             return self._linear_counts.is_majority
         return self.quantize in (None, INT8.name)

@@ -71,6 +71,8 @@ LOADED_WHOLE = frozenset({"emu3"})
 """Vision-language types in whose checkpoints Transformers does not find the text part alone."""
 TOKENIZER_FILES = ("tokeniz*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken.json")
 """Patterns of the names of a tokenizer's files."""
+DEQUANTISED = ("fp8", "compressed-tensors", "mxfp4")
+"""Encodings that Transformers dequantises when it loads a checkpoint, at least on some machines."""
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
 """Name of a tensor in a list of layers."""
 _ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
@@ -182,24 +184,55 @@ def check_loadable(config: Any, path: str) -> None:
 
 def _check_quantisation(config: Any, path: str) -> None:
     """Check that Transformers can decode the weights of a quantised checkpoint that is not decoded here."""
-    described = getattr(config, "quantization_config", None)
-    if described is None:
+    described = _described_quantisation(config)
+    if not described:
         with _reading("a configuration", path):
             if read_encoding(Path(path)) is None:
                 require_unquantised(Path(path))
         return
-    described = described if isinstance(described, dict) else described.to_dict()
     try:
         with quiet():
-            AutoHfQuantizer.from_config(dict(described)).validate_environment(
-                device_map=None, weights_only=True
-            )
+            AutoHfQuantizer.from_config(described).validate_environment(device_map=None, weights_only=True)
     except Exception as error:
         # libraries that are not installed, processors, and unknown names raise errors of many kinds
         names = ("quant_method", "quant_algo", "format")
         found = " ".join(str(described[key]) for key in names if described.get(key))
         unnamed = f"quantization_config {shorten(str(described), MAX_REASON_LENGTH, placeholder=' ...')}"
         raise encoding_error(found or unnamed, str(error).splitlines()[0]) from error
+
+
+def kept_quantisation(config: Any) -> str | None:
+    """Return the name of the encoding whose weights Transformers keeps quantised; None without one."""
+    method = _described_quantisation(config).get("quant_method")
+    return None if method is None or method in DEQUANTISED else str(method)
+
+
+def check_dtype_of_torchao(config: Any, dtype: torch.dtype, name: str) -> None:
+    """Check that torchao multiplies the weights of a checkpoint, if they are its own, in a dtype.
+
+    Weights in 8-bit integers take all, except float64 if inputs are quantised, too; others take that of their scales.
+
+    Raises:
+        UnsupportedModelError: if it does not.
+    """
+    described = _described_quantisation(config)
+    if described.get("quant_method") != "torchao" or not isinstance(config.dtype, torch.dtype):
+        return
+    kinds = described.get("quant_type")
+    default = kinds.get("default") if isinstance(kinds, dict) else None
+    kind = str(default.get("_type")) if isinstance(default, dict) else str(kinds)
+    takes_all = kind.startswith("Int8") and not (dtype == torch.float64 and "Dynamic" in kind)
+    if not takes_all and dtype != config.dtype:
+        expected, found = (str(each).removeprefix("torch.") for each in (config.dtype, dtype))
+        raise UnsupportedModelError(
+            f"expected dtype {expected} for {name}, whose weights torchao ({kind}) multiplies in no other, got {found}; "
+            f"load it with dtype {expected}"
+        )
+
+
+def _described_quantisation(config: Any) -> dict[str, Any]:
+    described = getattr(config, "quantization_config", None) or {}
+    return dict(described if isinstance(described, dict) else described.to_dict())
 
 
 def class_of(config: Any) -> Any:
