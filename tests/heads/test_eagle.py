@@ -244,6 +244,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "how much larger",
     ),
     "another layer": (lambda at: edit(raw3(at), model_type="gpt_oss"), "got gpt_oss"),
+    "scaled positions": (
+        lambda at: edit(raw3(at), rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        r"config\.json: expected plain rotary positions, got .*llama3.*; use a drafter without .*train",
+    ),
+    "scaled positions of the first version": (
+        lambda at: edit(raw1(at), rope_scaling={"type": "yarn", "factor": 4.0}),
+        r"config\.json: expected plain rotary positions, got .*yarn",
+    ),
     "another drafter": (lambda at: edit(speculators3(at), speculators_model_type="dflash"), "got dflash"),
     "another vocabulary": (lambda at: edit(raw3(at), vocab_size=32), "vocabulary of 31, got one for 32"),
     "another width": (lambda at: edit(raw1(at), hidden_size=64), "width 32"),

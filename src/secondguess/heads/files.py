@@ -31,7 +31,7 @@ from secondguess.checkpoint.weights import (
     tensor_files,
     weight_files,
 )
-from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
+from secondguess.errors import BadInputError, CheckpointError, MismatchWarning, UnsupportedModelError
 from secondguess.files import write_atomically
 from secondguess.names import Name
 
@@ -228,9 +228,14 @@ def config_errors(folder: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
+        UnsupportedModelError: with the path, if it was raised without.
     """
     try:
         yield
+    except UnsupportedModelError as error:
+        if str(folder) in str(error):
+            raise
+        raise UnsupportedModelError(f"{folder / CONFIG}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"expected the field {error} in {folder / CONFIG}, got none") from error
     except (TypeError, ValueError, AttributeError) as error:

@@ -108,10 +108,16 @@ class LayerConfig:
                 f"expected a drafter with layers like those of {', '.join(kinds)}, got {kind}"
             )
         if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(f"expected the activation silu, got {config['hidden_act']}")
+            raise UnsupportedModelError(
+                f"expected the activation silu, got {config['hidden_act']}; use another drafter, or train one with "
+                "`secondguess train`"
+            )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise UnsupportedModelError(f"expected plain rotary positions, got {rope}")
+            raise UnsupportedModelError(
+                f"expected plain rotary positions, got {rope}; use a drafter without a scaling of them, or train one "
+                "with `secondguess train`"
+            )
         num_heads = config["num_attention_heads"]
         latent = LatentConfig.from_config(config) if kind in LATENT_TYPES else None
         head_size = config.get("head_dim") or config["hidden_size"] // num_heads
