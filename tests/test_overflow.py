@@ -75,7 +75,7 @@ def test_a_text_at_which_only_the_draft_model_overflows_is_generated(
     found = llm.generate(prompts, max_tokens=12, seed=3, **settings)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert found[1].stats.num_drafted
-    unseeded = llm.generate(prompts, max_tokens=12, **settings)
+    unseeded = llm.generate(prompts, max_tokens=12, ignore_eos=True, **settings)
     assert all(each.stats.num_tokens == 12 for each in unseeded)
 
 

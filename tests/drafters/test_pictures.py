@@ -112,7 +112,7 @@ def test_rounds_without_samples_draft_anew() -> None:
 def test_verifiers_without_samples_are_refused(verifier: str) -> None:
     alone, joined = JacobiDrafter(), CombinedDrafter([NgramDrafter(), JacobiDrafter()], VOCAB_SIZE)
     for drafter in (alone, joined):
-        with pytest.raises(BadInputError, match=rf"jacobi,width=1, got '{verifier}', .* 'auto' or 'coupled'"):
+        with pytest.raises(BadInputError, match=rf"jacobi, got '{verifier}', .* 'auto' or 'coupled'"):
             check_verifier(make_verifier(verifier), drafter)
 
 
