@@ -86,7 +86,7 @@ class Stats:
         self.num_accepted += commit.num_accepted
         positions = ((self.drafted_per_position, depth), (self.accepted_per_position, commit.num_accepted))
         for counters, reached in positions:
-            counters.extend([0] * (depth - len(counters)))
+            counters.extend([0] * (max(depth, reached) - len(counters)))
             for position in range(reached):
                 counters[position] += 1
 
