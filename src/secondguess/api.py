@@ -35,7 +35,7 @@ from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of
 from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
-from secondguess.runtime.support import without_autocast
+from secondguess.runtime.support import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
@@ -311,7 +311,7 @@ def load(
     name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
-    with without_autocast(pair.target.device):
+    with without_defaults_of_caller(pair.target.device):
         target, *draft_models = loaded = [each.load() for each in checkpoints]
         made = make_drafter(
             name if drafter is not None else confirm_default(name, target.runtime),

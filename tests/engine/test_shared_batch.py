@@ -93,6 +93,57 @@ def test_autocast_of_the_caller_changes_no_text(tiny_checkpoint: str, plain: lis
     assert outputs(llm, groups[1]) == plain
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3, "top_k": 5}])
+def test_a_default_device_of_the_caller_changes_no_text(
+    tiny_checkpoint: str, settings: dict[str, float]
+) -> None:
+    """The kernels read tensors from the memory of the CPU."""
+    llm = load(tiny_checkpoint, "suffix,min=1", dtype="bfloat16")
+    expected = llm.generate(PROMPTS[0], max_tokens=NUM_TOKENS, **settings).token_ids
+    with torch.device("meta"):
+        loaded = load(tiny_checkpoint, "suffix,min=1", dtype="bfloat16")
+        found = [each.generate(PROMPTS[0], max_tokens=NUM_TOKENS, **settings) for each in (llm, loaded)]
+        assert torch.ones(1).is_meta
+    assert [each.token_ids for each in found] == [expected, expected]
+
+
+class InterruptedLock:
+    """Lock whose first acquisition is followed by an exception of a signal handler, as any call in Python may be."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.num_acquired = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        is_held = self.lock.acquire(blocking)
+        self.num_acquired += 1
+        if self.num_acquired == 1:
+            raise KeyboardInterrupt
+        return is_held
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate(PROMPTS[0], max_tokens=2),
+        lambda llm: llm.shared_batch.cancel(group_of(PROMPTS[0])),
+    ],
+    ids=["generate", "cancel"],
+)
+def test_an_interrupted_acquisition_leaves_no_lock(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Callable[[LLM], object]
+) -> None:
+    lock = InterruptedLock()
+    monkeypatch.setattr(llm.shared_batch, "_lock", lock)
+    with pytest.raises(KeyboardInterrupt):
+        call(llm)
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(lock.lock.acquire, False).result()
+
+
 def test_rows_of_one_group_wait_until_all_are_prefilled(
     llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

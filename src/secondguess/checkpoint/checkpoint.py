@@ -67,7 +67,7 @@ from secondguess.runtime.support import (
     cached_values_per_token,
     context_length_of,
     has_bfloat16,
-    without_autocast,
+    without_defaults_of_caller,
 )
 from secondguess.runtime.weight_format import (
     BFLOAT16,
@@ -554,7 +554,7 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
     dtype = autocast_dtype(model.device)
-    with without_autocast(model.device), wrap_module(model) as runtime:
+    with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
         runtime.autocast_dtype = dtype
         checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
         yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))

@@ -22,7 +22,7 @@ from secondguess.decode import Batch, Components
 from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.support import without_autocast
+from secondguess.runtime.support import without_defaults_of_caller
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +131,18 @@ class SharedBatch:
 
         A thread that holds the lock calls this when it has released it.
         """
-        while self._cancelled and self._lock.acquire(blocking=False):
+        while self._cancelled:
             try:
-                if self._is_busy:  # in a round of this thread, which ends with the same work
+                # If busy, this thread is in a round, which ends with the same work.
+                if not self._lock.acquire(blocking=False) or self._is_busy:
                     return
                 with self._busy():
                     self._remove_cancelled()
             finally:
-                self._lock.release()
+                try:  # noqa: SIM105 - a call before the release could be interrupted
+                    self._lock.release()
+                except RuntimeError:  # another thread holds it
+                    pass
 
     def take(self, group: RowGroup[ResultT]) -> ResultT | None:
         """Return the result of the group's next round, running rounds as needed; None at its end.
@@ -170,13 +174,16 @@ class SharedBatch:
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
         """Return a context in which no round runs."""
-        # A thread that has just finished a round finds the queue taken by a thread that waits.
-        with self._queue:
-            self._lock.acquire()
         try:
+            # A thread that has just finished a round finds the queue taken by a thread that waits.
+            with self._queue:
+                self._lock.acquire()
             yield
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - a call before the release could be interrupted
+                self._lock.release()
+            except RuntimeError:  # interrupted before it was acquired
+                pass
             self._release_cancelled()
 
     @contextmanager
@@ -188,7 +195,7 @@ class SharedBatch:
             self._is_busy = False
 
     def _step(self) -> None:
-        with self._busy(), without_autocast(self.components.target.device):
+        with self._busy(), without_defaults_of_caller(self.components.target.device):
             try:
                 start = time.perf_counter()
                 self._join()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import mmap
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import lru_cache
 from typing import Any
@@ -230,10 +230,21 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if is_on else None
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without the caller's `torch.autocast`, which would cast cached keys and compiled kernels' inputs."""
-    is_off = autocast_dtype(device) is None
-    return nullcontext() if is_off else torch.autocast(device.type, enabled=False)
+def without_defaults_of_caller(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the caller's `torch.autocast` and default device.
+
+    Autocast would cast cached keys and compiled kernels' inputs. Tensors that are made without a device are read by the
+    kernels or by NumPy, from the memory of the CPU.
+    """
+    # A default device is a mode of torch functions; asking for it takes longer.
+    is_elsewhere = torch._C._len_torch_function_stack() and torch.get_default_device().type != "cpu"
+    return _own_defaults(device) if is_elsewhere or autocast_dtype(device) is not None else nullcontext()
+
+
+@contextmanager
+def _own_defaults(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), torch.device("cpu"):
+        yield
 
 
 def num_threads() -> int:
