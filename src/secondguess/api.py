@@ -17,6 +17,7 @@ import torch
 
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import check_memory, head_memory
+from secondguess.checkpoint.read import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters import make_drafter
@@ -311,7 +312,7 @@ def load(
     name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
-    with without_defaults_of_caller(pair.target.device):
+    with one_at_a_time(), without_defaults_of_caller(pair.target.device):
         target, *draft_models = loaded = [each.load() for each in checkpoints]
         made = make_drafter(
             name if drafter is not None else confirm_default(name, target.runtime),

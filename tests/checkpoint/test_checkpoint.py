@@ -6,6 +6,8 @@ import json
 import platform
 import shutil
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -26,6 +28,7 @@ from families import (
     row_of,
     write_checkpoint,
 )
+from secondguess import load
 from secondguess.checkpoint import memory, read
 from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.description import describe
@@ -605,3 +608,19 @@ def test_parameters_of_all_layer_types_beside_those_of_each_are_no_layer_type():
         **LLAMA_LIKE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
     assert why_not_described(config) is None
+
+
+def test_threads_that_load_at_the_same_time_leave_transformers_as_it_was(tmp_path):
+    """Transformers replaces functions of its own and of torch while it loads a model."""
+    paths = [write_llama(tmp_path / str(seed), seed) for seed in range(2)]
+    before = transformers.PreTrainedModel.tie_weights, torch.linspace, list(warnings.filters)
+    with ThreadPoolExecutor() as pool:
+        loads = [
+            pool.submit(load, path, "none", dtype=dtype)
+            for _ in range(5)
+            for path, dtype in zip(paths, ("float32", "bfloat16"), strict=True)
+        ]
+        assert all(each.result() for each in loads)
+    after = transformers.PreTrainedModel.tie_weights, torch.linspace, list(warnings.filters)
+    assert after == before
+    assert torch.get_default_dtype() == torch.float32

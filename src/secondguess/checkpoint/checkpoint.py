@@ -31,6 +31,7 @@ from secondguess.checkpoint.read import (
     find_end_tokens,
     has_text,
     kept_quantisation,
+    one_at_a_time,
     outline_of,
     pick_device,
     quantize_to_int8,
@@ -462,6 +463,7 @@ class Checkpoint:
         return_freed_memory()
         return module
 
+    @one_at_a_time()
     def load(self) -> LoadedModel:
         """Load the model and its tokenizer.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
+from threading import RLock
 from typing import Any
 
 import torch
@@ -80,6 +82,29 @@ _ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
+_loading = RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Return a context that one thread at a time is in.
+
+    While it loads a model, Transformers replaces functions of its own and of torch, and the default dtype.
+    """
+    with _loading:
+        yield
+
+
+def _reset_after_fork() -> None:
+    """Make a new lock in a forked process: a thread that holds the old one does not exist there."""
+    global _loading
+    _loading = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 @contextmanager
 def _reading(part: str, path: str) -> Iterator[None]:
     """Suppress the output of Transformers, and turn its errors into one that names the part.
@@ -87,7 +112,7 @@ def _reading(part: str, path: str) -> Iterator[None]:
     An unreadable part raises exceptions of many libraries and kinds, some of them bare.
     """
     try:
-        with no_progress_bars():
+        with one_at_a_time(), no_progress_bars():
             yield
     except SecondGuessError:
         raise
