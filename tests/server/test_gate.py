@@ -8,6 +8,7 @@ import time
 import httpx2
 import pytest
 from fake_engine import CONTEXT, FakeEngine
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from secondguess.errors import BadInputError
@@ -58,6 +59,17 @@ def test_without_a_key_nothing_but_probes_answers(authorization):
             assert reply.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/ready", "/metrics"):
             assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("prefix", ["/llm", "/health", "/a/b"])
+def test_probes_of_a_mounted_application_need_no_key(prefix):
+    host = FastAPI()
+    host.mount(prefix, create_app(FakeEngine(), KEYS))
+    with TestClient(host) as client:
+        for path in ("/health", "/ready", "/metrics", "/", "/playground/playground.js"):
+            assert client.get(prefix + path).status_code == 200
+        for path in ("/v1/models", "/openapi.json"):
+            assert client.get(prefix + path).status_code == 401
 
 
 @pytest.mark.parametrize("key", KEYS.api_keys)

@@ -74,7 +74,7 @@ class Gate:
                 self._metrics.http_requests(route, str(message["status"])).inc()
             await send(message)
 
-        if (error := self._refusal(scope["path"], headers, owner)) is not None:
+        if (error := self._refusal(_route_path(scope), headers, owner)) is not None:
             await error_response(error)(scope, receive, send_with_id)
             return
         try:
@@ -115,6 +115,13 @@ class Gate:
     def _too_large(self) -> ApiError:
         message = f"expected a body of at most {self._max_body_bytes} bytes, got more; shorten the prompt"
         return ApiError(413, message, code="request_too_large")
+
+
+def _route_path(scope: Scope) -> str:
+    """Return the path of a request without the prefix that the application is mounted at."""
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return rest if rest.startswith("/") else path
 
 
 def _request_id(given: str | None) -> str:
