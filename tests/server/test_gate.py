@@ -72,6 +72,26 @@ def test_probes_of_a_mounted_application_need_no_key(prefix):
             assert client.get(prefix + path).status_code == 401
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_time_limit_of_the_host_cancels_a_request(is_stream):
+    engine, sent = FakeEngine(), []
+    engine.hold_after = 0
+    body = iter([{"type": "http.request", "body": json.dumps({**BODY, "stream": is_stream}).encode()}])
+
+    async def receive():
+        return next(body, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(create_app(engine)(scope, receive, send), 0.3))
+    assert not any(message.get("status") == 503 for message in sent)
+    assert all(handle.cancelled.wait(10) for handle in engine.handles)
+
+
 @pytest.mark.parametrize("key", KEYS.api_keys)
 def test_every_key_is_accepted(key):
     with app_client(api_keys=KEYS.api_keys) as client:

@@ -43,7 +43,11 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
         app.include_router(module.router)
     app.include_router(playground_routes(), include_in_schema=False)
     app.add_middleware(
-        Gate, keys=KeyRing(settings.api_keys), max_body_bytes=service.max_body_bytes, metrics=service.metrics
+        Gate,
+        keys=KeyRing(settings.api_keys),
+        max_body_bytes=service.max_body_bytes,
+        metrics=service.metrics,
+        is_draining=lambda: engine.status().is_draining,
     )
     if settings.cors_origins:
         app.add_middleware(

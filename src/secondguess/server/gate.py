@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -46,13 +46,29 @@ class KeyRing:
 
 
 class Gate:
-    """ASGI middleware: refuses requests without a key or with a large body, and counts replies."""
+    """ASGI middleware: refuses requests without a key or with a large body, and counts replies.
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, max_body_bytes: int, metrics: Metrics) -> None:
+    Args:
+        app: the application.
+        keys: keys of which a request needs one, except at `OPEN_PATHS`.
+        max_body_bytes: maximum size of a body.
+        metrics: counters of replies.
+        is_draining: returns True while the server shuts down; its cancelled requests then get a reply.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        max_body_bytes: int,
+        metrics: Metrics,
+        is_draining: Callable[[], bool],
+    ) -> None:
         self._app = app
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
+        self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +95,9 @@ class Gate:
             return
         try:
             await self._app(scope, self._bounded(receive), send_with_id)
-        except asyncio.CancelledError:  # the time to drain is over
+        except asyncio.CancelledError:
+            if not self._is_draining():  # a time limit of an application that this one is mounted in
+                raise
             if not has_begun:
                 draining = DrainingError("the server is shutting down; retry at another one")
                 await error_response(api_error(draining))(scope, receive, send_with_id)
