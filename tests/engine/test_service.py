@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 import time
@@ -71,6 +72,12 @@ def engine(llm: LLM) -> Iterator[Engine]:
 
 def request(prompt: str = "def add(a, b):", **settings: object) -> Request:
     return Request(prompt, SamplingParams(**{"max_tokens": 12, **settings}))  # type: ignore[arg-type]
+
+
+def test_a_refusal_reaches_another_process() -> None:
+    error = QueueFullError(4, 2.0)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.retry_after) == (str(error), 2.0)
 
 
 def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> None:

@@ -41,7 +41,10 @@ class QueueFullError(SecondGuessError):
         super().__init__(
             f"expected fewer than {limit} waiting samples, got as many; retry in {retry_after:.0f} s"
         )
-        self.retry_after = retry_after
+        self.limit, self.retry_after = limit, retry_after
+
+    def __reduce__(self) -> tuple[type[QueueFullError], tuple[int, float]]:
+        return type(self), (self.limit, self.retry_after)
 
 
 class DrainingError(SecondGuessError):
