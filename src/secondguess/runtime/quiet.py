@@ -8,28 +8,58 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
+LIBRARIES = (
+    "accelerate",
+    "bitsandbytes",
+    "compressed_tensors",
+    "gguf",
+    "huggingface_hub",
+    "torch",
+    "torchao",
+    "transformers",
+)
+"""Loggers whose records are suppressed; those of the application, which other threads may write, are not."""
+
 _LOCK = Lock()
-_levels: list[int] = []
+_num_active = 0
+_levels: dict[logging.Logger, int] = {}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log records below ERROR, for imports and for loading checkpoints.
+    """Suppress warnings, and log records of libraries below ERROR, for imports and for loading checkpoints.
 
-    Contexts of several threads may overlap; the last one to end restores the level.
+    Contexts of several threads may overlap; the last one to end restores the levels.
     """
     with _LOCK:
-        _levels.append(_levels[-1] if _levels else logging.root.manager.disable)
-        logging.disable(max(_levels[-1], logging.WARNING))
+        _raise_levels()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         with _LOCK:
-            level = _levels.pop()
-            if not _levels:
-                logging.disable(level)
+            _restore_levels()
+
+
+def _raise_levels() -> None:
+    global _num_active
+    _num_active += 1
+    for logger in map(logging.getLogger, LIBRARIES):
+        if logger.getEffectiveLevel() < logging.ERROR:
+            _levels[logger] = logger.level
+            logger.setLevel(logging.ERROR)
+
+
+def _restore_levels() -> None:
+    global _num_active
+    _num_active -= 1
+    if _num_active:
+        return
+    for logger, level in _levels.items():
+        if logger.level == logging.ERROR:  # else set since, for instance by the import of the library
+            logger.setLevel(level)
+    _levels.clear()
 
 
 @contextmanager
