@@ -514,6 +514,15 @@ def test_scales_of_8_bit_floats_that_are_not_one_per_block_are_refused(tmp_path)
         Checkpoint.resolve(tmp_path, dtype="float32", device="cpu").read_module()
 
 
+def test_8_bit_floats_of_an_fp8_checkpoint_without_their_scales_are_refused(tmp_path):
+    write_fp8(tmp_path, 64, 64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"got fp8 without .*up_proj.weight_scale_inv"):
+        Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
+
+
 def test_joined_experts_in_8_bit_floats_are_refused_if_their_last_block_is_smaller(tmp_path):
     write_fp8(tmp_path, 64, 64)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -495,6 +495,7 @@ class Checkpoint:
             CheckpointError: if weights are missing or cannot be read.
             OutOfMemoryError: if the weights would not fit as they are, not in the encoding that was tried first.
         """
+        return_freed_memory()  # of the module that failed
         check_memory([replace(self, runtime="transformers").memory()], self.device)
         return self.read_module()
 

@@ -196,6 +196,9 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
     except (OSError, SafetensorError):  # broken files are reported when weights are counted
         return encoding
     present = set(weights.names)
+    floats = (name for name in weights.names if weights.dtype(name).startswith("F8_"))
+    unscaled = next((name for name in floats if f"{name}_scale_inv" not in present), None)
+    _require(unscaled is None, f"fp8 without {unscaled}_scale_inv", "decoded: weights with their scales")
     scales = {name: name.removesuffix("_scale_inv") for name in weights.names if name.endswith("_scale_inv")}
     scales = {name: of_weight for name, of_weight in scales.items() if of_weight in present}
     if all(

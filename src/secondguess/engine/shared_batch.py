@@ -131,10 +131,9 @@ class SharedBatch:
 
         A thread that holds the lock calls this when it has released it.
         """
-        while self._cancelled:
+        while self._cancelled and not self._is_busy:  # a round, of any thread, ends with the same work
             try:
-                # If busy, this thread is in a round, which ends with the same work.
-                if not self._lock.acquire(blocking=False) or self._is_busy:
+                if not self._lock.acquire(blocking=False):
                     return
                 with self._busy():
                     self._remove_cancelled()
