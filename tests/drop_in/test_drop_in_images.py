@@ -43,6 +43,15 @@ def test_the_text_is_that_of_transformers(model, drafter):
     assert texts[0] != texts[1]
 
 
+def test_the_attention_of_each_part_is_restored():
+    model = AutoModelForImageTextToText.from_config(gemma3(), dtype=torch.float32).eval()
+    config = model.config
+    model.set_attn_implementation({"": "eager", "text_config": "sdpa", "vision_config": "eager"})
+    ours(model, torch.tensor([[5, 6, 9]]), max_new_tokens=2)
+    found = [each._attn_implementation for each in (config, config.text_config, config.vision_config)]
+    assert found == ["eager", "sdpa", "eager"]
+
+
 def test_a_text_after_an_image_has_no_image(model):
     text = {"input_ids": torch.tensor([[5, 6, 9, 8, 7]])}
     expected = theirs(model, **text, **LENGTH)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
@@ -72,7 +73,7 @@ class TransformersRuntime(CachedRuntime):
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
         self._cache_parameter = next(name for name in CACHE_PARAMETERS if name in parameters)
-        self._original_attention = model.config._attn_implementation
+        self._original_attention = [(each, each._attn_implementation) for each in configurations(model)]
         self._original_modes = {module: module.training for module in model.modules()}
         self._set_up_attention()
         model.eval()
@@ -92,8 +93,9 @@ class TransformersRuntime(CachedRuntime):
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
 
     def close(self) -> None:
-        """Restore the model's attention implementation and mode, and release the cache."""
-        self.model.set_attn_implementation(self._original_attention)
+        """Restore the model's attention implementations and modes, and release the cache."""
+        for config, implementation in self._original_attention:
+            config._attn_implementation = implementation
         for module, training in self._original_modes.items():
             module.training = training
         self.free()
@@ -211,6 +213,19 @@ class TransformersRuntime(CachedRuntime):
         if self.autocast_dtype is not None:  # drafters run without autocast, in the dtype of the weights
             hidden = {layer: states.to(self.model.dtype) for layer, states in hidden.items()}
         return ForwardOutput(output.logits, hidden)
+
+
+def configurations(model: Any) -> list[Any]:
+    """Return the configurations of a model and its parts, each after the one that contains it."""
+    found: dict[int, Any] = {}
+    waiting = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = [getattr(config, name, None) for name in config.sub_configs]
+            waiting[:0] = [each for each in parts if each is not None]
+    return list(found.values())
 
 
 def last_norm(model: Any) -> Any:
