@@ -31,6 +31,7 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.packing import why_not_copied
+from secondguess.runtime.transformers import TransformersRuntime
 from tree_drafter import DistTreeDrafter
 
 NUM_LINEARS = 7 * 2 + 1
@@ -409,3 +410,15 @@ def test_training_modes_are_restored(model):
     before = [module.training for module in model.modules()]
     model.generate(PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none")
     assert [module.training for module in model.modules()] == before
+
+
+def test_a_call_interrupted_before_its_context_restores_the_model(model, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TransformersRuntime, "__enter__", interrupt)
+    model.train()
+    before = model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(PROMPT, max_new_tokens=3, custom_generate=secondguess.custom_generate, drafter="none")
+    assert (model.config._attn_implementation, model.training) == (before, True)

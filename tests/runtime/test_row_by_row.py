@@ -61,6 +61,17 @@ def test_a_module_whose_cache_gives_other_logits_is_refused(bloom, monkeypatch):
     assert model.training
 
 
+def test_an_interrupted_check_restores_the_model(bloom, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowByRowRuntime, "_check_cache", interrupt)
+    model = plain_model(bloom).train()
+    with pytest.raises(KeyboardInterrupt):
+        wrap_module(model)
+    assert model.training
+
+
 def test_a_module_that_fails_with_a_cache_is_refused(bloom, monkeypatch):
     monkeypatch.delattr(KeyValueCache, "get_mask_sizes")
     with pytest.raises(

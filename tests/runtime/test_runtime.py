@@ -189,6 +189,40 @@ def test_a_closed_runtime_restores_the_model(checkpoint):
     assert model.training
 
 
+@pytest.mark.parametrize("interrupted", ["set_attn_implementation", "eval"])
+def test_an_interrupted_construction_restores_the_model(checkpoint, monkeypatch, interrupted):
+    model = plain_model(checkpoint).train()
+    method = getattr(model, interrupted)
+
+    def interrupt(*arguments):
+        method(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, interrupted, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        TransformersRuntime(model)
+    assert model.config._attn_implementation == "eager"
+    assert all(module.training for module in model.modules())
+
+
+def test_an_interrupted_release_restores_the_model(checkpoint, monkeypatch):
+    model = plain_model(checkpoint).train()
+    runtime = TransformersRuntime(model)
+    layer = model.model.layers[0]
+    set_attribute, interrupts = type(layer).__setattr__, [KeyboardInterrupt]
+
+    def interrupt(module, name, value):
+        if name == "training" and interrupts:
+            raise interrupts.pop()
+        set_attribute(module, name, value)
+
+    monkeypatch.setattr(type(layer), "__setattr__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.close()
+    assert model.config._attn_implementation == "eager"
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_borrowed_model_can_be_called_by_its_owner(name, tmp_path):
     """Our attention without a step of ours: causal, with a cache, and with padding."""

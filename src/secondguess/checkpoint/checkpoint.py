@@ -70,6 +70,7 @@ from secondguess.runtime.support import (
     has_bfloat16,
     without_defaults_of_caller,
 )
+from secondguess.runtime.transformers import remember
 from secondguess.runtime.weight_format import (
     BFLOAT16,
     INT4,
@@ -556,11 +557,15 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
 
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
-    dtype = autocast_dtype(model.device)
-    with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
-        runtime.autocast_dtype = dtype
-        checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
-        yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
+    dtype, restore = autocast_dtype(model.device), remember(model)
+    try:
+        with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
+            runtime.autocast_dtype = dtype
+            checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
+            yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
+    except BaseException:  # Ctrl-C may come before or after the runtime's own context
+        restore()
+        raise
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:

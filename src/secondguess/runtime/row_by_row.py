@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft
-from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
@@ -68,12 +67,12 @@ class RowByRowRuntime(TransformersRuntime):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._prefills_together = self.takes_images = False
-        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         try:
+            self._prefills_together = self.takes_images = False
+            self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
             with torch.inference_mode():
                 self._check_cache()
-        except UnsupportedModelError:
+        except BaseException:
             self.close()
             raise
         self.free()

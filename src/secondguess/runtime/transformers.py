@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -73,10 +73,13 @@ class TransformersRuntime(CachedRuntime):
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
         self._cache_parameter = next(name for name in CACHE_PARAMETERS if name in parameters)
-        self._original_attention = [(each, each._attn_implementation) for each in configurations(model)]
-        self._original_modes = {module: module.training for module in model.modules()}
-        self._set_up_attention()
-        model.eval()
+        self._restore_model = remember(model)
+        try:
+            self._set_up_attention()
+            model.eval()
+        except BaseException:
+            self._restore_model()
+            raise
 
     @property
     def num_input_tokens(self) -> int:
@@ -94,11 +97,13 @@ class TransformersRuntime(CachedRuntime):
 
     def close(self) -> None:
         """Restore the model's attention implementations and modes, and release the cache."""
-        for config, implementation in self._original_attention:
-            config._attn_implementation = implementation
-        for module, training in self._original_modes.items():
-            module.training = training
-        self.free()
+        try:
+            self._restore_model()
+        except BaseException:  # such as Ctrl-C
+            self._restore_model()
+            raise
+        finally:
+            self.free()
 
     def __enter__(self) -> TransformersRuntime:
         return self
@@ -213,6 +218,20 @@ class TransformersRuntime(CachedRuntime):
         if self.autocast_dtype is not None:  # drafters run without autocast, in the dtype of the weights
             hidden = {layer: states.to(self.model.dtype) for layer, states in hidden.items()}
         return ForwardOutput(output.logits, hidden)
+
+
+def remember(model: Any) -> Callable[[], None]:
+    """Return a function that restores the present attention implementations and modes of a model."""
+    attentions = [(each, each._attn_implementation) for each in configurations(model)]
+    modes = [(each, each.training) for each in model.modules()]
+
+    def restore() -> None:
+        for config, implementation in attentions:
+            config._attn_implementation = implementation
+        for module, training in modes:
+            module.training = training
+
+    return restore
 
 
 def configurations(model: Any) -> list[Any]:
