@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 import secondguess
-from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs
+from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
 from secondguess.drop_in import arguments
 from test_images import gemma3, qwen3_vl
 
@@ -277,3 +278,24 @@ def test_an_input_that_changes_nothing_is_accepted(model, name):
 def test_an_unknown_argument_is_refused_by_transformers(model):
     with pytest.raises(ValueError, match="use_model_defaults"):
         ours(model, PROMPT, use_model_defaults=True, **LENGTH)
+
+
+class Adapted:
+    """A model as PEFT wraps it for prompt tuning, prefix tuning or p-tuning, or for LoRA."""
+
+    def __init__(self, model, is_prompt_learning):
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=is_prompt_learning)
+        self._prepare = model.prepare_inputs_for_generation
+        model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return self._prepare(*args, **kwargs)
+
+
+def test_learned_prompts_are_refused_and_other_adapters_are_not():
+    model = tiny_model()
+    Adapted(model, is_prompt_learning=False)
+    assert torch.equal(ours(model, PROMPT, **LENGTH), theirs(model, PROMPT, **LENGTH))
+    Adapted(model, is_prompt_learning=True)
+    with pytest.raises(secondguess.BadInputError, match="prompt tuning"):
+        ours(model, PROMPT, **LENGTH)

@@ -33,6 +33,7 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
+    check_adapters,
     check_arguments,
     check_generation_config,
     prompt_mask,
@@ -108,6 +109,7 @@ def custom_generate(
         UnsupportedModelError: a model that cannot be decoded speculatively.
     """
     check_config(model.config, type(model).__name__)  # before arguments, as an encoder-decoder has others
+    check_adapters(model)
     arguments = arguments_of_generate(model)
     check_arguments(arguments)
     tokenizer = arguments.get("tokenizer") if tokenizer is None else tokenizer

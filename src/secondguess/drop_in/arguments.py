@@ -111,6 +111,22 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     return arguments
 
 
+def check_adapters(model: Any) -> None:
+    """Refuse a model called by a PEFT model that puts learned vectors before the prompt or in the cache.
+
+    PEFT adds them in `prepare_inputs_for_generation`, which it replaces during `generate`.
+
+    Raises:
+        BadInputError: the active adapter is one of prompt learning.
+    """
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise BadInputError(
+            "expected adapters that change the layers, such as LoRA, got prompt tuning, prefix tuning or p-tuning, whose "
+            "vectors custom_generate would leave out; generate without custom_generate"
+        )
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse unsupported arguments of `generate` that it does not pass to `custom_generate`.
 
