@@ -338,6 +338,12 @@ def test_a_head_for_other_weights_gives_a_warning(model, head):
         draft_with(model, head)
 
 
+def test_loading_a_head_draws_nothing_from_torchs_generator(model, head):
+    before = torch.get_rng_state()
+    draft_with(model, head)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_controller_is_kept_between_calls(model, monkeypatch):
     made = []
 

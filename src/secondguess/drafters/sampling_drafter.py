@@ -311,7 +311,9 @@ def load_trained(
     folder = resources.find_head_folder(name)
     target = resources.require_target(name)
     model = TargetModel.from_runtime(target)
-    return load_head(folder, model).to(target.device, model.dtype), target
+    with torch.random.fork_rng(devices=[]):  # initial values, which loading replaces, are drawn on the CPU
+        head = load_head(folder, model)
+    return head.to(target.device, model.dtype), target
 
 
 def expand_to_batch(values: Tensor, num_rows: int, active: list[int]) -> Tensor:
