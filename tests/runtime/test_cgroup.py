@@ -71,6 +71,21 @@ def test_threads_do_not_exceed_the_quota(quota, expected, monkeypatch):
         support._num_processors_of_cgroup.cache_clear()
 
 
+def test_a_forked_process_has_its_parents_threads_until_torch_is_given_several(monkeypatch):
+    monkeypatch.setattr(support, "_num_processors_of_cgroup", lambda: 9)
+    monkeypatch.setattr(support, "_threads_of_parent", None)
+    threads = [6]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    support.keep_num_threads()
+    found = []
+    for threads[0] in (1, 3):
+        found.append(support.num_threads())
+    support.keep_num_threads()  # of a child of the child
+    for threads[0] in (1, 2):
+        found.append(support.num_threads())
+    assert found == [6, 3, 3, 2]
+
+
 STATISTICS = "anon 500\ninactive_file 200\nactive_file 100\n"
 LIMITS = {
     "none": ("0::/\n", {}, None),

@@ -252,7 +252,13 @@ def num_threads() -> int:
 
     More threads than the quota allows would be stopped together for the rest of each period.
     """
-    return min(_threads_of_parent or torch.get_num_threads(), _num_processors_of_cgroup())
+    return min(_requested_threads(), _num_processors_of_cgroup())
+
+
+def _requested_threads() -> int:
+    """Return torch's number of threads, or the parent's in a forked process where torch has the one that it starts with."""
+    found = torch.get_num_threads()
+    return _threads_of_parent if _threads_of_parent and found == 1 else found
 
 
 @lru_cache(maxsize=1)
@@ -262,6 +268,6 @@ def _num_processors_of_cgroup() -> int:
 
 
 def keep_num_threads() -> None:
-    """Keep the present `num_threads` when the number of torch's threads changes."""
+    """Keep the present `num_threads` while torch has one thread."""
     global _threads_of_parent
-    _threads_of_parent = _threads_of_parent or torch.get_num_threads()
+    _threads_of_parent = _requested_threads()
