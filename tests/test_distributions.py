@@ -166,7 +166,7 @@ def test_drafts_of_four_tokens_keep_the_distribution(verifier):
     ("verifier", "tree"), [("rejection", ""), ("block", ""), ("coupled", ""), ("traversal", "2x1")]
 )
 def test_drafts_end_where_logits_of_the_draft_model_are_not_finite(verifier, tree, value):
-    """Whether a node is drafted depends on the tokens before it, not on its own."""
+    """Nodes are left out by the tokens before them, not by their own."""
     pair = PAIRS["ternary"]
     undefined = torch.full((3,), value, dtype=torch.float64)
     draft_model = TableModel(3, sometimes(lambda context: undefined, pair.drafter))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from secondguess.checkpoint.weights import stored_dtypes, tensor_files
@@ -191,23 +191,18 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
         is_kept=False,
         has_codes=False,
     )
-    try:
-        weights = StoredWeights(path, None)
-    except (OSError, SafetensorError):  # broken files are reported when weights are counted
-        return encoding
-    present = set(weights.names)
-    floats = (name for name in weights.names if weights.dtype(name).startswith("F8_"))
-    unscaled = next((name for name in floats if f"{name}_scale_inv" not in present), None)
+    dtypes = stored_dtypes(path)
+    floats = (name for name, dtype in dtypes.items() if dtype.startswith("F8_"))
+    unscaled = next((name for name in floats if f"{name}_scale_inv" not in dtypes), None)
     _require(unscaled is None, f"fp8 without {unscaled}_scale_inv", "decoded: weights with their scales")
-    scales = {name: name.removesuffix("_scale_inv") for name in weights.names if name.endswith("_scale_inv")}
-    scales = {name: of_weight for name, of_weight in scales.items() if of_weight in present}
+    scales = {name: name.removesuffix("_scale_inv") for name in dtypes if name.endswith("_scale_inv")}
+    scales = {name: of_weight for name, of_weight in scales.items() if of_weight in dtypes}
     if all(
-        name.endswith(f".{FP8_SCALES}")
-        and weights.dtype(of_weight) == "F8_E4M3"
-        and weights.dtype(name) != "U8"
+        name.endswith(f".{FP8_SCALES}") and dtypes[of_weight] == "F8_E4M3" and dtypes[name] != "U8"
         for name, of_weight in scales.items()
     ):
         return encoding
+    weights = StoredWeights(path, None)
     for name, of_weight in scales.items():
         shape, grid = weights.shape(of_weight), weights.shape(name)
         _require(
@@ -455,10 +450,6 @@ class StoredWeights:
         """Return the shape of a tensor."""
         found: list[int] = self._files[name].get_slice(name).get_shape()
         return found
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor as safetensors names it."""
-        return str(self._files[name].get_slice(name).get_dtype())
 
     def read_part(self, name: str, index: int) -> Tensor:
         """Return one part of a tensor along its first dimension."""
