@@ -24,7 +24,7 @@ from families import needs_kernels, row_of
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.quantised import read_encoding
-from secondguess.checkpoint.read import check_dtype_of_torchao
+from secondguess.checkpoint.read import check_dtype_of_torchao, read_config
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.native.weights import Arena, pack_blocks
@@ -532,6 +532,23 @@ def test_joined_experts_in_8_bit_floats_are_refused_if_their_last_block_is_small
         save_file(tensors | {f"{name}_scale_inv": torch.ones(grid)}, tmp_path / "model.safetensors")
         with pytest.raises(UnsupportedModelError, match="do not divide") if is_refused else nullcontext():
             assert read_encoding(tmp_path) is None
+
+
+@pytest.mark.parametrize(("capability", "is_decoded"), [((9, 0), False), ((8, 6), True)])
+def test_fp8_is_decoded_for_the_device_of_the_model(capability, is_decoded, tmp_path, monkeypatch):
+    write_fp8(tmp_path, 64, 64)
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=None: asked.append(device) or capability
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = torch.device("cuda", 1)
+    assert (read_encoding(tmp_path, device) is not None) == is_decoded
+    assert hasattr(read_config(str(tmp_path), device), "quantization_config") != is_decoded
+    assert set(asked) == {device}
+    checkpoint = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
+    assert checkpoint.encoding is not None, "a GPU that does not run the model is irrelevant"
+    assert checkpoint.read_module().dtype == torch.float32
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import random
 import threading
@@ -153,6 +155,28 @@ def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch:
     running.handle.cancel()
     assert all(isinstance(client.last_event(), Finished) for client in waiting)
     engine.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_decodes_its_own_requests(engine: Engine, llm: LLM) -> None:
+    expected = llm.generate(request().prompt, request().params)
+    client = Client(engine, Request("x", ENDLESS))
+    client.wait_for_text()
+
+    def decode() -> None:
+        assert not engine.status().num_requests
+        event = Client(engine, request()).last_event()
+        assert isinstance(event, Finished)
+        assert event.outputs[0].token_ids == expected.token_ids  # type: ignore[union-attr]
+        engine.close()
+
+    child = multiprocessing.get_context("fork").Process(target=decode, daemon=True)
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    client.handle.cancel()
+    assert isinstance(client.last_event(), Finished)
 
 
 def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:

@@ -145,8 +145,8 @@ class Checkpoint:
         check_runtime(runtime)
         picked = pick_device(device)
         path = find_checkpoint(fspath(name))
-        config = read_config(path)
-        check_loadable(config, path)
+        config = read_config(path, picked)
+        check_loadable(config, path, picked)
         needs_kernels = False
         if dtype == "auto":
             by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
@@ -202,7 +202,7 @@ class Checkpoint:
     @cached_property
     def encoding(self) -> Encoding | None:
         """Encoding of a quantised checkpoint that is decoded at loading; None for any other."""
-        return read_encoding(Path(self.path))
+        return read_encoding(Path(self.path), self.device)
 
     @property
     def weight_formats(self) -> list[WeightFormat]:
@@ -460,7 +460,7 @@ class Checkpoint:
         Raises:
             CheckpointError: if weights are missing or cannot be read.
         """
-        module = read_module(self.path, self.dtype, layer_by_layer).to(self.device).eval()
+        module = read_module(self.path, self.dtype, layer_by_layer, self.device).to(self.device).eval()
         return_freed_memory()
         return module
 

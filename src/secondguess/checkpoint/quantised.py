@@ -49,6 +49,7 @@ Parts = Callable[[str], Tensor | None]
 FP8_SCALES = "weight_scale_inv"
 SMALLEST_FP8_GPU = (8, 9)
 """Compute capability from which Transformers multiplies FP8 weights as they are."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ class Encoding:
         return INT4_GROUPS if self.bits <= INT4_GROUPS.bits else INT8_GROUPS
 
 
-def read_encoding(path: Path) -> Encoding | None:
-    """Return the encoding of a checkpoint that is decoded here; None for any other.
+def read_encoding(path: Path, device: torch.device = CPU) -> Encoding | None:
+    """Return the encoding of a checkpoint that is decoded here for a device; None for any other.
+
+    Transformers computes with MXFP4 on all GPUs, and with FP8 on newer ones.
 
     Raises:
         UnsupportedModelError: if it is a variant that is not decoded.
@@ -151,7 +154,7 @@ def read_encoding(path: Path) -> Encoding | None:
         )
         decode = partial(_decode_packed, bits)
         return Encoding("compressed-tensors", "weight_packed", bits, decode, is_kept=is_kept)
-    if method == "mxfp4" and not torch.cuda.is_available():  # Transformers has kernels for GPUs
+    if method == "mxfp4" and device.type != "cuda":
         return Encoding(
             "mxfp4",
             "_blocks",
@@ -162,13 +165,13 @@ def read_encoding(path: Path) -> Encoding | None:
             has_levels=True,
             scales="_scales",
         )
-    if method == "fp8" and config.get("weight_block_size") and not _multiplies_fp8():
+    if method == "fp8" and config.get("weight_block_size") and not _multiplies_fp8(device):
         return _fp8_encoding(path, config["weight_block_size"])
     return None
 
 
-def _multiplies_fp8() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= SMALLEST_FP8_GPU
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= SMALLEST_FP8_GPU
 
 
 def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:

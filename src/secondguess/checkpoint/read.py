@@ -21,6 +21,7 @@ from secondguess.checkpoint.experts import stored_experts
 from secondguess.checkpoint.gguf import GgufWeights
 from secondguess.checkpoint.gguf_config import is_known, is_of_gpt_oss, read_gguf_config
 from secondguess.checkpoint.quantised import (
+    CPU,
     Encoding,
     JoinedExperts,
     StoredWeights,
@@ -161,8 +162,10 @@ def _source(path: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": path, **_ONLY_FILES}
 
 
-def read_config(path: str) -> Any:
+def read_config(path: str, device: torch.device = CPU) -> Any:
     """Return the configuration of a checkpoint directory.
+
+    It has no `quantization_config` if the weights are decoded here for the device.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -177,12 +180,12 @@ def read_config(path: str) -> Any:
             number = getattr(config.get_text_config(), name, None)
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}, not 1 or more")
-        if read_encoding(Path(path)) is not None:  # decoded here, not by Transformers
+        if read_encoding(Path(path), device) is not None:  # decoded here, not by Transformers
             del config.quantization_config
         return config
 
 
-def check_loadable(config: Any, path: str) -> None:
+def check_loadable(config: Any, path: str, device: torch.device = CPU) -> None:
     """Check, before any weight is read, that a model is causal and can be decoded speculatively.
 
     Raises:
@@ -191,7 +194,7 @@ def check_loadable(config: Any, path: str) -> None:
     """
     name = f"{path} ({config.model_type})"
     check_config(config, name)
-    _check_quantisation(config, path)
+    _check_quantisation(config, path, device)
     model_class = class_of(config)
     if model_class is None:
         raise CheckpointError(
@@ -207,12 +210,12 @@ def check_loadable(config: Any, path: str) -> None:
         )
 
 
-def _check_quantisation(config: Any, path: str) -> None:
+def _check_quantisation(config: Any, path: str, device: torch.device) -> None:
     """Check that Transformers can decode the weights of a quantised checkpoint that is not decoded here."""
     described = _described_quantisation(config)
     if not described:
         with _reading("a configuration", path):
-            if read_encoding(Path(path)) is None:
+            if read_encoding(Path(path), device) is None:
                 require_unquantised(Path(path))
         return
     try:
@@ -314,13 +317,16 @@ def read_tokenizer(path: str) -> Any:
         return tokenizer
 
 
-def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> Any:
+def read_module(
+    path: str, dtype: torch.dtype, layer_by_layer: bool = False, device: torch.device = CPU
+) -> Any:
     """Return the Transformers module of a checkpoint directory, with its weights.
 
     Args:
         path: the directory.
         dtype: dtype of the module.
         layer_by_layer: whether linear layers become `StoredLinear`, where the format allows it.
+        device: device on which the module, which is returned on the CPU, will run.
 
     Raises:
         CheckpointError: if weights are missing or cannot be read.
@@ -329,8 +335,8 @@ def read_module(path: str, dtype: torch.dtype, layer_by_layer: bool = False) -> 
         if (file := Path(path) / "generation_config.json").is_file():
             json.loads(file.read_bytes())
     with _reading("weights", path):
-        config = read_config(path)
-        encoding = read_encoding(Path(path))
+        config = read_config(path, device)
+        encoding = read_encoding(Path(path), device)
         if encoding is not None or (layer_by_layer and (is_gguf(path) or tensor_files(Path(path)))):
             return _read_stored(Path(path), config, encoding, dtype, layer_by_layer)
         if is_gguf(path) and is_of_gpt_oss(Path(path)):

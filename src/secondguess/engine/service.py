@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from secondguess.checkpoint import memory
 from secondguess.engine.generation import MEMORY_SHARE, Generation, NewPiece, Output
@@ -176,6 +178,8 @@ def reserve_cache(llm: LLM) -> None:
 class Engine:
     """Thread that decodes requests, which join and leave between rounds.
 
+    It starts with the first request. A forked process has an engine without requests, with a thread of its own.
+
     Args:
         llm: models; calls of `llm.generate` from other threads decode in the same batch.
         max_waiting: number of waiting rows from which on requests are refused; at least 1.
@@ -185,14 +189,18 @@ class Engine:
         self.llm = llm
         check_range("max_waiting", max_waiting, 1, 1_000_000)
         self._max_waiting = max_waiting
-        self._handles: list[RequestHandle] = []
-        self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
         self._seconds_per_request, self._last_end = 1.0, time.monotonic()
+        self._reset()
         reserve_cache(llm)
         self.totals = Stats()
-        self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
-        self._thread.start()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        """Forget all requests and the thread, which a forked process does not have."""
+        self._handles: list[RequestHandle] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
         """Queue a request.
@@ -217,6 +225,9 @@ class Engine:
                 self._last_end = time.monotonic()  # idle time is no time per request
             self._handles.append(handle)
             self.llm.shared_batch.submit(generation.group)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
+                self._thread.start()
             self._changed.notify()
         return handle
 
@@ -268,7 +279,9 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _wake(self) -> None:
         with self._changed:
@@ -322,3 +335,15 @@ class Engine:
         else:
             handle.send(Finished(handle.generation.outputs(), handle.queue_seconds))
         return True
+
+
+_all: WeakSet[Engine] = WeakSet()
+
+
+def _reset_after_fork() -> None:
+    for engine in _all:
+        engine._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
