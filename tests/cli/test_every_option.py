@@ -47,7 +47,7 @@ LINES = [
     "serve --host 127.0.0.1 --port 0 --api-key-file {keys} --served-model-name mine --chat-template {template} "
     "--cors-origin http://localhost --image-folder {folder} --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 "
     f"--max-waiting 2 --max-samples 2 --max-output-tokens 9 --request-seconds 9 {LOADING}",
-    f"serve --port 0 {INT8} --share-history",
+    f"serve --port 0 --generation-config --no-generation-config {INT8} --share-history",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
     "--max-tokens 2 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "

@@ -80,6 +80,8 @@ LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
 """Name of a tensor in a list of layers."""
 _ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of `from_pretrained`. If `trust_remote_code` is left out, Transformers asks on the standard input."""
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of `generation_config.json` that are sampling settings."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -516,6 +518,20 @@ def pick_device(device: str) -> torch.device:
         shown = advice if "cuda" in device and not num_cuda else ""
         raise BadInputError(f"expected device auto, {', '.join(known)}, got {device!r}{shown}")
     return torch.device(name)
+
+
+def read_recommended_sampling(path: str) -> dict[str, Any]:
+    """Return the sampling settings in a checkpoint's `generation_config.json`; none without that file.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    file = Path(path) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    with _reading("a generation configuration", path):
+        values = json.loads(file.read_bytes())
+        return {name: values[name] for name in RECOMMENDED if values.get(name) is not None}
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

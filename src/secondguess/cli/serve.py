@@ -32,6 +32,12 @@ def serve(
         server_option("Name of the model in requests; repeatable.", show_default="the model's own"),
     ] = None,
     chat_template: options.ChatTemplate = None,
+    generation_config: Annotated[
+        bool,
+        server_option(
+            "Use the sampling settings of the model's generation_config.json where a request has none."
+        ),
+    ] = True,
     cors_origin: Annotated[
         list[str] | None,
         server_option(
@@ -107,6 +113,7 @@ def serve(
     from secondguess.api import load
     from secondguess.engine import Engine
     from secondguess.server.app import create_app
+    from secondguess.server.convert import OPENAI_SAMPLING
     from secondguess.server.run import open_socket, serve_until_signal
     from secondguess.server.sleep import SleepingEngine
 
@@ -123,6 +130,11 @@ def serve(
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)
         app = create_app(engine, settings)
+        if (defaults := app.state.service.convert.defaults) != OPENAI_SAMPLING:
+            listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+            print_note(
+                f"sampling settings of requests that have none: {listed}; --no-generation-config for OpenAI's"
+            )
         if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
             print_note(f"serving at {host} without an API key: all who reach this address can use the model")
         serve_until_signal(app, engine, opened, drain_seconds)

@@ -29,8 +29,8 @@ GPU_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED_NOTE = "{} has no equivalent of our quantised weights; give it a checkpoint that is quantised"
 NUMERICS_NOTE = "greedy text may change with drafting in half precision, and a seed gives another text with drafts than without"
 DEFAULTS_NOTE = (
-    "{} samples with the values of generation_config.json where a request gives none, of which we apply eos_token_id only: "
-    "{} switches that off"
+    "{} samples with the values of generation_config.json where a request gives none, as `secondguess serve` does and "
+    "generate does not: {} switches that off"
 )
 PLAIN = DrafterExport()
 _holds_eagle3 = of_head(holds_eagle3)

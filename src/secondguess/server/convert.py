@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from secondguess.core import ImageInputs
 from secondguess.prompts import encode
@@ -19,6 +21,10 @@ from secondguess.server.prompt_limits import check_characters, limit_of, max_cha
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
+
+OPENAI_SAMPLING: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
+"""Sampling settings of a request to OpenAI's API that has none."""
+RequestType = TypeVar("RequestType", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,18 @@ class Converter:
         self._target = target
         self._settings = settings
         self._template = template
+        self.defaults = OPENAI_SAMPLING | (
+            target.recommended_sampling() if settings.generation_config else {}
+        )
+
+    def with_defaults(self, request: RequestType) -> RequestType:
+        """Return a request whose sampling settings that are left out have the server's defaults."""
+        missing = {
+            name: value
+            for name, value in self.defaults.items()
+            if name in type(request).model_fields and getattr(request, name) is None
+        }
+        return request.model_copy(update=missing)
 
     def completion(self, request: CompletionRequest) -> Job:
         """Return the job of a completion request."""
@@ -131,6 +149,7 @@ class Converter:
         grammar: Grammar | None,
     ) -> SamplingParams:
         """Return the sampling settings of a request."""
+        request = self.with_defaults(request)
         settings: dict[str, Any] = {
             name: value
             for name in SamplingParams.__dataclass_fields__
@@ -145,8 +164,6 @@ class Converter:
         for name, values in (("stop", stop), ("stop_token_ids", stop_token_ids)):
             check_limit(name, len(values), self._settings.max_stop_strings, f"entries of {name}")
         settings |= {
-            # OpenAI's default; that of SamplingParams is greedy decoding.
-            "temperature": 1.0 if request.temperature is None else request.temperature,
             "stop": tuple(stop),
             "stop_token_ids": tuple(stop_token_ids),
             "logit_bias": self._logit_bias(request),

@@ -8,7 +8,10 @@ from typing import Any
 from secondguess.api import LLM
 from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import encode_text
+from secondguess.checkpoint.read import read_recommended_sampling
 from secondguess.engine.generation import fits_memory
+from secondguess.errors import BadInputError, CheckpointError
+from secondguess.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,21 @@ class ServedModel:
                 longest //= 2
         sizes = longest, runtime.num_input_tokens, runtime.takes_images
         return cls(name or target.name, target.checkpoint, target.tokenizer, *sizes, is_limited)
+
+    def recommended_sampling(self) -> dict[str, float]:
+        """Return the sampling settings in the model's `generation_config.json`.
+
+        Raises:
+            CheckpointError: if one is out of range, or the file cannot be read.
+        """
+        found = read_recommended_sampling(self.checkpoint.path)
+        try:
+            SamplingParams(**found)
+        except BadInputError as error:
+            raise CheckpointError(
+                f"{error}; correct generation_config.json of {self.name}, or serve with --no-generation-config"
+            ) from error
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `LoadedModel.encode` does."""

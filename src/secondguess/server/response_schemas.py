@@ -168,7 +168,7 @@ class ResponseRequest(Extensions, SharedFields):
     input: str | Bounded[InputItem]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
-    temperature: float | None = Field(default=None, description="0 is greedy; by default 1")
+    temperature: float | None = Field(default=None, description="0 is greedy; by default the model's, or 1")
     top_p: float | None = None
     top_logprobs: NumLogprobs | None = None
     include: Values[Literal["message.output_text.logprobs"]] | None = None

@@ -37,6 +37,7 @@ router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 async def create_response(request: ResponseRequest, http: HttpRequest) -> Response:
     """Answer a conversation with items: reasoning, messages and function calls."""
     service: Service = http.app.state.service
+    request = service.convert.with_defaults(request)
     model = service.admit(request, http)
     convert = partial(_convert, service, request)
     if not request.stream:
@@ -94,14 +95,14 @@ class _Reply:
             "service_tier": "default",
             "store": False,
             "background": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": request.temperature,
             "text": request.text.model_dump(exclude_none=True, by_alias=True)
             if request.text
             else {"format": {"type": "text"}},
             "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": request.user,

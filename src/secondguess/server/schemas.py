@@ -191,7 +191,7 @@ class Sampling(Extensions):
     stop: str | Bounded[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, description="0 is greedy; by default 1")
+    temperature: float | None = Field(default=None, description="0 is greedy; by default the model's, or 1")
     top_p: float | None = None
     user: str | None = Field(default=None, description="written to the server's log with the request's id")
 

@@ -34,6 +34,10 @@ class ServerSettings(Settings):
     )
     cors_origins: tuple[Text, ...] = Field(default=(), description="origins that browsers may call from")
     chat_template: Text | None = Field(default=None, description="Jinja template in place of the tokenizer's")
+    generation_config: bool = Field(
+        default=True,
+        description="sampling settings of the model's generation_config.json hold where a request has none",
+    )
     max_body_bytes: Count | None = Field(
         default=None,
         description="size of a request's body; None: 1 MiB and 16 bytes per token of the context, and 8 MiB for images",
