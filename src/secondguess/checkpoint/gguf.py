@@ -66,11 +66,7 @@ class GgufWeights:
     """
 
     def __init__(self, file: Path, outline: Any) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self._file = file
         reader = gguf_reader(file)
@@ -82,7 +78,7 @@ class GgufWeights:
             )
         processor = TENSOR_PROCESSORS[architecture] if architecture in PROCESSED else TensorProcessor
         self._processor = processor(outline.config.to_dict())
-        names = get_gguf_hf_weights_map(outline, self._processor)
+        names = _weight_names(outline, architecture)
         self._sources: dict[str, tuple[Any, int | None]] = {}
         """Tensor of each weight, and the expert in it."""
         for tensor in reader.tensors:
@@ -180,6 +176,19 @@ class GgufWeights:
     def _in_order(self, name: str, weight: Any) -> Any:
         """Return a weight as the module has it."""
         return self._processor.process(weights=weight, name=self._sources[name][0].name).weights
+
+
+def _weight_names(outline: Any, architecture: str) -> dict[str, str]:
+    """Return the module's name of each weight by its name in a file.
+
+    Transformers' function builds gguf's table of names once per submodule: several seconds for 32 layers.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(kind, outline.config.num_hidden_layers)
+    found = {table.get_name(name, (".weight", ".bias")): name for name in outline.state_dict()}
+    return {stored: name for stored, name in found.items() if stored is not None}
 
 
 def _name_of(outline: Any, module: Any) -> str:
