@@ -11,7 +11,7 @@ from secondguess.runtime.native.library import processor_supports
 
 SOURCE = Path(__file__).parent / "kernel_results.cpp"
 FLAGS = [
-    *("-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-w", '-DSECONDGUESS_SOURCES="none"'),
+    *("-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-w", '-DSECONDGUESS_SOURCES="none"'),
     f"-I{Path(secondguess.runtime.native.__file__).parent}",
 ]
 

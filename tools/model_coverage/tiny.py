@@ -70,6 +70,10 @@ SMALL: dict[str, Any] = {
 """Values for every configuration that has the field."""
 
 WINDOWED = ["sliding_attention", "full_attention"] * 2
+DOTS3_WINDOWED = {
+    "head_dim": 16, "kv_lora_rank": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1, 3]},
@@ -89,7 +93,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {
         "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 32, "adapter_out_dim": 32},
-        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+        "audio_config": {
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+            "feature_size": 8,
+            "downsample_hidden_size": 16,
+            "conv_output_size": 16,
+        },
+        "text_config": {
+            "shared_experts_intermediate_size": 16,
+            "per_layer_config": {"2": DOTS3_WINDOWED, "3": DOTS3_WINDOWED},
+        },
     },
     "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}},
     "gemma3n_text": {

@@ -90,8 +90,8 @@ class GgufWeights:
                     )
                 part = ("gate", "up", "down").index(found[2])
                 for expert in range(len(tensor.data)):
-                    name = expert_weight_names(outline, int(found[1]), expert)[part]
-                    self._sources[name.removesuffix("weight") + found[3]] = tensor, expert
+                    weight = expert_weight_names(outline, int(found[1]), expert)[part]
+                    self._sources[weight.removesuffix("weight") + found[3]] = tensor, expert
             elif name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight")):
                 self._sources[name] = tensor, None
             elif tensor.name not in ROPE_TENSORS and not tensor.name.endswith(ANGLES):
