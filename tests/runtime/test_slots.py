@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from secondguess.core import Row
 from secondguess.errors import OutOfMemoryError
+from secondguess.runtime import cache, slots
 from secondguess.runtime.cache import IndexedCache, KeyValueCache
 from secondguess.runtime.slots import CachedRow, SlotTable, common_prefix
 from secondguess.sampling import SamplingParams
@@ -172,23 +177,50 @@ def test_rows_admitted_together_share_only_already_cached_prefixes(kind):
     held.check(again)
 
 
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Raise KeyboardInterrupt before the given executed line of the slot table or its cache; return False if it ended."""
+    num_left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_left
+        if frame.f_code.co_filename not in (slots.__file__, cache.__file__):
+            return None
+        if event == "line":
+            num_left -= 1
+            if not num_left:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
 @every_cache
-def test_an_interrupted_release_leaves_no_row_with_foreign_entries(monkeypatch, kind):
-    held = TokenCache(kind)
-    first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
-
-    def interrupted(*_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(held.cache, "swap", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            held.slots.release(first)
-    assert held.slots[second].length == 0
-    held.write(second)
-    held.check([second])
-    third = held.admit([1, 2, 3, 4])
-    held.check([second, third])
+@pytest.mark.parametrize("tokens", [[1, 2, 3, 4], [1, 2, 3, 9, 9], [7, 8]])
+def test_a_row_that_is_released_after_any_interruption_takes_no_slot(kind, tokens):
+    """While it is released, and while a row like it or another one is admitted."""
+    for line in count(1):
+        held = TokenCache(kind)
+        held.slots.release(held.admit([7, 8, 9]))
+        first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
+        was_released = not interrupted_at(line, lambda: held.slots.release(first))  # noqa: B023
+        held.slots.release(first)
+        held.write(second)
+        assert held.entries(held.slots[second]) == [5, 6, 7]
+        row = Row(list(tokens), SamplingParams())
+        was_admitted = not interrupted_at(line, lambda: held.slots.admit([row]))  # noqa: B023
+        held.slots.release(row)
+        held.check([second, held.admit(tokens), held.admit([5, 6, 7, 8]), held.admit([1, 2, 3, 4])])
+        if was_released and was_admitted:
+            break
+    assert line > 30
 
 
 @every_cache

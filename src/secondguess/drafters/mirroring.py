@@ -97,9 +97,10 @@ class MirroringDrafter(SamplingDrafter):
 
     def release(self, row: Row) -> None:
         super().release(row)
-        mirror = self._mirror_rows.pop(row, None)
+        mirror = self._mirror_rows.get(row)
         if mirror is not None:
             self.runtime.release(mirror.row)
+            del self._mirror_rows[row]
 
     def reset_prefix_cache(self) -> None:
         self.runtime.reset_prefix_cache()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -74,18 +75,17 @@ class SlotTable:
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
         self._rows: dict[Row, CachedRow] = {}
-        self._by_slot: list[CachedRow] = []
         self._remembered: dict[int, list[int]] = {}
         """Cached tokens by free slot, the slot that was released first coming first."""
 
     def __len__(self) -> int:
         """Return the number of live rows."""
-        return len(self._by_slot)
+        return len(self._rows)
 
     @property
     def num_live_tokens(self) -> int:
         """Number of tokens that live rows have cached; safe to read from any thread."""
-        return sum([state.length for state in list(self._by_slot)])
+        return sum([state.length for state in list(self._rows.values())])
 
     def __contains__(self, row: Row) -> bool:
         return row in self._rows
@@ -116,10 +116,10 @@ class SlotTable:
             self._cache.clear()
         if rows:  # at once, as a copy of the cache delays the rows that decode
             longest = max(len(row.tokens) for row in rows)
-            self._cache.reserve(len(self._by_slot) + len(rows), longest, self._num_used())
+            self._cache.reserve(len(self._rows) + len(rows), longest, self._num_used())
         limits = reuse_limits or [None] * len(rows)
         # Of the rows of this call, only those that take over entries have any.
-        live = [state for state in self._by_slot if state.length and state.row.images is None]
+        live = [state for state in self._rows.values() if state.length and state.row.images is None]
         states = []
         for row, limit in zip(rows, limits, strict=True):
             states.append(self._admit(row, limit, live))
@@ -130,13 +130,11 @@ class SlotTable:
     def _admit(self, row: Row, reuse_limit: int | None, live: Sequence[CachedRow]) -> CachedRow:
         tokens = row.tokens[: len(row.tokens) - 1][:reuse_limit] if row.images is None else []
         source, length = self._longest_prefix(tokens, live)
-        slot = len(self._by_slot)
+        slot = len(self._rows)
         with torch.inference_mode():
             self._fill(slot, source, length)
-        state = CachedRow(row, slot, length)
-        self._by_slot.append(state)
-        self._rows[row] = state
-        return state
+        self._rows[row] = CachedRow(row, slot, length)
+        return self._rows[row]
 
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
         """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
@@ -149,7 +147,7 @@ class SlotTable:
         """Return whether admitting such rows frees the cache first, because no row uses it and it is too large."""
         needed = KeyValueCache(self._cache.device).num_tokens_to_allocate(num_rows, longest)
         grown = self._cache.num_tokens_to_allocate(num_rows, longest)
-        return not self._by_slot and grown > MAX_EXCESS * needed
+        return not self._rows and grown > MAX_EXCESS * needed
 
     def extend(self, state: CachedRow) -> bool:
         """Copy the entries of a row's next tokens from the live row that has most of them.
@@ -160,7 +158,7 @@ class SlotTable:
         tokens, length = state.row.tokens[:-1], state.length
         others = [
             each
-            for each in self._by_slot
+            for each in self._rows.values()
             if each.row.images is state.row.images
             and each.length > length
             and each.row.tokens[length] == tokens[length]
@@ -183,21 +181,23 @@ class SlotTable:
         """Free the slot of a row; do nothing for an unknown row.
 
         Its entries stay in the cache for rows that begin alike, unless some are not finite: attention
-        reads entries of earlier rows with weight 0, and 0 times NaN is NaN.
+        reads entries of earlier rows with weight 0, and 0 times NaN is NaN. If this is interrupted, call
+        it again.
         """
-        state = self._rows.pop(row, None)
+        state = self._rows.get(row)
         if state is None:
             return
         with torch.inference_mode():
             if not self._cache.is_finite(state.slot, state.length + state.num_nodes):
                 self._cache.erase(state.slot, 0)
                 state.length = 0
-        last = self._by_slot.pop()
+        last = max(self._rows.values(), key=attrgetter("slot"))
         # The slot of the last row is not allocated if its prefill has failed.
-        can_keep = len(self._by_slot) < MAX_REMEMBERED and last.slot < self._cache.num_slots
+        can_keep = len(self._rows) <= MAX_REMEMBERED and last.slot < self._cache.num_slots
         kept = state.cached_tokens if can_keep and row.images is None else []
         if last is not state:
             self._move_last(last, state, len(kept))
+        del self._rows[row]
         if kept:
             self._remembered[state.slot] = kept
             if len(self._remembered) > MAX_REMEMBERED:
@@ -206,10 +206,9 @@ class SlotTable:
     def _move_last(self, last: CachedRow, released: CachedRow, num_kept: int) -> None:
         """Move the last row into the slot of a released one, which gets the last row's slot."""
         length, num_nodes = last.length, last.num_nodes
-        # If this is interrupted, the last row has no entries, and is prefilled again by its next round.
-        last.length = last.num_nodes = 0
+        # If this is interrupted, both have no entries: the last row is prefilled again by its next round.
+        last.length = last.num_nodes = released.length = 0
         last.slot, released.slot = released.slot, last.slot
-        self._by_slot[last.slot] = last
         with torch.inference_mode():
             if num_kept:
                 self._cache.swap(last.slot, released.slot, max(length + num_nodes, num_kept))
@@ -219,7 +218,7 @@ class SlotTable:
 
     def _num_used(self) -> int:
         """Return how many positions hold entries, at most."""
-        live = [state.length + state.num_nodes for state in self._by_slot]
+        live = [state.length + state.num_nodes for state in self._rows.values()]
         return max([*live, *map(len, self._remembered.values())], default=0)
 
     def forget(self) -> None:
