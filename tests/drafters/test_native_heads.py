@@ -31,6 +31,7 @@ from secondguess.heads.native import (
     medusa_logits,
 )
 from secondguess.heads.packed import PackedHead
+from secondguess.heads.positions import RotaryConfig
 from secondguess.heads.runtime import FeatureRuntime
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
@@ -44,8 +45,19 @@ VOCAB_SIZE = 50
 HeadT = TypeVar("HeadT", bound=torch.nn.Module)
 
 
-def eagle(target: TargetModel, *, num_draft_tokens: int | None = None, **fields: object) -> EagleHead:
-    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5)
+YARN = RotaryConfig.from_config(
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}
+)
+
+
+def eagle(
+    target: TargetModel,
+    *,
+    num_draft_tokens: int | None = None,
+    rope: RotaryConfig | None = None,
+    **fields: object,
+) -> EagleHead:
+    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5, rope=rope or RotaryConfig())
     vocabulary = None
     if num_draft_tokens is not None:
         vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 2 * num_draft_tokens, 2))
@@ -66,6 +78,7 @@ HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle, normalised residual": lambda target: eagle(target, norm_before_residual=True, fc_norm=True),
     "eagle, two layers": lambda target: eagle(target, num_layers=2, norm_output=True, norm_before_fc=True),
     "eagle, own words": lambda target: eagle(target, num_draft_tokens=17, has_embeddings=True),
+    "eagle, YaRN": lambda target: eagle(target, rope=YARN),
     "eagle 1": eagle1,
     "eagle 1 with bias": lambda target: eagle1(target, has_bias=True),
     "mtp": mtp,

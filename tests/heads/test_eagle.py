@@ -245,12 +245,20 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another layer": (lambda at: edit(raw3(at), model_type="gpt_oss"), "got gpt_oss"),
     "scaled positions": (
-        lambda at: edit(raw3(at), rope_scaling={"rope_type": "llama3", "factor": 8.0}),
-        r"config\.json: expected plain rotary positions, got .*llama3.*; use a drafter without .*train",
+        lambda at: edit(raw3(at), rope_scaling={"rope_type": "dynamic", "factor": 8.0}),
+        r"config\.json: expected rotary positions without scaling or with one of .*yarn, got .*dynamic.*train",
     ),
-    "scaled positions of the first version": (
-        lambda at: edit(raw1(at), rope_scaling={"type": "yarn", "factor": 4.0}),
-        r"config\.json: expected plain rotary positions, got .*yarn",
+    "half a scaling of positions": (
+        lambda at: edit(raw3(at), rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        "expected the field 'low_freq_factor' in",
+    ),
+    "a scaling of positions by 0": (
+        lambda at: edit(raw1(at), rope_scaling={"type": "linear", "factor": 0}),
+        r"config\.json, got: a scaling of rotary positions with finite frequencies",
+    ),
+    "a scaling of positions in words": (
+        lambda at: edit(raw1(at), rope_scaling={"type": "linear", "factor": "large"}),
+        "config.json",
     ),
     "another drafter": (lambda at: edit(speculators3(at), speculators_model_type="dflash"), "got dflash"),
     "another vocabulary": (lambda at: edit(raw3(at), vocab_size=32), "vocabulary of 31, got one for 32"),

@@ -195,6 +195,16 @@ LATENT = {
     "v_head_dim": 6,
     "rope_interleave": True,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
 PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5", "Qwen3_5Text", QWEN, GATED),
     "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5MoeText", QWEN, GATED | SOFTMAX),
@@ -212,6 +222,12 @@ PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
         SIGMOID | LATENT | {"mlp_layer_types": ["sparse"] * NUM_LAYERS},
     ),
     "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, SIGMOID | LATENT),
+    "deepseek-v3, YaRN": (
+        "deepseek_v3",
+        "DeepseekV3",
+        DEEPSEEK,
+        SIGMOID | LATENT | {"rope_parameters": YARN},
+    ),
     "deepseek-v3, queries projected": (
         "deepseek_v3",
         "DeepseekV3",

@@ -58,10 +58,18 @@ class LatentConfig:
 
 
 class LatentAttention(nn.Module):
-    """Latent attention of `num_heads` heads over states of a width."""
+    """Latent attention.
 
-    def __init__(self, config: LatentConfig, width: int, num_heads: int) -> None:
+    Args:
+        config: sizes.
+        width: hidden size.
+        num_heads: number of heads.
+        score_factor: factor on the scores, in addition to `key_size ** -0.5`.
+    """
+
+    def __init__(self, config: LatentConfig, width: int, num_heads: int, score_factor: float = 1.0) -> None:
         super().__init__()
+        self.score_factor = score_factor
         self.config, bias = config, config.attention_bias
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(width, num_heads * config.key_size, bias=False)
@@ -87,7 +95,8 @@ class LatentAttention(nn.Module):
         latent = None if config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(states))
         heads = self._heads(self.q_proj(states) if latent is None else self.q_b_proj(latent), config.key_size)
         plain, rotary_part = torch.split(heads, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-        return torch.cat((plain, self._rotated(rotary_part, cos_sin)), -1).transpose(1, 2)
+        queries = torch.cat((plain, self._rotated(rotary_part, cos_sin)), -1).transpose(1, 2)
+        return queries * self.score_factor
 
     def _keys_values(self, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Return the keys, rotated in part, and the values, `[row, head, position, size]` each."""

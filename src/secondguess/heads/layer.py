@@ -7,7 +7,7 @@ cache. Weight names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.experts import Experts, ExpertsConfig
 from secondguess.heads.latent import LatentAttention, LatentConfig
 from secondguess.heads.parts import AttentionFunction, CosSin, Mlp, rotate
+from secondguess.heads.positions import RotaryConfig, rope_parameters
 
 DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -39,7 +40,8 @@ class LayerConfig:
         num_heads, num_kv_heads: number of query heads and of key-value heads of the attention.
         head_size: size of one attention head; even.
         mlp_size: intermediate size of the feed-forward network.
-        norm_eps, rope_theta: as in Llama configurations.
+        norm_eps: as in Llama configurations.
+        rope: rotary positions.
         has_qk_norm: whether each query and key head is RMS-normalised (QK-norm, Qwen3).
         attention_bias: whether the query, key and value projections have biases (Qwen2).
         rotary_size: number of leading values of each head that are rotated; even, 0 for all.
@@ -58,7 +60,7 @@ class LayerConfig:
     head_size: int
     mlp_size: int
     norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
+    rope: RotaryConfig = field(default_factory=RotaryConfig)
     has_qk_norm: bool = False
     attention_bias: bool = False
     rotary_size: int = 0
@@ -99,7 +101,7 @@ class LayerConfig:
             has_experts: whether the layer has a mixture of experts; some layers of such models have none.
 
         Raises:
-            UnsupportedModelError: unsupported model type, activation or rotary embedding.
+            UnsupportedModelError: unsupported model type, activation or scaling of rotary positions.
         """
         kind = config.get("model_type", "llama")
         has_gate = kind in GATED_TYPES
@@ -112,12 +114,6 @@ class LayerConfig:
                 f"expected the activation silu, got {config['hidden_act']}; use another drafter, or train one with "
                 "`secondguess train`"
             )
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise UnsupportedModelError(
-                f"expected plain rotary positions, got {rope}; use a drafter without a scaling of them, or train one "
-                "with `secondguess train`"
-            )
         num_heads = config["num_attention_heads"]
         latent = LatentConfig.from_config(config) if kind in LATENT_TYPES else None
         head_size = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -126,7 +122,7 @@ class LayerConfig:
             head_size, rotary_size = latent.key_size, latent.qk_rope_head_dim
         elif kind in PARTLY_ROTATED:
             usual = config.get("partial_rotary_factor", PARTLY_ROTATED[kind])
-            rotary_size = int(head_size * rope.get("partial_rotary_factor", usual))
+            rotary_size = int(head_size * rope_parameters(config).get("partial_rotary_factor", usual))
         return cls(
             width=config["hidden_size"],
             num_heads=num_heads,
@@ -134,7 +130,7 @@ class LayerConfig:
             head_size=head_size,
             mlp_size=config["moe_intermediate_size" if has_experts else "intermediate_size"],
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+            rope=RotaryConfig.from_config(config),
             has_qk_norm=kind == "qwen3" or has_gate or bool(config.get("use_qk_norm")),
             attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
             rotary_size=rotary_size,
@@ -143,17 +139,14 @@ class LayerConfig:
             experts=ExpertsConfig.from_config(config) if has_experts else None,
         )
 
-    def rotary_frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Return the angles between neighbouring positions, `[rotated size / 2]`."""
-        size = self.rotary_size or self.head_size
-        steps = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-        frequencies: Tensor = self.rope_theta**-steps
-        return frequencies
+    def rotary_frequencies(self, device: torch.device | None = None) -> tuple[Tensor, float]:
+        """Return the angles between neighbouring positions, `[rotated size / 2]`, and the factor on cos and sin."""
+        return self.rope.frequencies(self.rotary_size or self.head_size, device)
 
     def to_config(self) -> dict[str, Any]:
         """Return the equivalent fields of a Llama-like configuration."""
         kind = "qwen3" if self.has_qk_norm else "qwen2" if self.attention_bias else "llama"
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        rope = self.rope.to_config()
         more: dict[str, Any] = {}
         if self.latent is not None:
             kind, more = "deepseek_v3", self.latent.to_config()
@@ -244,7 +237,7 @@ class DecoderLayer(nn.Module):
         self.self_attn: Any = (
             Attention(config, input_width or config.width)
             if config.latent is None
-            else LatentAttention(config.latent, config.width, config.num_heads)
+            else LatentAttention(config.latent, config.width, config.num_heads, config.rope.score_factor)
         )
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp: Any = (
@@ -264,8 +257,9 @@ class DecoderLayer(nn.Module):
 
 def cos_sin_at(config: LayerConfig, positions: Tensor, dtype: torch.dtype) -> CosSin:
     """Return rotary cos and sin `[row or 1, position, 1, size]` of `[row or 1, position]`."""
-    angles = positions[..., None].float() * config.rotary_frequencies(positions.device)
-    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+    frequencies, factor = config.rotary_frequencies(positions.device)
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos()[:, :, None] * factor, angles.sin()[:, :, None] * factor
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 

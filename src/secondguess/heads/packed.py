@@ -71,7 +71,7 @@ class PackedHead(PackedDecoder):
             config.num_kv_heads,
             config.head_size,
         )
-        self.rotaries = [Rotary(config.rotary_frequencies(), 1.0, torch.bfloat16)]
+        self.rotaries = [Rotary(*config.rotary_frequencies(), torch.bfloat16)]
         return self._describe(
             [self._layer(layer, config) for layer in layers],
             inner_width=config.mlp_size,

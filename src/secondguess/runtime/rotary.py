@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,6 +84,32 @@ class Rotary:
 
 def _interleaved(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.stack(tuple(parts), dim).flatten(dim - 1)
+
+
+def scaled_frequencies(
+    rope_parameters: dict[str, Any], size: int, device: torch.device | None
+) -> tuple[Tensor, float]:
+    """Return the frequencies `[size / 2]` of a scaling of rotary positions, and the factor on cosines and sines.
+
+    Args:
+        rope_parameters: fields of a scaling that does not depend on the length of the text, as in Transformers'
+            configurations.
+        size: number of values of a head that are rotated.
+
+    Raises:
+        KeyError: a field that the scaling needs is missing.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = SimpleNamespace(  # the part of a configuration that these functions read
+        hidden_size=size,
+        num_attention_heads=1,
+        head_dim=size,
+        rope_parameters=rope_parameters,
+        standardize_rope_params=lambda: None,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_parameters["rope_type"]](config, device)
+    return frequencies, float(factor)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:
