@@ -60,7 +60,7 @@ LINES = [
     *(f"train {kind} {TRAINING} {ANSWERS}" for kind in KINDS),
     *(f"train {kind} {TRAINING} --as-is" for kind in KINDS),
     "train layer-skip --out {folder}/skip --model {target} --data {texts} --num-prompts 2 --max-tokens 4 --length 32 "
-    "--temperature 0 --seed 1 --dtype float32",
+    "--temperature 0 --seed 1 --dtype float32 --device cpu",
 ]
 
 

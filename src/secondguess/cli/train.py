@@ -86,6 +86,7 @@ def layer_skip(
     temperature: Temperature = None,
     seed: Annotated[int, data_option("Seed of the answers.")] = 0,
     dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
 ) -> int:
     """Search for layers of the target to skip while drafting.
 
@@ -101,7 +102,7 @@ def layer_skip(
     )
     with DeferredInterrupt() as interruption, progress_bar("loading", percent=True) as bar:
         show = ProgressDisplay(bar, interruption.raise_if_interrupted)
-        found = search_layers(out, model, dtype, data or (), num_prompts, answers, show)
+        found = search_layers(out, model, dtype, device, data or (), num_prompts, answers, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
     print(
         f"expected at temperature 1: acceptance rate {found.acceptance:.1%}, a draft step takes {found.cost_ratio:.2f} of a "

@@ -39,6 +39,7 @@ def search_layers(
     out: Path,
     model: str,
     dtype: str,
+    device: str,
     data: Sequence[Path],
     num_prompts: int,
     answers: AnswerSettings,
@@ -48,7 +49,7 @@ def search_layers(
 
     Args:
         out: folder of the result and of the run, whose texts are reused.
-        model, dtype: the target; it is loaded with the fused runtime, which can skip layers.
+        model, dtype, device: the target; it is loaded with the fused runtime, which can skip layers.
         data: files of prompts; empty for prompts from the standard library.
         num_prompts: maximum number of prompts, to which the target generates answers.
         answers: settings of the answers.
@@ -66,7 +67,7 @@ def search_layers(
     run = out / RUN
     identity = identity_of_texts(model, data, num_prompts, answers, dtype)
     try:
-        llm = load(model, "suffix", dtype=dtype, runtime="fused")
+        llm = load(model, "suffix", dtype=dtype, device=device, runtime="fused")
     except UnsupportedModelError as error:
         reason = str(error).partition(";")[0]
         raise UnsupportedModelError(f"{reason}; train a drafter of another kind, such as medusa") from error
