@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from checkpoints import random_llama
 from families import (
@@ -128,6 +129,27 @@ class LinearOfItsOwn(nn.Linear):
     """A subclass, which may compute otherwise."""
 
 
+def test_transposed_weights_are_read_as_they_are_meant():
+    """In every way in which a layer is used: product, gradient, state."""
+    layer = Conv1D(7, 48)
+    nn.init.normal_(layer.bias)
+    layer = layer.to(torch.bfloat16)
+    found, values = KernelLinear(layer, Arena()), random_values(3, 48).to(torch.bfloat16)
+    assert found.weight.shape == (7, 48)
+    assert torch.equal(found.state_dict()["weight"], layer.weight)
+    with torch.inference_mode():
+        torch.testing.assert_close(found(values), layer(values), rtol=0.02, atol=0.02)
+    values.requires_grad_()
+    found(values).sum().backward()
+    torch.testing.assert_close(
+        values.grad.float(), layer.weight.float().sum(1).expand(3, -1), rtol=0.02, atol=0.02
+    )
+
+
+def tiny_gpt2():
+    return transformers.AutoModelForCausalLM.from_config(FAMILIES["gpt2"]()).to(torch.bfloat16).eval()
+
+
 def tiny_llama():
     model = random_llama(vocab_size=96, initializer_range=0.1, tie_word_embeddings=True, attention_bias=True)
     model = model.to(torch.bfloat16)
@@ -165,8 +187,9 @@ class OwnTensor(torch.Tensor):
     """Tensor with a class of its own."""
 
 
-def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
-    model = tiny_llama()
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_a_module_that_the_kernels_would_change_is_restored(make, monkeypatch):
+    model = make()
     expected = logits(model)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     forward = KernelLinear.forward
@@ -176,7 +199,7 @@ def test_a_module_that_the_kernels_would_change_is_restored(monkeypatch):
     assert not any(isinstance(module, KernelLinear) for module in model.modules())
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
@@ -189,7 +212,7 @@ def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["lfm2", "falcon-h1", "gemma4", "gptj"])
+@pytest.mark.parametrize("name", ["lfm2", "falcon-h1", "gemma4", "gptj", "gpt2"])
 def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_path):
     path = write_checkpoint((FAMILIES | RECURRENT)[name](), tmp_path)
     checkpoint = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize)
@@ -211,22 +234,23 @@ def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_pat
     assert 0 < error < (0.1 if quantize == "int8" else 0.6)
 
 
-def test_a_module_without_linear_layers_is_not_quantised(tmp_path):
-    config = FAMILIES["gpt2"]()
-    config.vocab_size = 6000  # its tied head has most weights, and is a linear layer
+def test_a_module_of_joint_experts_is_not_quantised(tmp_path):
+    config = RECURRENT["qwen3-next"]()
+    config.vocab_size = 6000  # its head has most weights, and is a linear layer
     path = write_checkpoint(config, tmp_path)
     with pytest.raises(
-        UnsupportedModelError, match=r"most of whose weights are those of linear layers, got .* with 0 of"
+        UnsupportedModelError,
+        match=r"most of whose weights are those of linear layers, got .* with 11,584 of",
     ):
         Checkpoint.resolve(path, device="cpu", quantize="int4")
     with pytest.raises(
-        UnsupportedModelError, match=r"most of whose weights are those of linear layers, got GPT2"
+        UnsupportedModelError, match=r"most of whose weights are those of linear layers, got Qwen3Next"
     ):
         quantise_linears(plain_model(path), INT4)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["gemma4", "lfm2", "gptj"])
+@pytest.mark.parametrize("name", ["gemma4", "lfm2", "gptj", "gpt2"])
 def test_memory_is_that_of_the_layers_that_are_quantised(name, quantize, tmp_path):
     config = (FAMILIES | RECURRENT)[name]()
     config.vocab_size = config.vocab_size_per_layer_input = 6000

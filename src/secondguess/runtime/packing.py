@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.native.library import units
@@ -418,8 +419,8 @@ def _linears(model: Any) -> list[Any]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an `nn.Linear`, and no subclass of it or of its weight, which may compute otherwise."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+    """Return whether a module is a linear layer, and no subclass of one or of its weight, which may compute otherwise."""
+    return type(module) in (nn.Linear, Conv1D) and type(module.weight.data) is Tensor
 
 
 def _copy_with(model: Any, replacements: Mapping[Any, nn.Module]) -> Any:
@@ -428,10 +429,13 @@ def _copy_with(model: Any, replacements: Mapping[Any, nn.Module]) -> Any:
     return deepcopy(model, copies | {id(each): other for each, other in replacements.items()})
 
 
-def _unpacked(packed: KernelLinear) -> nn.Linear:
+def _unpacked(packed: KernelLinear) -> nn.Linear | Conv1D:
     num_outputs, num_inputs = packed.weight.shape
-    linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
-    linear.weight = nn.Parameter(packed.plain_weight(), requires_grad=False)
+    weight, linear = packed.plain_weight(), nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
+    if packed.is_transposed:
+        with torch.device("meta"):
+            weight, linear = weight.T, Conv1D(num_outputs, num_inputs)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     linear.bias = packed.bias
     return linear
 

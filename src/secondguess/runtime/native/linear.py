@@ -7,6 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from secondguess.errors import OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.native import library
@@ -21,18 +22,23 @@ class KernelLinear(nn.Module):
     A row's bits do not depend on other rows. If a gradient is needed, torch computes the layer; a quantised one has none.
 
     Args:
-        linear: the layer.
+        linear: the layer; an `nn.Linear`, or a `Conv1D` of Transformers (GPT-2), whose weight is transposed.
         arena: allocator of the weight.
         weight_format: encoding of the weight. With a quantised one inputs are quantised to 8 bits.
 
     Attributes:
-        weight: tensor of the weight's shape and dtype without memory.
+        weight: tensor of the weight's shape `[output, input]` and dtype without memory.
+        is_transposed: whether the layer is a `Conv1D`.
     """
 
-    def __init__(self, linear: nn.Linear, arena: Arena, weight_format: WeightFormat = BFLOAT16) -> None:
+    def __init__(
+        self, linear: nn.Linear | Conv1D, arena: Arena, weight_format: WeightFormat = BFLOAT16
+    ) -> None:
         super().__init__()
+        self.is_transposed = isinstance(linear, Conv1D)
         weight = linear.weight.detach()
-        self.weight = torch.empty_like(weight, device="meta")
+        weight = weight.T if self.is_transposed else weight
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         self.bias = linear.bias
         self._unit = library.units()[0]
         self.weight_format = weight_format
@@ -66,7 +72,7 @@ class KernelLinear(nn.Module):
         return sum(each.nbytes for each in self._blocks.tensors)
 
     def plain_weight(self) -> Tensor:
-        """Return the weight in plain layout.
+        """Return the weight `[output, input]` in plain layout.
 
         Raises:
             UnsupportedModelError: if it is quantised.
@@ -81,4 +87,5 @@ class KernelLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.plain_weight()
+        weight = self.plain_weight()
+        destination[f"{prefix}weight"] = weight.T if self.is_transposed else weight
