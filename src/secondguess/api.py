@@ -234,6 +234,7 @@ def _with_settings(params: object, settings: Mapping[str, object], name: str, ad
     return replace(params, **settings)  # type: ignore[arg-type]
 
 
+@one_at_a_time()
 def load(
     model: str | PathLike[str] = "builtin",
     drafter: str | None = None,
@@ -312,7 +313,7 @@ def load(
     name = pair.drafter.name
     heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
-    with one_at_a_time(), without_defaults_of_caller(pair.target.device):
+    with without_defaults_of_caller(pair.target.device):
         target, *draft_models = loaded = [each.load() for each in checkpoints]
         made = make_drafter(
             name if drafter is not None else confirm_default(name, target.runtime),

@@ -24,6 +24,7 @@ CASES = {
     ("export", "--to", "vllm", "--drafter", "abacus"): "suffix",
     ("export", "--to", "vllm", "--dtype", "abacus"): "bfloat16",
     ("export", "--to", "vllm", "--quantize", "abacus"): "int8",
+    ("serve", "--host", "256.0.0.1"): "--host",
     ("generate", "x", "--drafter", "abacus"): "suffix",
     ("generate", "x", "--drafter", "suffix+abacus"): "suffix+abacus",
     ("generate", "x", "--verifier", "abacus"): "traversal",

@@ -179,6 +179,23 @@ def test_a_forked_process_decodes_its_own_requests(engine: Engine, llm: LLM) -> 
     assert isinstance(client.last_event(), Finished)
 
 
+def test_a_request_for_which_there_is_no_thread_fails_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(llm)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.submit(request(), print)
+    assert not engine.status().num_requests
+    assert isinstance(Client(engine, request()).last_event(), Finished)
+    engine.close()
+
+
 def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:
     engine = Engine(llm)
     client = Client(engine, request(max_tokens=40))

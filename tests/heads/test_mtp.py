@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.mtp import MtpHead, contains_mtp
+from secondguess.heads.mtp import MtpHead, contains_mtp, find_module
 from secondguess.runtime.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model, target_of
 
@@ -302,6 +302,38 @@ def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: st
                 normed = parts["norm"](states)
                 features = torch.cat([features, normed if is_qwen else states], 1)
                 torch.testing.assert_close(found[depth], model.lm_head(normed)[0, 0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_module_in_fp8_is_decoded_or_refused_before_it_is_read(is_known: bool, tmp_path: Path) -> None:
+    """As that of DeepSeek-V3 is published."""
+    block, (exact, coded) = 16, (tmp_path / name for name in ("exact", "coded"))
+    for folder in (exact, coded):
+        folder.mkdir()
+        write_published(folder, "deepseek-v3")
+    decoded = load_file(exact / "model.safetensors")
+    stored = dict(decoded)
+    for name, weight in decoded.items():
+        if name.endswith("_proj.weight"):
+            sizes = [-(-size // block) for size in weight.shape]
+            scale = torch.rand(sizes, generator=torch.Generator().manual_seed(1)) / 64
+            factors = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            factors = factors[: weight.shape[0], : weight.shape[1]]
+            codes = (weight / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = codes, scale
+            decoded[name] = codes.float() * factors
+    save_file(decoded, exact / "model.safetensors")
+    save_file(stored, coded / "model.safetensors")
+    described = (
+        {"quant_method": "fp8", "weight_block_size": [block, block]} if is_known else {"quant_method": "x"}
+    )
+    edit(coded, quantization_config=described)
+    if not is_known:
+        with pytest.raises(UnsupportedModelError, match=r"weights that can be read in .*_scale_inv"):
+            find_module(coded)
+        return
+    expected, found = (load(folder).state_dict() for folder in (exact, coded))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_correction_of_the_experts_load_stays_in_float32(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
+from secondguess.checkpoint.read import one_at_a_time
 from secondguess.core import Draft
 from secondguess.runtime import exclusive
 
@@ -212,6 +214,32 @@ def finished(tmp_path_factory):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_computes_the_same(finished):
     assert finished.stdout.split("\n")[:4] == ["0"] * 4, finished.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_waits_for_a_checkpoint_that_is_read():
+    """Transformers changes the default dtype meanwhile."""
+    entered = threading.Event()
+
+    @one_at_a_time()
+    def read():
+        torch.set_default_dtype(torch.bfloat16)
+        entered.set()
+        time.sleep(0.3)
+        torch.set_default_dtype(torch.float32)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    entered.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with one_at_a_time():
+            os._exit(0 if torch.get_default_dtype() == torch.float32 else 1)
+    _, status = os.waitpid(child, 0)
+    reader.join()
+    assert status == 0
 
 
 @needs_kernels

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import multiprocessing
+import os
 import time
 
 import httpx2
@@ -39,6 +41,21 @@ def callback_seconds(monkeypatch):
 
 def app_client(**settings):
     return TestClient(create_app(FakeEngine(), ServerSettings(**settings)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_application_that_has_answered_answers_in_a_forked_process():
+    client = app_client()
+    assert client.post("/v1/completions", json=BODY).status_code == 200
+
+    def answer():
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+    child = multiprocessing.get_context("fork").Process(target=answer, daemon=True)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize(

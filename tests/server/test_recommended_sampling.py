@@ -1,6 +1,7 @@
 """Sampling settings of `generation_config.json` as the defaults of requests."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,34 @@ def test_what_a_request_leaves_out_is_the_models(path, settings, given, expected
     assert {name: getattr(params, name) for name in names} == {name: getattr(default, name) for name in names}
     if path == "/v1/responses":
         assert (reply.json()["temperature"], reply.json()["top_p"]) == (params.temperature, params.top_p)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": 1e-6, "repetition_penalty": 1.05}, {"temperature": 0, "repetition_penalty": 1.05}),
+        ({"top_k": -1}, {"temperature": 1.0, "top_k": 0}),
+        ({"top_k": 50.0}, {"temperature": 1.0, "top_k": 50}),
+    ],
+)
+def test_published_values_have_the_meaning_that_other_servers_give_them(values, expected, recommending):
+    http, engine = recommending(values)
+    http.post("/v1/completions", json=BODIES["/v1/completions"])
+    params = engine.requests[0].params
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_settings_out_of_range_are_refused_before_weights_are_loaded(
+    secondguess_command, tiny_checkpoint, tmp_path, monkeypatch
+):
+    for file in Path(tiny_checkpoint).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    monkeypatch.setattr("secondguess.api.load", lambda **_: pytest.fail("loaded"))
+    done = secondguess_command("serve", "--model", tmp_path, "--port", "0")
+    assert done.code == 2
+    assert "got 7; use 1 to turn it off; correct generation_config.json" in done.err
 
 
 def test_a_request_without_top_k_can_say_so(recommending):

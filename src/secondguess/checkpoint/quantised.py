@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -205,7 +205,7 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
         for name, of_weight in scales.items()
     ):
         return encoding
-    weights = StoredWeights(path, None)
+    weights = StoredWeights(tensor_files(path), None)
     for name, of_weight in scales.items():
         shape, grid = weights.shape(of_weight), weights.shape(name)
         _require(
@@ -396,21 +396,21 @@ def _open(path: Path) -> Any:
 
 
 class StoredWeights:
-    """Weights in the safetensors files of a checkpoint, read from memory-mapped files.
+    """Weights in safetensors files, which are memory-mapped.
 
     Args:
-        folder: directory of the checkpoint.
+        files: files of a checkpoint.
         encoding: encoding of its quantised weights; None if there are none.
 
     Attributes:
         names: names of the weights, those of quantised ones as Transformers names them.
     """
 
-    def __init__(self, folder: Path, encoding: Encoding | None) -> None:
+    def __init__(self, files: Iterable[Path], encoding: Encoding | None) -> None:
         self._encoding = encoding
         self._files: dict[str, Any] = {
             name: file
-            for file in map(_open, tensor_files(folder))
+            for file in map(_open, files)
             for name in file.keys()  # noqa: SIM118 - not a dictionary
         }
         self._quantised = set()
@@ -495,7 +495,7 @@ class JoinedExperts:
 
     def __init__(self, folder: Path, encoding: Encoding, by_expert: bool) -> None:
         self._encoding = encoding
-        self._tensors = StoredWeights(folder, None)
+        self._tensors = StoredWeights(tensor_files(folder), None)
         found = [match for name in self._tensors.names if (match := JOINED.fullmatch(name))]
         joined = {match[0].removesuffix("_blocks"): match for match in found}
         self._joined = set() if by_expert else set(joined)

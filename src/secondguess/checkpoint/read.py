@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from threading import RLock
 from typing import Any
 
 import torch
@@ -45,6 +43,7 @@ from secondguess.errors import (
     SecondGuessError,
     UnsupportedModelError,
 )
+from secondguess.runtime.exclusive import loading
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.runtime.stored import StoredLinear, WeightSource
 from secondguess.runtime.support import check_class, check_config, takes_masks
@@ -85,27 +84,15 @@ RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-_loading = RLock()
-
-
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Return a context that one thread at a time is in.
 
-    While it loads a model, Transformers replaces functions of its own and of torch, and the default dtype.
+    While it loads a model, Transformers replaces functions of its own and of torch, and the default dtype. A fork
+    waits until it has restored them.
     """
-    with _loading:
+    with loading:
         yield
-
-
-def _reset_after_fork() -> None:
-    """Make a new lock in a forked process: a thread that holds the old one does not exist there."""
-    global _loading
-    _loading = RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @contextmanager
@@ -456,7 +443,7 @@ def _open_weights(path: Path, outline: Any, encoding: Encoding | None, by_expert
         return GgufWeights(path, outline)
     if encoding is not None and encoding.joins_experts:
         return JoinedExperts(path, encoding, by_expert)
-    return StoredWeights(path, encoding)
+    return StoredWeights(tensor_files(path), encoding)
 
 
 def _experts_option(dtype: torch.dtype) -> dict[str, str]:

@@ -110,17 +110,24 @@ def serve(
         cors_origins=cors_origin,
         chat_template=read_template(chat_template),
     )
-    from secondguess.api import load
-    from secondguess.engine import Engine
-    from secondguess.server.app import create_app
-    from secondguess.server.convert import OPENAI_SAMPLING
     from secondguess.server.run import open_socket, serve_until_signal
-    from secondguess.server.sleep import SleepingEngine
 
-    # Opened first: a port in use is cheap to find, weights are expensive to load.
+    # Opened first: a port in use is cheap to find, libraries and weights are expensive to load.
     opened = open_socket(host, port)
     try:
+        from secondguess.api import load
+        from secondguess.checkpoint.resolve import find_checkpoint
+        from secondguess.engine import Engine
+        from secondguess.server.app import create_app
+        from secondguess.server.convert import OPENAI_SAMPLING
+        from secondguess.server.model import recommended_sampling
+        from secondguess.server.sleep import SleepingEngine
+
         loading = options.load_settings_and_tuned(context, config)[0]
+        if settings.generation_config:
+            recommended_sampling(
+                find_checkpoint(loading["model"])
+            )  # raises an error before weights are loaded
 
         def make_engine() -> Engine:
             llm = load(**loading)

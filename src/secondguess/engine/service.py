@@ -221,13 +221,14 @@ class Engine:
         handle = RequestHandle(generation, request, on_event, self._wake)
         with self._changed:
             self._check_accepting(request)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
+                thread.start()  # may fail
+                self._thread = thread
             if not self._handles:
                 self._last_end = time.monotonic()  # idle time is no time per request
             self._handles.append(handle)
             self.llm.shared_batch.submit(generation.group)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
-                self._thread.start()
             self._changed.notify()
         return handle
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from secondguess.checkpoint.quantised import StoredWeights, read_encoding
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.experts import separate_experts
@@ -113,7 +114,7 @@ class MtpHead(FeatureHead):
                     f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
                 )
             tensors = {
-                names.in_module(name): tensor for name, tensor in read_named_tensors(stored.files).items()
+                names.in_module(name): tensor for name, tensor in _read_weights(folder, stored).items()
             }
             tensors = separate_experts(tensors, "layer.mlp.experts.")
             if names.centred_norms and layer.has_gate:
@@ -286,10 +287,20 @@ def find_module(folder: Path) -> StoredModule:
                 "got none; train one with `secondguess train mtp`"
             )
         own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
+        _require_readable_weights(folder, own)
         _require_supported_layer(folder, own, config)
         layer = _layer_config(config, has_experts=any("mlp.experts." in name for name in own))
     has_others = bool(names.next_prefix) and f"{names.next_prefix}{names.projection}" in files
     return StoredModule(config, names, own, layer, has_others)
+
+
+def _read_weights(folder: Path, stored: StoredModule) -> dict[str, Tensor]:
+    """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
+    encoding = read_encoding(folder)
+    if encoding is None:
+        return read_named_tensors(stored.files)
+    weights = StoredWeights(dict.fromkeys(stored.files.values()), encoding)
+    return {name: weights.read(name) for name in weights.names if name.startswith(stored.names.prefix)}
 
 
 def contains_mtp(folder: Path) -> bool:
@@ -309,6 +320,17 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | None:
     families = family_names(num_layers)
     return next((names for names in families if names.prefix + names.projection in files), None)
+
+
+def _require_readable_weights(folder: Path, names: Iterable[str]) -> None:
+    """Refuse quantised weights in an encoding that is not decoded here."""
+    marks = ("scale_inv", "scale", "qweight", "weight_packed")
+    coded = next((name for name in names if name.endswith(marks)), None)
+    if coded is not None and read_encoding(folder) is None:
+        raise UnsupportedModelError(
+            f"expected a multi-token-prediction module with weights that can be read in {folder}, got {coded}, of an "
+            "encoding that is not decoded; train one with `secondguess train mtp` or use another drafter"
+        )
 
 
 def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:

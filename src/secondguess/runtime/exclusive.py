@@ -1,7 +1,8 @@
 """Lock around the calls on a runtime: safe in several threads, across a fork and at exit.
 
 A runtime's cache, slots and buffers belong to one call at a time. Calls of other threads wait. A
-fork waits for calls in progress, so that the child finds every runtime between two calls. The
+fork waits for calls in progress, so that the child finds every runtime between two calls, and for the
+reading of checkpoints, which changes the state of libraries for a while. The
 interpreter exits after the calls in progress; daemon threads stop at their next call.
 """
 
@@ -54,6 +55,8 @@ def exclusive(method: Method) -> Method:
     return cast(Method, call)
 
 
+loading = threading.RLock()
+"""Held while a checkpoint is read. A thread that holds it may call runtimes, but not the other way round."""
 _registry = threading.RLock()
 _all: WeakSet[CallLock] = WeakSet()
 _held: list[CallLock] = []
@@ -61,6 +64,7 @@ _exiting = False
 
 
 def _before_fork() -> None:
+    loading.acquire()
     _registry.acquire()
     for lock in list(_all):
         lock._lock.acquire()
@@ -71,6 +75,7 @@ def _after_fork() -> None:
     while _held:
         _held.pop()._lock.release()
     _registry.release()
+    loading.release()
 
 
 def _after_fork_in_child() -> None:

@@ -13,6 +13,8 @@ from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
 from secondguess.sampling.grammar import Grammar
 
+MIN_TEMPERATURE = 1e-4
+"""Smallest temperature above 0."""
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16384
 
@@ -141,7 +143,7 @@ class SamplingParams:
                 self._check_integer(name, *bounds)
         for name, (low, high, advice) in _NUMBERS.items():
             self._check_number(name, low, high, advice)
-        if 0 < self.temperature < 1e-4:
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise _invalid("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
         if self.top_p == 0:
             raise _invalid("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")

@@ -16,7 +16,7 @@ from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill
-from secondguess.server.model import ServedModel
+from secondguess.server.model import ServedModel, recommended_sampling
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
 from secondguess.server.settings import ServerSettings
@@ -60,7 +60,7 @@ class Converter:
         self._settings = settings
         self._template = template
         self.defaults = OPENAI_SAMPLING | (
-            target.recommended_sampling() if settings.generation_config else {}
+            recommended_sampling(target.checkpoint.path) if settings.generation_config else {}
         )
 
     def with_defaults(self, request: RequestType) -> RequestType:

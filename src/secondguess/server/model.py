@@ -12,6 +12,7 @@ from secondguess.checkpoint.read import read_recommended_sampling
 from secondguess.engine.generation import fits_memory
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.params import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,31 @@ class ServedModel:
         sizes = longest, runtime.num_input_tokens, runtime.takes_images
         return cls(name or target.name, target.checkpoint, target.tokenizer, *sizes, is_limited)
 
-    def recommended_sampling(self) -> dict[str, float]:
-        """Return the sampling settings in the model's `generation_config.json`.
-
-        Raises:
-            CheckpointError: if one is out of range, or the file cannot be read.
-        """
-        found = read_recommended_sampling(self.checkpoint.path)
-        try:
-            SamplingParams(**found)
-        except BadInputError as error:
-            raise CheckpointError(
-                f"{error}; correct generation_config.json of {self.name}, or serve with --no-generation-config"
-            ) from error
-        return found
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `LoadedModel.encode` does."""
         return encode_text(self.tokenizer, text)
+
+
+def recommended_sampling(path: str) -> dict[str, float]:
+    """Return the sampling settings in a checkpoint's `generation_config.json`.
+
+    They are read as other servers do: a `top_k` of -1 means none, and a tiny temperature greedy decoding.
+
+    Raises:
+        CheckpointError: if one is out of range, or the file cannot be read.
+    """
+    found = read_recommended_sampling(path)
+    temperature, top_k = found.get("temperature"), found.get("top_k")
+    if isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE:
+        found["temperature"] = 0
+    if top_k == -1:
+        found["top_k"] = 0
+    elif isinstance(top_k, float) and top_k.is_integer():
+        found["top_k"] = int(top_k)
+    try:
+        SamplingParams(**found)
+    except BadInputError as error:
+        raise CheckpointError(
+            f"{error}; correct generation_config.json in {path}, or serve with --no-generation-config"
+        ) from error
+    return found

@@ -10,13 +10,16 @@ import time
 from copy import deepcopy
 from threading import Thread
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import anyio
 import uvicorn
 from fastapi import FastAPI
 
 from secondguess.errors import BadInputError
-from secondguess.server.sleep import ServerEngine
+
+if TYPE_CHECKING:  # it imports torch, which takes longer than to find that a port is in use
+    from secondguess.server.sleep import ServerEngine
 
 logger = logging.getLogger("uvicorn.error")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,8 @@ class Service:
         self.metrics = Metrics(engine, self.model_names[0])
         default = 2**20 + 16 * self.target.context_length + self.target.takes_images * MAX_IMAGE_BYTES
         self.max_body_bytes = settings.max_body_bytes or default
-        self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="secondguess-server")
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+        """Worker threads of this process, by its id: a forked process has none of its parent's threads."""
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served.
@@ -81,7 +83,9 @@ class Service:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Return the result of slow work, computed on a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if os.getpid() not in self._pools:
+            self._pools = {os.getpid(): ThreadPoolExecutor(self.settings.num_threads, "secondguess-server")}
+        return await asyncio.get_running_loop().run_in_executor(self._pools[os.getpid()], work)
 
     async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, RequestStream]:
         """Convert a request and give it to the engine."""
