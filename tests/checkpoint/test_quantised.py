@@ -453,6 +453,15 @@ def test_weights_of_torchao_are_refused_in_a_dtype_in_which_it_does_not_multiply
             check_dtype_of_torchao(config, getattr(torch, dtype), "tiny")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_a_checkpoint_of_torchao_gets_the_dtype_of_its_scales_by_default(dtype, tmp_path):
+    pytest.importorskip("torchao")
+    write(tmp_path, FORMATS["gptq"], TORCHAO)
+    described = json.loads((tmp_path / "config.json").read_text()) | {"dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert Checkpoint.resolve(tmp_path, device="cpu").dtype == getattr(torch, dtype)
+
+
 def write_fp8(path: Path, rows: int, columns: int, **sizes: Any) -> Any:
     """Write a random model in FP8 with a scale per block, and return it with the decoded weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 128} | sizes

@@ -28,6 +28,7 @@ from secondguess.checkpoint.read import (
     check_dtype_of_torchao,
     check_loadable,
     config_of_class,
+    dtype_for_torchao,
     find_end_tokens,
     has_text,
     kept_quantisation,
@@ -151,7 +152,8 @@ class Checkpoint:
         if dtype == "auto":
             by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
             needs_kernels = by_kernels and not has_bfloat16(picked)
-            dtype = "bfloat16" if by_kernels or has_bfloat16(picked) else "float32"
+            fastest = torch.bfloat16 if by_kernels or has_bfloat16(picked) else torch.float32
+            dtype = str(dtype_for_torchao(config, fastest)).removeprefix("torch.")
         check_dtype_of_torchao(config, getattr(torch, dtype), path)
         found = cls(
             fspath(name),

@@ -227,24 +227,31 @@ def kept_quantisation(config: Any) -> str | None:
 def check_dtype_of_torchao(config: Any, dtype: torch.dtype, name: str) -> None:
     """Check that torchao multiplies the weights of a checkpoint, if they are its own, in a dtype.
 
-    Weights in 8-bit integers take all, except float64 if inputs are quantised, too; others take that of their scales.
-
     Raises:
         UnsupportedModelError: if it does not.
     """
+    needed = dtype_for_torchao(config, dtype)
+    if needed != dtype:
+        expected, found = (str(each).removeprefix("torch.") for each in (needed, dtype))
+        raise UnsupportedModelError(
+            f"expected dtype {expected} for {name}, whose weights torchao multiplies in no other, got {found}; load it with "
+            f"dtype {expected}"
+        )
+
+
+def dtype_for_torchao(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for a checkpoint with weights of torchao: a given one, or the only one in which it multiplies them.
+
+    Weights in 8-bit integers take all, except float64 if inputs are quantised, too; others take that of their scales.
+    """
     described = _described_quantisation(config)
     if described.get("quant_method") != "torchao" or not isinstance(config.dtype, torch.dtype):
-        return
+        return dtype
     kinds = described.get("quant_type")
     default = kinds.get("default") if isinstance(kinds, dict) else None
     kind = str(default.get("_type")) if isinstance(default, dict) else str(kinds)
     takes_all = kind.startswith("Int8") and not (dtype == torch.float64 and "Dynamic" in kind)
-    if not takes_all and dtype != config.dtype:
-        expected, found = (str(each).removeprefix("torch.") for each in (config.dtype, dtype))
-        raise UnsupportedModelError(
-            f"expected dtype {expected} for {name}, whose weights torchao ({kind}) multiplies in no other, got {found}; "
-            f"load it with dtype {expected}"
-        )
+    return dtype if takes_all else config.dtype
 
 
 def _described_quantisation(config: Any) -> dict[str, Any]:
