@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from drafter_cases import (
@@ -17,7 +19,9 @@ from drafter_cases import (
 )
 from torch import Tensor
 
+from interruptions import interrupted_at
 from secondguess.core import Budgets, Draft, Row, Verdict
+from secondguess.drafters import mirroring, sampling_drafter
 from secondguess.drafters.base import DrafterResources
 from secondguess.drafters.model import ModelDrafter
 from secondguess.errors import BadInputError
@@ -38,6 +42,29 @@ def always(dists: Tensor, depth: int, *_: object) -> list[bool]:
 def propose(drafter: ModelDrafter, rows: list[Row], budgets: Budgets) -> Draft:
     drafter.prepare(rows, [0] * len(rows))
     return drafter.propose(rows, budgets, KeyedNoise.from_rows(rows))
+
+
+def test_rows_can_be_drafted_for_after_any_interruption() -> None:
+    """Rows of other calls among them, which go on if only one thread is interrupted."""
+    expected = None
+    for line in count(1):
+        drafter = model_drafter(TARGET_DIST)
+        rows = [
+            Row(list(prompt), SamplingParams(temperature=0.0)) for prompt in ([1, 2, 3], [4, 5, 6, 7], [2, 2])
+        ]
+        propose(drafter, rows[:1], Budgets([2], always))
+        rows[0].tokens += [5, 6]
+        was_interrupted = interrupted_at(
+            line,
+            (mirroring, sampling_drafter),
+            lambda: drafter.prepare(rows, [0] * 3),  # noqa: B023
+        )
+        found = propose(drafter, rows, Budgets([3] * 3, always)).token_lists
+        expected = expected or found
+        assert found == expected
+        if not was_interrupted:
+            break
+    assert line > 30
 
 
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])

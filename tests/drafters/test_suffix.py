@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from importlib import import_module
+from itertools import count, islice
 
 import pytest
 import torch
 from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
+from interruptions import interrupted_at
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.automaton import MAX_COUNTED_CONTEXTS, SuffixAutomaton
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
@@ -35,6 +37,40 @@ def fibonacci_word(length: int) -> list[int]:
     while len(word) < length:
         before, word = word, word + before
     return word[:length]
+
+
+MODULES = [
+    import_module(f"secondguess.drafters.{name}") for name in ("automaton", "history", "lookup", "suffix")
+]
+
+
+@pytest.mark.parametrize("owner", [None, "a"])
+def test_texts_are_indexed_after_any_interruption(owner: str | None) -> None:
+    """Also those that are added to a history, which other rows read."""
+    expected = None
+    for line in count(1):
+        drafter = SuffixDrafter()
+        first, row, other = (
+            Row([*prompt], SamplingParams(), history=owner) for prompt in ([1, 2, 3, 4], [1, 2, 3, 1], [3, 4])
+        )
+        drafter.begin([first, row])
+        first.tokens += [5, 6, 7]
+        first.finish_reason = "stop"
+        row.tokens += [2, 3, 1, 2]
+        interruptions = [
+            interrupted_at(line, MODULES, call)
+            for call in (lambda: drafter.candidates([row]), lambda: drafter.release(first))  # noqa: B023
+        ]
+        drafter.release(first)
+        drafter.begin([other])
+        drafter.candidates([other])
+        drafted = drafter.propose([row], Budgets([4], never_called), KeyedNoise.from_rows([row]))
+        found = drafted.token_lists
+        expected = expected or found
+        assert found == expected
+        if not any(interruptions):
+            break
+    assert line > 30
 
 
 def automaton_of(text: list[int]) -> SuffixAutomaton:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interruptions import interrupted_at
 from secondguess.core import Row
 from secondguess.errors import OutOfMemoryError
 from secondguess.runtime import cache, slots
@@ -177,31 +175,6 @@ def test_rows_admitted_together_share_only_already_cached_prefixes(kind):
     held.check(again)
 
 
-def interrupted_at(line: int, call: Callable[[], object]) -> bool:
-    """Raise KeyboardInterrupt before the given executed line of the slot table or its cache; return False if it ended."""
-    num_left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal num_left
-        if frame.f_code.co_filename not in (slots.__file__, cache.__file__):
-            return None
-        if event == "line":
-            num_left -= 1
-            if not num_left:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 @every_cache
 @pytest.mark.parametrize("tokens", [[1, 2, 3, 4], [1, 2, 3, 9, 9], [7, 8]])
 def test_a_row_that_is_released_after_any_interruption_takes_no_slot(kind, tokens):
@@ -210,12 +183,12 @@ def test_a_row_that_is_released_after_any_interruption_takes_no_slot(kind, token
         held = TokenCache(kind)
         held.slots.release(held.admit([7, 8, 9]))
         first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
-        was_released = not interrupted_at(line, lambda: held.slots.release(first))  # noqa: B023
+        was_released = not interrupted_at(line, (slots, cache), lambda: held.slots.release(first))  # noqa: B023
         held.slots.release(first)
         held.write(second)
         assert held.entries(held.slots[second]) == [5, 6, 7]
         row = Row(list(tokens), SamplingParams())
-        was_admitted = not interrupted_at(line, lambda: held.slots.admit([row]))  # noqa: B023
+        was_admitted = not interrupted_at(line, (slots, cache), lambda: held.slots.admit([row]))  # noqa: B023
         held.slots.release(row)
         held.check([second, held.admit(tokens), held.admit([5, 6, 7, 8]), held.admit([1, 2, 3, 4])])
         if was_released and was_admitted:

@@ -39,8 +39,12 @@ class History:
         """Add a text of at most half of `max_tokens`; the history stays within `max_tokens`."""
         if not self.automata or self.automata[0].num_tokens + len(text) > max_tokens // 2:
             self.automata = (SuffixAutomaton(), *self.automata[:1])
-        self.automata[0].begin_text()
-        self.automata[0].extend(text)
+        try:
+            self.automata[0].begin_text()
+            self.automata[0].extend(text)
+        except BaseException:  # an interrupt, which may leave a part of a token in the automaton
+            self.automata = self.automata[1:]
+            raise
 
     def drop_oldest(self) -> None:
         """Drop the older automaton, or the only one."""

@@ -99,5 +99,9 @@ class LookupDrafter(Drafter, Generic[IndexT]):
         Rounds that ask for no candidates leave their tokens unread: several at once take less time.
         """
         index = self._indices[row]
-        index.extend(row.tokens[index.num_tokens :])
+        try:
+            index.extend(row.tokens[index.num_tokens :])
+        except BaseException:  # an interrupt, which may leave a part of a token in the index
+            self._indices[row] = self.make_index(row)
+            raise
         return index

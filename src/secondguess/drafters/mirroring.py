@@ -12,7 +12,7 @@ requests a draft, and tokens committed without a draft at the next request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,18 @@ class MirroringDrafter(SamplingDrafter):
         members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
         return self.runtime.score(mirror_rows, members).logits
 
+    def _admit_mirrors(
+        self, mirrors: Mapping[Row, MirrorRow], reuse_limits: Sequence[int | None] | None = None
+    ) -> list[int]:
+        """Admit new mirror rows, by row; if this fails or is interrupted, the rows have none afterwards."""
+        try:
+            self._mirror_rows.update(mirrors)
+            return self.runtime.admit([mirror.row for mirror in mirrors.values()], reuse_limits)
+        except BaseException:
+            for row in mirrors:
+                MirroringDrafter.release(self, row)
+            raise
+
     def _prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
         """Prefill those that are far behind."""
         far = [each.row for each in mirrors if self.runtime.num_to_prefill(each.row) >= PREFILL_THRESHOLD]
@@ -142,24 +154,29 @@ class TokenDrafter(MirroringDrafter):
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
         known = [row for row in rows if row in self._mirror_rows]
-        mirrors = [self._mirror_rows[row] for row in known]
-        for row, mirror in zip(known, mirrors, strict=True):
-            self._sync_tokens(mirror, self.tokens_of(row))
-        self._rewind(mirrors)
+        mirrors, texts = [self._mirror_rows[row] for row in known], [self.tokens_of(row) for row in known]
+        for mirror, tokens in zip(mirrors, texts, strict=True):
+            self._count_committed(mirror, tokens)
+        self._rewind(
+            mirrors
+        )  # before the tokens are replaced, so that an interrupt leaves no entries of others
+        for mirror, tokens in zip(mirrors, texts, strict=True):
+            new = tokens[mirror.num_committed :]
+            mirror.row.tokens[mirror.num_committed :] = [self._known_token(token) for token in new]
         if len(known) < len(rows):
             self._admit([row for row in rows if row not in self._mirror_rows])
             mirrors = [self._mirror_rows[row] for row in rows]
         self._prefill(mirrors, max_tokens)
 
     def _admit(self, rows: Sequence[Row]) -> None:
+        mirrors = {}
         for row in rows:
-            # Registered first, so that `release` frees them even if this is interrupted.
             mirror_row = Row([self._known_token(token) for token in self.tokens_of(row)], row.params)
-            self._mirror_rows[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
-        self.runtime.admit([self._mirror_rows[row].row for row in rows])
+            mirrors[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
+        self._admit_mirrors(mirrors)
 
-    def _sync_tokens(self, mirror: MirrorRow, tokens: list[int]) -> None:
-        """Replace a mirror row's tokens by `tokens`, and count the leading tokens that were equal."""
+    def _count_committed(self, mirror: MirrorRow, tokens: list[int]) -> None:
+        """Count a mirror row's leading tokens that equal those of `tokens`."""
         mirrored = mirror.row.tokens
         num_equal = mirror.num_committed
         # The last token is never counted, so that it is forwarded: the next draft starts from its
@@ -168,7 +185,6 @@ class TokenDrafter(MirroringDrafter):
         last = min(len(mirrored), len(tokens) - 1)
         while num_equal < last and mirrored[num_equal] == self._known_token(tokens[num_equal]):
             num_equal += 1
-        mirrored[num_equal:] = [self._known_token(token) for token in tokens[num_equal:]]
         mirror.num_committed = num_equal
 
     def _known_token(self, token: int) -> int:
@@ -200,11 +216,9 @@ class FeatureDrafter(HeadDrafter, MirroringDrafter):
         return [self._mirror_rows[row].num_committed if row in self._mirror_rows else 0 for row in rows]
 
     def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
-        mirrors = [MirrorRow(Row(row.tokens[1:], row.params)) for row in rows]
-        # Registered first, so that `release` frees them even if this is interrupted.
-        self._mirror_rows.update(zip(rows, mirrors, strict=True))
-        nums_reused = self.runtime.admit([mirror.row for mirror in mirrors], reuse_limits)
-        for mirror, num_reused in zip(mirrors, nums_reused, strict=True):
+        mirrors = {row: MirrorRow(Row(row.tokens[1:], row.params)) for row in rows}
+        nums_reused = self._admit_mirrors(mirrors, reuse_limits)
+        for mirror, num_reused in zip(mirrors.values(), nums_reused, strict=True):
             mirror.num_committed = num_reused
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
