@@ -14,7 +14,7 @@ NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/n
 	touch $@
 
 demo: setup
-	$(BIN)/secondguess generate "def read_lines(path):" --max-tokens 200
+	$(BIN)/secondguess generate "def count_words(text):" --max-tokens 200
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/secondguess verify
 

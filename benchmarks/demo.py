@@ -2,9 +2,8 @@
 
     python benchmarks/demo.py "def read_lines(path):"
 
-The target and its draft model are the built-in pair, grown to the cost of Llama 3.2 1B
-(growth.py): they write the texts of the built-in pair at the speed of a model of that size. They
-are made when they are first needed, and kept.
+The target is the built-in one, grown to the cost of Llama 3.2 1B (growth.py): it computes the same, up to
+rounding, at the speed of a model of that size. It is made when it is first needed, with a draft model, and kept.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-import make_pair
 from common import make_parser
-from growth import GrownShape
-from transformers import AutoConfig
 
-import secondguess
+from secondguess.api import LLM, load
 from secondguess.builtin import builtin_paths
 from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.runtime.quiet import no_progress_bars, quiet
+
+with quiet():  # after that of secondguess.api, which imports Transformers without its warnings
+    import make_pair
+    from growth import GrownShape
+    from transformers import AutoConfig
 
 FOLDER = Path(__file__).parents[1] / "runs"
 """Folder of the grown pairs, which git ignores."""
@@ -65,7 +67,8 @@ def grown_pair(shape: str, folder: Path) -> Path:
         )
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        make_pair.grow_pair(unfinished, None, shape, with_heads=False)
+        with no_progress_bars():
+            make_pair.grow_pair(unfinished, None, shape, with_heads=False)
         unfinished.rename(out)
     except OSError as error:
         raise BadInputError(
@@ -74,7 +77,7 @@ def grown_pair(shape: str, folder: Path) -> Path:
     return out
 
 
-def race(llm: secondguess.LLM, prompt: str, num_tokens: int) -> dict[str, float]:
+def race(llm: LLM, prompt: str, num_tokens: int) -> dict[str, float]:
     """Write the continuation of a prompt without and with drafts as it comes; return the tokens/s.
 
     Raises:
@@ -106,7 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         pair = grown_pair(options.shape, options.folder)
-        llm = secondguess.load(pair / "target", drafter=f"suffix+model:{pair / 'drafter'}")
+        llm = load(pair / "target")
+        print(f"Drafts come from the default drafter of this target, {llm.drafter.name}.")
         plain, speculative = race(llm, options.prompt, options.tokens).values()
     except SecondGuessError as error:
         print(f"demo: error: {error}", file=sys.stderr)

@@ -252,7 +252,7 @@ def load(
 
     Args:
         model: a directory or the name of a cached model; `builtin` is the built-in target.
-        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `grid`, `jacobi`, `self:int4`, `early-exit[:PATH]`,
+        drafter: `none`, `model:PATH`, `ngram`, `suffix`, `grid`, `jacobi`, `self:int4`, `early-exit:K` or `[:PATH]`,
             `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped

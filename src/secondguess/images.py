@@ -7,6 +7,8 @@ from typing import Any
 
 from secondguess.errors import BadInputError
 
+MODELS_WITH_IMAGES = frozenset({"gemma3", "llava", "qwen3_vl"})
+"""Model types whose images are tested. Others may keep states of an image that our cache does not have."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 2**25
 """Pixels of an image, or of all images of a request; each takes three bytes."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from secondguess.core import Guidance, ImageInputs
 from secondguess.errors import BadInputError
-from secondguess.runtime.transformers import MODELS_WITH_IMAGES
+from secondguess.images import MODELS_WITH_IMAGES
 
 if TYPE_CHECKING:
     from secondguess.checkpoint.checkpoint import Checkpoint

@@ -31,7 +31,7 @@ def test_the_pair_is_made_once_and_both_runs_write_the_same_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In so few tokens on a busy machine the default controller may not draft.
-    monkeypatch.setattr(demo.secondguess, "load", partial(demo.secondguess.load, controller="fixed:3"))
+    monkeypatch.setattr(demo, "load", partial(demo.load, controller="fixed:3"))
     prompt = "def read_lines(path):"
     assert run(tmp_path) == 0
     first = capsys.readouterr().out

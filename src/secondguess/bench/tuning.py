@@ -291,8 +291,8 @@ class Tuner:
             ]
             if shown:
                 notes.append(
-                    f"slower at batch size {size} on fewer prompts, so not in the final runs (speed relative to plain "
-                    f"decoding): {', '.join(shown)}"
+                    f"not in the final runs at batch size {size}, because others were faster on the first prompts (speed on "
+                    f"those, relative to plain decoding on those): {', '.join(shown)}"
                 )
         return replace(tuning, report=replace(report, workbench=replace(report.workbench, notes=notes)))
 

@@ -25,8 +25,8 @@ SAMPLING = "Sampling"
 OUTPUT = "Input and output"
 
 DRAFTER_NAMES = (
-    "none, model:PATH, ngram, suffix, grid, jacobi, self:int4, early-exit[:PATH], layer-skip:PATH, medusa[:PATH], mtp[:PATH], "
-    "eagle[:PATH] or dspark[:PATH]"
+    "none, model:PATH, ngram, suffix, grid, jacobi, self:int4, early-exit:K, early-exit[:PATH], layer-skip:PATH, "
+    "medusa[:PATH], mtp[:PATH], eagle[:PATH] or dspark[:PATH]"
 )
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""
 
@@ -100,14 +100,12 @@ Verifier = Annotated[
         callback=check_verifier,
     ),
 ]
+CONTROLLER_HELP = (
+    "Choice of draft lengths: cost (by measured times), fixed:K (constant), confidence, entropy or learned, each with "
+    ",key=value options (docs/controllers.md)."
+)
 Controller = Annotated[
-    str | None,
-    model_option(
-        "Choice of draft lengths: cost (by measured times), fixed:K (constant), confidence, entropy or learned, each with "
-        ",key=value options (docs/controllers.md).",
-        callback=check_controller,
-        show_default="cost",
-    ),
+    str | None, model_option(CONTROLLER_HELP, callback=check_controller, show_default="cost")
 ]
 Dtype = Annotated[
     str, model_option("Compute dtype: auto, float64, float32, bfloat16 or float16.", callback=check_dtype)

@@ -45,7 +45,14 @@ def verify(
         ),
     ] = None,
     verifier: options.Verifier = "auto",
-    controller: options.Controller = None,
+    controller: Annotated[
+        str | None,
+        model_option(
+            options.CONTROLLER_HELP,
+            callback=options.check_controller,
+            show_default="fixed:2; with --model cost",
+        ),
+    ] = None,
     dtype: options.Dtype = DTYPE_OF_MODEL,
     device: options.Device = "auto",
     prompt: Annotated[str, test_option("Prompt, for --model.")] = "def quicksort(items):",

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 
 from secondguess.core import ImageInputs
 from secondguess.errors import BadInputError
+from secondguess.images import MODELS_WITH_IMAGES
 from secondguess.runtime.support import CACHE_PARAMETERS
-from secondguess.runtime.transformers import MODELS_WITH_IMAGES
 
 SUPPORTED = frozenset(
     {

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
+from secondguess.images import MODELS_WITH_IMAGES
 from secondguess.runtime import attention
 from secondguess.runtime.attention import ForwardStep, current
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
@@ -29,9 +30,6 @@ from secondguess.runtime.support import (
     without_gradients,
 )
 from secondguess.runtime.weight_format import WeightFormat
-
-MODELS_WITH_IMAGES = frozenset({"gemma3", "llava", "qwen3_vl"})
-"""Model types whose images are tested. Others may keep states of an image that our cache does not have."""
 
 
 class TransformersRuntime(CachedRuntime):

@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from secondguess.errors import BadInputError
-from secondguess.images import read_image
-from secondguess.runtime.transformers import MODELS_WITH_IMAGES
+from secondguess.images import MODELS_WITH_IMAGES, read_image
 from secondguess.server.errors import ApiError, check_limit, refused
 from secondguess.server.model import ServedModel
 from secondguess.server.settings import ServerSettings

@@ -32,7 +32,7 @@ def measure_speed(
     Returns:
         `cost_ratio` (time per drafted node over time per plain target pass), `acceptance_length`,
         `tokens_per_second`, `plain_tokens_per_second` and `speedup`. If the controller never
-        drafted, both runs were plain decoding: the cost ratio and the speed-up are None.
+        drafted, the cost ratio is None, and if no draft was accepted, the speed-up, which would be noise.
     """
     with_drafter = load(model, drafter, dtype=dtype, device=device)
     # Both share the target: each run requests the hidden states it needs, plain decoding none.
@@ -54,7 +54,7 @@ def measure_speed(
         "acceptance_length": round(drafted.acceptance_length, 3),
         "plain_tokens_per_second": round(plain.tokens_per_second, 1),
         "tokens_per_second": round(drafted.tokens_per_second, 1),
-        "speedup": round(ratio, 3) if drafted.num_drafted else None,
+        "speedup": round(ratio, 3) if drafted.num_accepted else None,
     }
 
 
