@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def test_a_drafter_that_drafts_has_a_speedup_over_the_same_target(
     assert found["cost_ratio"] > 0
     ratio = found["tokens_per_second"] / found["plain_tokens_per_second"]
     assert found["speedup"] == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_drafter_whose_drafts_are_rejected_has_no_speedup(
+    tiny_checkpoint: Path, tiny_draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_speed, "load", partial(head_speed.load, controller="fixed:2"))
+    drafter = f"model:{tiny_draft_checkpoint}"
+    found = measure_speed(str(tiny_checkpoint), drafter, [TEXT], "float32", "cpu")
+    assert (found["acceptance_length"], found["speedup"]) == (1.0, None)
+    assert found["cost_ratio"] > 0
 
 
 def test_a_drafter_in_backoff_has_no_speedup(tiny_checkpoint: Path) -> None:

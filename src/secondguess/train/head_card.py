@@ -21,7 +21,7 @@ LABELS = {
     "speedup": "speedup",
 }
 """Labels of figures on the card and on the terminal."""
-NOT_DRAFTED = "none: the controller did not draft, since drafts cost more than they save"
+NOT_DRAFTED = "none: no draft was made that the target accepted"
 """Text shown instead of a speed-up if nothing was drafted, so both runs were plain decoding."""
 
 
