@@ -33,8 +33,11 @@ PROCESSED = {"llama", "qwen3moe", "gemma2", "gemma3"}
 """Architectures of which llama.cpp changes weights, which a class of Transformers undoes."""
 KEPT = {"Q4_0": INT4_GROUPS, "Q4_1": INT4_GROUPS, "Q4_K": INT4_GROUPS, "MXFP4": MXFP4}
 """Encodings in which the kernels keep the codes of types in 4 bits."""
-BYTES_OF_SLICE = 1 << 24
-"""Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes."""
+BYTES_OF_SLICE = 1 << 20
+"""Bytes of a weight that are decoded at a time: in between, a weight takes up to 24 bytes.
+
+Memory of tensors up to 32 MiB is used again by the next ones, without page faults.
+"""
 ANGLES = ".attn_rot_embd.inv_freq"
 """Rotary frequencies in old files, which follow from the configuration."""
 EMBEDDING, HEAD = "token_embd", "output"
@@ -113,19 +116,21 @@ class GgufWeights:
         """Return whether a weight is quantised."""
         return _is_quantised(self._sources[name][0])
 
-    def read(self, name: str) -> Tensor:
-        """Return a weight in float32."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a weight."""
         with self._naming(name):
-            return self._read(name)
+            return self._read(name, dtype or torch.float32)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         from gguf.quants import dequantize
 
         tensor, _ = self._sources[name]
         kind, rows = tensor.tensor_type, self._rows(name)
         if rows is None:
-            return torch.from_numpy(np.array(self._in_order(name, dequantize(self._data(name), kind))))
-        weight = torch.empty(len(rows), int(tensor.shape[0]), dtype=torch.float32)
+            return torch.from_numpy(np.array(self._in_order(name, dequantize(self._data(name), kind)))).to(
+                dtype
+            )
+        weight = torch.empty(len(rows), int(tensor.shape[0]), dtype=dtype)
         for part in _slices(rows):
             weight[part] = _dequantise(rows[part], kind)
         return weight
@@ -149,10 +154,10 @@ class GgufWeights:
     def _read_codes(self, name: str) -> Tensor | GroupedWeight:
         kind = self._sources[name][0].tensor_type
         if not self.quantises(name):
-            return self._read(name)
+            return self._read(name, torch.float32)
         rows = self._rows(name)
         if rows is None:
-            return GroupedWeight.rounded(self._read(name))
+            return GroupedWeight.rounded(self._read(name, torch.float32))
         slices = (np.array(rows[part]) for part in _slices(rows))
         if decode := DECODERS.get(kind.name):
             return GroupedWeight.joined([decode(torch.from_numpy(each)) for each in slices])

@@ -425,11 +425,11 @@ class StoredWeights:
         """Return whether a weight is quantised."""
         return name.removesuffix("weight") in self._quantised
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight."""
         found = self.read_codes(name)
         with self._naming(name):
-            return found.dequantised() if isinstance(found, GroupedWeight) else found
+            return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(dtype)
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return a weight with its codes if it is quantised."""
@@ -516,7 +516,7 @@ class JoinedExperts:
         """Return whether a weight is quantised."""
         return name in self._joined or (name in self._parts and not name.endswith(".bias"))
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight."""
         if name in self._joined:
             num_experts, num_outputs, num_groups, _ = self._tensors.shape(f"{name}_blocks")
@@ -524,9 +524,9 @@ class JoinedExperts:
             for expert in range(num_experts):
                 decoded = self._decode(_PartOfJoined(name, expert, slice(None)))
                 joined[expert] = decoded.dequantised().T  # exact in bfloat16
-            return joined
+            return joined.to(dtype)
         found = self.read_codes(name)
-        return found.dequantised() if isinstance(found, GroupedWeight) else found
+        return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(dtype)
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return a weight with its codes if it is quantised."""

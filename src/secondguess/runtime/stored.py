@@ -110,8 +110,8 @@ class WeightSource(Protocol):
     def quantises(self, name: str) -> bool:
         """Return whether a weight is quantised."""
 
-    def read(self, name: str) -> Tensor:
-        """Return a weight."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a weight in a dtype, by default in that of the file, or in float32 if it is decoded."""
 
     def read_codes(self, name: str) -> Tensor | GroupedWeight:
         """Return the weight of a linear layer for the kernels, with codes if it is quantised."""
@@ -149,9 +149,9 @@ class StoredLinear(nn.Module):
         Raises:
             CheckpointError: a weight of another shape.
         """
-        found = self._source.read(self._name)
+        found = self._source.read(self._name, self._dtype)
         self._check(found.shape)
-        return found.to(self._dtype)
+        return found
 
     def read_codes(self) -> GroupedWeight | None:
         """Return the weight if it is quantised.
