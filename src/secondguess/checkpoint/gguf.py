@@ -224,7 +224,7 @@ def _dequantise(rows: Any, kind: Any) -> Tensor:
 def _decode_4_bits(num_parameters: int, rows: Tensor) -> GroupedWeight:
     """Decode blocks of a scale in float16, for Q4_1 a minimum, and 16 bytes of two codes each."""
     blocks = rows.view(len(rows), -1, 2 * num_parameters + GROUP // 2)
-    parameters = blocks[:, :, : 2 * num_parameters].contiguous().view(torch.float16).float()
+    parameters = rows.view(torch.float16).view(*blocks.shape[:2], -1)[:, :, :num_parameters].float()
     codes = blocks[:, :, 2 * num_parameters :]
     scale = parameters[:, :, 0]
     minimum = parameters[:, :, 1] if num_parameters == 2 else -8 * scale
@@ -236,7 +236,7 @@ def _decode_q4_k(rows: Tensor) -> GroupedWeight:
     from gguf.quants import Q4_K
 
     blocks = rows.view(-1, 144)
-    factors = blocks[:, :4].contiguous().view(torch.float16).float()
+    factors = rows.view(torch.float16).view(len(blocks), -1)[:, :2].float()
     scales, minima = map(torch.from_numpy, Q4_K.get_scale_min(blocks[:, 4:16].numpy()))
     codes = blocks[:, 16:].view(-1, 4, 1, GROUP)
     return GroupedWeight(
@@ -257,7 +257,7 @@ def _decode_mxfp4(rows: Tensor) -> GroupedWeight:
 def _decode_q8_0(rows: Tensor) -> GroupedWeight:
     """Decode blocks of a scale in float16 and 32 signed codes."""
     blocks = rows.view(len(rows), -1, 2 + GROUP)
-    scale = blocks[:, :, :2].contiguous().view(torch.float16).float()[:, :, 0]
+    scale = rows.view(torch.float16).view(*blocks.shape[:2], -1)[:, :, 0].float()
     return GroupedWeight((blocks[:, :, 2:] ^ 128).flatten(1), 8, scale, -128 * scale)
 
 
