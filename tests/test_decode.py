@@ -1,6 +1,7 @@
 """The decoding loop: release of rows after errors and interruptions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
+from secondguess.verifiers.greedy import GreedyVerifier
 
 
 def table_team(drafter=None, controller="fixed:3"):
@@ -108,6 +110,36 @@ def test_reported_distributions_that_break_the_contract_are_refused(probs, messa
         draft_for_two_rows(drafter)
 
 
+def test_a_drafter_that_is_saved_among_those_of_the_package_is_checked():
+    """As docs/adding-a-drafter.md advises; it may inherit from one of them."""
+    saved = type("Saved", (NgramDrafter,), {"__module__": "secondguess.drafters.saved"})
+    assert NgramDrafter.is_of_package
+    assert not saved.is_of_package
+
+
+def test_tokens_may_be_given_as_tensors():
+    """A set of end tokens would not contain them: they are hashed by identity."""
+    plain = draft_for_two_rows(NoDrafter(), temperature=0.0)
+    accepted = [[torch.tensor(plain[0].tokens[1])]] * 2
+    rows = draft_for_two_rows(Careless(Draft.chains(accepted)), temperature=0.0)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain]
+    assert {type(token) for row in rows for token in row.tokens} == {int}
+
+
+class TensorVerifier(GreedyVerifier):
+    def verify_greedy(self, draft, chosen):
+        verdict = super().verify_greedy(draft, chosen)
+        return replace(verdict, next_tokens=torch.tensor(verdict.next_tokens))
+
+
+def test_next_tokens_may_be_a_tensor():
+    components = replace(table_team(), verifier=TensorVerifier())
+    row = Row([0], SamplingParams(temperature=0.0, max_tokens=5))
+    list(decode(components, [row]))
+    assert row.tokens == draft_for_two_rows(NoDrafter(), temperature=0.0)[0].tokens[:6]
+    assert {type(token) for token in row.tokens} == {int}
+
+
 def test_a_drafter_that_samples_may_report_no_distributions_for_greedy_rows():
     draft_for_two_rows(Careless(Draft.chains([[1], [1]]), deterministic=False), temperature=0.0)
 
@@ -148,7 +180,9 @@ class Careless(Drafter):
 
 
 def draft_for_two_rows(drafter, temperature=1.0):
-    list(decode(table_team(drafter), [Row([0], SamplingParams(temperature=temperature)) for _ in range(2)]))
+    rows = [Row([0], SamplingParams(temperature=temperature)) for _ in range(2)]
+    list(decode(table_team(drafter), rows))
+    return rows
 
 
 def test_an_interrupted_prefill_of_a_draft_model_leaves_no_state(monkeypatch):

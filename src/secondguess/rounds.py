@@ -172,7 +172,7 @@ def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: V
     commits = []
     for index, (row, path) in enumerate(zip(rows, verdict.paths, strict=True)):
         accepted = [draft.token_lists[index][node] for node in path]
-        commit = row.commit(accepted, verdict.next_tokens[index], draft.following(index, path))
+        commit = row.commit(accepted, int(verdict.next_tokens[index]), draft.following(index, path))
         commits.append(commit_logprobs(commit, scores.logits, index, path))
     return commits
 

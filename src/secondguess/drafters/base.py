@@ -96,7 +96,8 @@ class Drafter(ABC):
             (`Row.coupled`), which makes them match more often.
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
         argument: placeholder of its argument in help texts, such as PATH.
-        is_of_package: True for drafters of this package, whose drafts the loop does not check.
+        is_of_package: True for drafters of this package, whose drafts the loop does not check. Set by each class;
+            subclasses do not inherit it.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Drafter(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.is_of_package = cls.__module__.startswith("secondguess.drafters.")
+        cls.is_of_package = vars(cls).get("is_of_package", False)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class CombinedDrafter(Drafter):
         vocab_size: width of the target's logits.
     """
 
+    is_of_package = True
+
     def __init__(self, parts: Sequence[Drafter], vocab_size: int) -> None:
         self.parts = list(parts)
         self.name = "+".join(part.name for part in self.parts)

@@ -31,6 +31,8 @@ def check_draft(drafter: Drafter, draft: Draft, num_rows: int, vocab_size: int, 
     """
     if drafter.is_of_package:
         return draft
+    if isinstance(draft, Draft):
+        vars(draft)["token_lists"] = draft.tokens.tolist()  # `Draft.chains` may have been given tensors
     has_probs = None if noise.all_greedy and not drafter.deterministic else not drafter.deterministic
     broken = _broken_rule(draft, num_rows, vocab_size, has_probs)
     if broken is not None:

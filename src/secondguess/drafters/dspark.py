@@ -33,6 +33,7 @@ from secondguess.sampling.probs import at_least_float32
 class DsparkDrafter(HeadDrafter):
     """Drafter that uses a DSpark or DFlash head: its levels are the positions of a block."""
 
+    is_of_package = True
     load_head = staticmethod(DsparkHead.load)
     head: DsparkHead
 

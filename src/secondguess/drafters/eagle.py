@@ -13,4 +13,5 @@ from secondguess.heads.eagle import load_eagle
 class EagleDrafter(FeatureDrafter):
     """Drafter that uses a trained EAGLE head, in any of the published formats."""
 
+    is_of_package = True
     load_head = staticmethod(load_eagle)

@@ -42,6 +42,7 @@ class EarlyExitDrafter(SamplingDrafter):
         UnsupportedModelError: a runtime whose layers cannot be run separately.
     """
 
+    is_of_package = True
     uses_target_layers = True
 
     def __init__(

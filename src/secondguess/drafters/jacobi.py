@@ -66,6 +66,7 @@ class SampledAhead:
 class JacobiDrafter(LookupDrafter[SampledAhead]):
     """Deterministic drafter that proposes the samples of the last round again."""
 
+    is_of_package = True
     kind = "jacobi"
     options_type = JacobiOptions
     options: JacobiOptions

@@ -22,6 +22,7 @@ from secondguess.names import Name
 class LayerSkipDrafter(TokenDrafter):
     """Drafter that runs the target without some of its layers."""
 
+    is_of_package = True
     uses_target_layers = True
 
     @classmethod

@@ -27,6 +27,7 @@ from secondguess.sampling.probs import at_least_float32
 class MedusaDrafter(HeadDrafter):
     """Drafter that uses a set of Medusa heads; it keeps one hidden state per row."""
 
+    is_of_package = True
     load_head = staticmethod(MedusaHead.load)
     head: MedusaHead
 

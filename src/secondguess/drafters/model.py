@@ -22,6 +22,8 @@ from secondguess.names import Name
 class ModelDrafter(TokenDrafter):
     """Drafter that samples from a draft model."""
 
+    is_of_package = True
+
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:
         if not name.argument:

@@ -17,6 +17,7 @@ from secondguess.names import Name
 class MtpDrafter(FeatureDrafter):
     """Drafter that applies one MTP module repeatedly, each step to the token drafted before."""
 
+    is_of_package = True
     load_head = staticmethod(MtpHead.load)
 
     @classmethod

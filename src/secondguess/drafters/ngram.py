@@ -88,6 +88,7 @@ MATCH, NO_MATCH = Candidate(deterministic=True), Candidate(longest=0, determinis
 class NgramDrafter(LookupDrafter[NgramIndex]):
     """Deterministic drafter that copies from the row's own text."""
 
+    is_of_package = True
     kind = "ngram"
     options_type = NgramOptions
     options: NgramOptions

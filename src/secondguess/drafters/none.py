@@ -12,6 +12,7 @@ from secondguess.sampling.noise import Noise
 class NoDrafter(Drafter):
     """Drafter that returns an empty draft for every row."""
 
+    is_of_package = True
     name = "none"
     deterministic = True
     never_drafts = True

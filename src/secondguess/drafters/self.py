@@ -34,6 +34,7 @@ class SelfDrafter(SamplingDrafter):
         UnsupportedModelError: a target that cannot be copied.
     """
 
+    is_of_package = True
     uses_target_layers = True
     argument = INT4.name
 

@@ -70,6 +70,7 @@ class RowIndex:
 class SuffixDrafter(LookupDrafter[RowIndex]):
     """Deterministic drafter that continues the longest repeated suffix of the row's text."""
 
+    is_of_package = True
     kind = "suffix"
     options_type = SuffixOptions
     options: SuffixOptions

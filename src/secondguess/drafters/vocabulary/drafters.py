@@ -92,6 +92,8 @@ class IntersectionDrafter(TranslatingDrafter):
     other tokens have probability zero in it. (TLI in the paper.)
     """
 
+    is_of_package = True
+
     def __init__(
         self,
         runtime: Runtime,
@@ -142,6 +144,7 @@ class StringDrafter(TranslatingDrafter):
     Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
     """
 
+    is_of_package = True
     deterministic = True
     draws_by_race = True
 
