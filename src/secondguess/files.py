@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
@@ -22,6 +23,9 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; the error names it.
     """
     path = path.resolve()
+    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):  # by a process that was killed
+        if not _is_running(left.name.split(".")[-2]):
+            left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as stream:
@@ -35,6 +39,16 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_running(process_id: str) -> bool:
+    try:
+        os.kill(int(process_id), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def require_folder(folder: Path, option: str) -> None:

@@ -1,7 +1,9 @@
 """Reports of runs with known numbers."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 
 import pytest
@@ -270,6 +272,16 @@ def test_an_interrupted_run_is_marked_as_partial(tmp_path):
     assert json.loads(data.read_text())["complete"] is False
     assert "Interrupted" in page.read_text()
     assert "Interrupted" not in page_of(report())
+
+
+def test_a_full_disk_leaves_no_half_report(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*tiny\.json'"):
+        save_report(report(), tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_earlier_report_is_kept(tmp_path):

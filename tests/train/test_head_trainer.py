@@ -240,6 +240,7 @@ def test_training_without_improvement_ends_early_with_the_best_weights(
     trainer = make(tmp_path, 1000, patience=2)
     state = trainer.run()
     assert (state.step, state.best_step) == (16, 8)
+    assert trainer.has_stopped_early
     state = trainer.trainable.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in kept[1].items())
     assert not all(torch.equal(weight, state[name]) for name, weight in kept[3].items())

@@ -9,6 +9,7 @@ from pathlib import Path
 from secondguess.bench.report import CostTable, Report, Result, TaskResult
 from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
 from secondguess.bench.tables import show, show_count, show_ratio, table
+from secondguess.files import write_atomically
 
 NOTES = """\
 Method: library and drafter, with the controller if it is not the default; *plain* is without speculation. Tokens/s: median
@@ -40,8 +41,9 @@ def save_report(report: Report, folder: str | Path) -> list[Path]:
     stem = f"{day}-{report.name}{'' if report.complete else '-partial'}"
     data = unused_path(folder / f"{stem}.json", ".md")
     page = data.with_suffix(".md")
-    data.write_text(report.to_json(), encoding="utf-8")
-    page.write_text(as_markdown(report), encoding="utf-8")
+    for path, text in ((data, report.to_json()), (page, as_markdown(report))):
+        with write_atomically(path) as stream:
+            stream.write(text.encode())
     return [data, page]
 
 

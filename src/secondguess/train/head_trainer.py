@@ -185,6 +185,11 @@ class HeadTrainer:
                 self.save(log)
                 raise
 
+    @property
+    def has_stopped_early(self) -> bool:
+        """True if the run ended because the score no longer improved, before its budget was spent."""
+        return self.share < 1.0 and self._out_of_patience()
+
     def _out_of_patience(self) -> bool:
         return 0 < self._patience <= self.state.num_disappointments
 

@@ -279,7 +279,13 @@ def _learn(
         progress=show.training,
         pause=show.pause,
     )
-    return trainable, trainer.run()
+    state = trainer.run()
+    if trainer.has_stopped_early:
+        show.line(
+            f"ended at step {state.step}, as {job.patience} evaluations showed no improvement; the same command with "
+            "--patience 0 goes on"
+        )
+    return trainable, state
 
 
 def _capture(

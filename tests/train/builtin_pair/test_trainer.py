@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -208,6 +210,17 @@ def test_an_interrupted_write_keeps_the_earlier_file(tmp_path: Path) -> None:
         interrupted()
     assert path.read_bytes() == b"earlier"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_write(tmp_path: Path) -> None:
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left = [tmp_path / f".file.{number}.partial" for number in (killed.pid, os.getppid())]
+    for each in left:
+        each.write_bytes(b"half")
+    with write_atomically(tmp_path / "file") as stream:
+        stream.write(b"whole")
+    assert sorted(tmp_path.iterdir()) == sorted([left[1], tmp_path / "file"])
 
 
 def test_invalid_budgets_are_refused() -> None:
