@@ -196,6 +196,18 @@ def test_a_request_for_which_there_is_no_thread_fails_alone(
     engine.close()
 
 
+def test_a_callback_may_close_the_engine(llm: LLM) -> None:
+    engine, closed = Engine(llm), threading.Event()
+
+    def close(event: object) -> None:
+        if isinstance(event, Finished):
+            engine.close()
+            closed.set()
+
+    engine.submit(request(), close)
+    assert closed.wait(60)
+
+
 def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:
     engine = Engine(llm)
     client = Client(engine, request(max_tokens=40))

@@ -178,7 +178,8 @@ def reserve_cache(llm: LLM) -> None:
 class Engine:
     """Thread that decodes requests, which join and leave between rounds.
 
-    It starts with the first request. A forked process has an engine without requests, with a thread of its own.
+    It starts with the first request. A forked process has an engine without requests, with a thread of its own. An
+    engine that is no longer needed keeps its models until `close` is called.
 
     Args:
         llm: models; calls of `llm.generate` from other threads decode in the same batch.
@@ -281,7 +282,7 @@ class Engine:
             self._is_closed = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():  # a callback may close the engine
             thread.join()
 
     def _wake(self) -> None:
