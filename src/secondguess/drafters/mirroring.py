@@ -157,9 +157,8 @@ class TokenDrafter(MirroringDrafter):
         mirrors, texts = [self._mirror_rows[row] for row in known], [self.tokens_of(row) for row in known]
         for mirror, tokens in zip(mirrors, texts, strict=True):
             self._count_committed(mirror, tokens)
-        self._rewind(
-            mirrors
-        )  # before the tokens are replaced, so that an interrupt leaves no entries of others
+        # Before the tokens are replaced, so that an interrupt leaves no entries of other tokens.
+        self._rewind(mirrors)
         for mirror, tokens in zip(mirrors, texts, strict=True):
             new = tokens[mirror.num_committed :]
             mirror.row.tokens[mirror.num_committed :] = [self._known_token(token) for token in new]
