@@ -324,7 +324,7 @@ def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | Non
 
 def _require_readable_weights(folder: Path, names: Iterable[str]) -> None:
     """Refuse quantised weights in an encoding that is not decoded here."""
-    marks = ("scale_inv", "scale", "qweight", "weight_packed")
+    marks = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed")
     coded = next((name for name in names if name.endswith(marks)), None)
     if coded is not None and read_encoding(folder) is None:
         raise UnsupportedModelError(
