@@ -286,3 +286,26 @@ def test_ends_of_turns_are_end_tokens(tmp_path):
     writer.kv_data[0]["tokenizer.ggml.tokens"].value = tokens
     finish(writer)
     assert Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config.eos_token_id == [0, 4, 7, 8, 9]
+
+
+def test_a_pattern_of_windows_may_name_each_layer(tmp_path):
+    config = transformers.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 3}, **GEMMA)
+    for pattern in ([False, True, False, True], [False, True]):
+        writer = writer_for(tmp_path, "gemma3", config, **GEMMA_FIELDS)
+        writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
+        finish(writer)
+        if len(pattern) < 3:
+            with pytest.raises(UnsupportedModelError, match="of 3 layers, got one of 2"):
+                Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
+        else:
+            found = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config
+            assert found.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+
+
+def test_the_end_of_sequence_is_kept_in_addition_to_ends_of_turns(tmp_path):
+    writer = writer_for(tmp_path, "llama", transformers.LlamaConfig(**SIZES), rope__freq_base=1e4)
+    writer.add_eos_token_id(5)
+    writer.add_eot_token_id(4)
+    finish(writer)
+    found = Checkpoint.resolve(tmp_path / "model.gguf", device="cpu").config.eos_token_id
+    assert found == [0, 4, 5], "0 is an end by its name"

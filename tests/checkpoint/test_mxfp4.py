@@ -313,3 +313,10 @@ def test_a_product_of_weights_with_levels_and_others_is_not_kept_in_codes():
     assert PackableLinear.joined(parts, packed=False).in_groups() is None
     assert PackableLinear.joined(parts[:1], packed=False).in_groups()[0] == MXFP4
     assert PackableLinear.joined(parts[1:], packed=False).in_groups()[0] == INT8_GROUPS
+
+
+def test_rotary_positions_of_yarn_are_not_truncated(tmp_path):
+    (tmp_path / "original").mkdir()
+    file = write_gguf(write(tmp_path / "original"), tmp_path, **YARN)
+    found = Checkpoint.resolve(file, device="cpu").config.rope_parameters
+    assert found["truncate"] is transformers.GptOssConfig().rope_parameters["truncate"] is False

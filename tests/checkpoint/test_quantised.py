@@ -532,15 +532,17 @@ def test_8_bit_floats_of_an_fp8_checkpoint_without_their_scales_are_refused(tmp_
         Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
 
 
-def test_joined_experts_in_8_bit_floats_are_refused_if_their_last_block_is_smaller(tmp_path):
+def test_joined_experts_in_8_bit_floats_are_refused(tmp_path):
+    """Transformers leaves out their scales without an error."""
     write_fp8(tmp_path, 64, 64)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
     tensors[name] = torch.zeros(2, 96, 64).to(torch.float8_e4m3fn)
-    for grid, is_refused in (((2, 3, 1), False), ((2, 5, 1), True)):
-        save_file(tensors | {f"{name}_scale_inv": torch.ones(grid)}, tmp_path / "model.safetensors")
-        with pytest.raises(UnsupportedModelError, match="do not divide") if is_refused else nullcontext():
-            assert read_encoding(tmp_path) is None
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(2, 3, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UnsupportedModelError, match=r"got fp8 experts in a joined weight \(.*down_proj_scale"
+    ):
+        Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize(("capability", "is_decoded"), [((9, 0), False), ((8, 6), True)])
@@ -566,3 +568,66 @@ def test_a_truncated_file_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"expected whole safetensors weights.*again"):
         Checkpoint.resolve(tmp_path, device="cpu").load()
+
+
+def check_weights(form, folder, model=None):
+    model = write(folder, form, model=model)
+    found = Checkpoint.resolve(folder, dtype="float32", device="cpu", runtime="transformers").read_module()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.state_dict().items())
+
+
+def test_groups_of_compressed_tensors_may_be_in_any_order(tmp_path):
+    def tensors(found):
+        return pack_quantized(found) | {"weight_g_idx": found.groups.int()}
+
+    check_weights(Format(tensors, packed_config(), shuffled=True, exact=False), tmp_path)
+
+
+def test_biases_of_quantised_layers_are_read(tmp_path):
+    config = transformers.Qwen2Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, initializer_range=0.2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(value)
+    check_weights(FORMATS["gptq"], tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda groups: groups["group_0"].update(input_activations={"num_bits": 8}), "quantised activations"),
+        (lambda groups: groups["group_0"]["weights"].update(type="float"), "several or other types"),
+        (
+            lambda groups: groups.update(group_1={"targets": [], "weights": {"num_bits": 8, "type": "int"}}),
+            "several or other types",
+        ),
+    ],
+)
+def test_other_packed_weights_are_refused(change, message, tmp_path):
+    config = packed_config()
+    change(config["config_groups"])
+    write(tmp_path, FORMATS["gptq"], config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint.resolve(tmp_path, device="cpu")
+
+
+def test_a_dtype_in_which_torchao_does_not_multiply_is_refused_before_weights_are_read(tmp_path):
+    pytest.importorskip("torchao")
+    write(tmp_path, FORMATS["gptq"], TORCHAO)
+    described = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UnsupportedModelError, match="load it with dtype bfloat16"):
+        Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("changes", [{"intermediate_size": 64}, {"num_key_value_heads": 4}])
+def test_weights_of_other_shapes_than_the_configuration_says_are_refused(changes, dtype, tmp_path):
+    write(tmp_path, FORMATS["gptq"])
+    described = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"of shape|other shapes"):
+        Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()

@@ -12,6 +12,7 @@ from families import (
     assert_near,
     oracle_of,
     plain_logits,
+    plain_model,
     random_tokens,
     root_path,
     row_of,
@@ -179,3 +180,18 @@ def test_hidden_states_equal_the_models(family, tmp_path):
             ).hidden_states
         for layer in (0, 1, -1):
             assert_near(hidden[layer][index], states[layer][0, -3:])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in ("mistral", "gemma3") for kind in ("transformers", "fused")]
+    + [("llama4", "transformers")],
+)
+def test_prompts_of_about_a_window(name, kind, tmp_path):
+    path = write_checkpoint(FAMILIES[name](), tmp_path)
+    runtime, plain = runtime_of(path, kind), plain_model(path)
+    for length in range(WINDOW - 1, 2 * WINDOW + 2):
+        row = row_of(random_tokens(length, seed=length))
+        runtime.begin([row])
+        assert_near(runtime.score([row], Draft.empty(1)).logits[0], plain_logits(plain, row.tokens)[-1:])
+        runtime.release(row)

@@ -5,7 +5,17 @@ Their logits are compared in `test_families.py`.
 
 import pytest
 
-from families import FAMILIES, plain_model, random_tokens, row_of, runtime_of, trees, write_checkpoint
+from families import (
+    FAMILIES,
+    assert_near,
+    plain_logits,
+    plain_model,
+    random_tokens,
+    row_of,
+    runtime_of,
+    trees,
+    write_checkpoint,
+)  # fmt: skip
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
@@ -79,3 +89,26 @@ def test_a_module_that_fails_with_a_cache_is_refused(bloom, monkeypatch):
     ) as refused:
         wrap_module(plain_model(bloom))
     assert "\n" not in str(refused.value)
+
+
+def test_an_index_of_keys_is_kept_while_rows_join_and_leave(tmp_path, monkeypatch):
+    """DeepSeek-V3.2 chooses keys by an index of its own, which is copied, moved and grown with keys and values."""
+    monkeypatch.setattr("secondguess.runtime.cache.MIN_CAPACITY", 32)
+    path = write_checkpoint(FAMILIES["deepseek-v3.2"](), tmp_path)
+    runtime, plain = runtime_of(path), plain_model(path)
+
+    def check(row):
+        assert_near(runtime.score([row], Draft.empty(1)).logits[0], plain_logits(plain, row.tokens)[-1:])
+
+    first, second = row_of(random_tokens(24, seed=1)), row_of(random_tokens(26, seed=2))
+    runtime.begin([first])
+    runtime.begin([second])  # the cache grows
+    runtime.release(first)  # the second row moves
+    check(second)
+    third = row_of([*second.tokens[:24], 5, 6])
+    runtime.admit([third])  # a prefix is copied
+    runtime.prefill([third])
+    check(third)
+    third.tokens += random_tokens(20, seed=3)
+    check(third)  # the cache grows again
+    check(second)

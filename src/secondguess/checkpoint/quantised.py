@@ -177,7 +177,8 @@ def _multiplies_fp8(device: torch.device) -> bool:
 def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
     """Return the encoding of weights in FP8 with a scale per block; None if Transformers has to decode some of them.
 
-    Those are joined weights of experts, experts in FP4, and scales that are stored as exponents.
+    Those are experts in FP4, and scales that are stored as exponents. Transformers leaves out the scales of joined
+    weights of experts.
     """
     _require(
         len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block),
@@ -200,10 +201,11 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
     _require(unscaled is None, f"fp8 without {unscaled}_scale_inv", "decoded: weights with their scales")
     scales = {name: name.removesuffix("_scale_inv") for name in dtypes if name.endswith("_scale_inv")}
     scales = {name: of_weight for name, of_weight in scales.items() if of_weight in dtypes}
-    if all(
-        name.endswith(f".{FP8_SCALES}") and dtypes[of_weight] == "F8_E4M3" and dtypes[name] != "U8"
-        for name, of_weight in scales.items()
-    ):
+    joined = next((name for name in scales if not name.endswith(f".{FP8_SCALES}")), None)
+    _require(
+        joined is None, f"fp8 experts in a joined weight ({joined})", "decoded: weights of linear layers"
+    )
+    if all(dtypes[of_weight] == "F8_E4M3" and dtypes[name] != "U8" for name, of_weight in scales.items()):
         return encoding
     weights = StoredWeights(tensor_files(path), None)
     for name, of_weight in scales.items():
