@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from secondguess.errors import BadInputError
+
+ABANDONED_SECONDS = 3600
+"""Seconds without a write after which a temporary file is that of a process that was killed."""
 
 
 @contextmanager
@@ -23,9 +27,10 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; the error names it.
     """
     path = path.resolve()
-    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):  # by a process that was killed
-        if not _is_running(left.name.split(".")[-2]):
-            left.unlink(missing_ok=True)
+    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                left.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as stream:
@@ -39,16 +44,6 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _is_running(process_id: str) -> bool:
-    try:
-        os.kill(int(process_id), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
 
 
 def require_folder(folder: Path, option: str) -> None:

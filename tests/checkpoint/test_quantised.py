@@ -545,6 +545,18 @@ def test_joined_experts_in_8_bit_floats_are_refused(tmp_path):
         Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
 
 
+def test_scales_as_exponents_are_refused_if_their_last_block_is_smaller(tmp_path):
+    """Transformers derives the size of a block from their number."""
+    write_fp8(tmp_path, 64, 64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for num_blocks, is_refused in ((2, False), (5, True)):
+        exponents = torch.full((num_blocks, 1), 127, dtype=torch.uint8)
+        save_file(tensors | {f"{name}_scale_inv": exponents}, tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedModelError, match="do not divide") if is_refused else nullcontext():
+            assert read_encoding(tmp_path) is None
+
+
 @pytest.mark.parametrize(("capability", "is_decoded"), [((9, 0), False), ((8, 6), True)])
 def test_fp8_is_decoded_for_the_device_of_the_model(capability, is_decoded, tmp_path, monkeypatch):
     write_fp8(tmp_path, 64, 64)

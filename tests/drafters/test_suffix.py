@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from itertools import count, islice
 
@@ -59,7 +60,7 @@ def test_texts_are_indexed_after_any_interruption(owner: str | None) -> None:
         row.tokens += [2, 3, 1, 2]
         interruptions = [
             interrupted_at(line, MODULES, call)
-            for call in (lambda: drafter.candidates([row]), lambda: drafter.release(first))  # noqa: B023
+            for call in (partial(drafter.candidates, [row]), partial(drafter.release, first))
         ]
         drafter.release(first)
         drafter.begin([other])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -183,12 +184,12 @@ def test_a_row_that_is_released_after_any_interruption_takes_no_slot(kind, token
         held = TokenCache(kind)
         held.slots.release(held.admit([7, 8, 9]))
         first, second = held.admit([1, 2, 3, 4]), held.admit([5, 6, 7, 8])
-        was_released = not interrupted_at(line, (slots, cache), lambda: held.slots.release(first))  # noqa: B023
+        was_released = not interrupted_at(line, (slots, cache), partial(held.slots.release, first))
         held.slots.release(first)
         held.write(second)
         assert held.entries(held.slots[second]) == [5, 6, 7]
         row = Row(list(tokens), SamplingParams())
-        was_admitted = not interrupted_at(line, (slots, cache), lambda: held.slots.admit([row]))  # noqa: B023
+        was_admitted = not interrupted_at(line, (slots, cache), partial(held.slots.admit, [row]))
         held.slots.release(row)
         held.check([second, held.admit(tokens), held.admit([5, 6, 7, 8]), held.admit([1, 2, 3, 4])])
         if was_released and was_admitted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import time
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -213,14 +213,14 @@ def test_an_interrupted_write_keeps_the_earlier_file(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_has_left_is_removed_by_the_next_write(tmp_path: Path) -> None:
-    killed = subprocess.Popen(["true"])
-    killed.wait()
-    left = [tmp_path / f".file.{number}.partial" for number in (killed.pid, os.getppid())]
+    abandoned, running = left = [tmp_path / f".file.{number}.partial" for number in (7, 8)]
     for each in left:
         each.write_bytes(b"half")
+    hours_ago = time.time() - 7200
+    os.utime(abandoned, (hours_ago, hours_ago))
     with write_atomically(tmp_path / "file") as stream:
         stream.write(b"whole")
-    assert sorted(tmp_path.iterdir()) == sorted([left[1], tmp_path / "file"])
+    assert sorted(tmp_path.iterdir()) == sorted([running, tmp_path / "file"])
 
 
 def test_invalid_budgets_are_refused() -> None:
