@@ -48,7 +48,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
     """Return quiet and busy times of a forward pass, and their ratios, by number of tokens."""
     import torch
 
-    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.checkpoint.plan import Checkpoint
     from secondguess.core import Draft, Row
     from secondguess.sampling import SamplingParams
 

@@ -20,8 +20,8 @@ from common import make_parser, store
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.plan import Checkpoint
 
 PRECISIONS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 

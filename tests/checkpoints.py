@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from secondguess.checkpoint import loader
+from secondguess.checkpoint.source import FolderSource, open_source
+
 TRAINING_TEXT = [
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n    first, *rest = items\n",
     "    return [*quicksort(small), first, *quicksort(large)]\n\n\nclass Stack:\n    def push(self, item):\n",
@@ -62,3 +65,14 @@ def write_llama(directory: Path, seed: int, vocab_size: int = 300, **changes: An
     random_llama(seed, **sizes).save_pretrained(directory)
     write_tokenizer(directory, vocab_size)
     return directory
+
+
+def read_module(path, dtype: torch.dtype) -> Any:
+    """Return the Transformers module of a checkpoint in a dtype, on the CPU."""
+    source, cpu = open_source(str(path)), torch.device("cpu")
+    return loader.read_module(source, source.config, dtype, cpu)
+
+
+def read_tokenizer(path) -> Any:
+    """Return the tokenizer of a checkpoint."""
+    return (FolderSource(Path(path)) if Path(path).is_dir() else open_source(str(path))).tokenizer

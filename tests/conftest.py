@@ -23,6 +23,7 @@ from checkpoints import write_llama
 _num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _num_threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // _num_workers))
 os.environ["OMP_NUM_THREADS"] = str(_num_threads)
+os.environ["SECONDGUESS_CACHE"] = ""  # every model is checked, and no verdict is kept
 torch.set_num_threads(_num_threads)
 # A full garbage collection visits the objects of all imported libraries, which takes 0.2 s.
 gc.set_threshold(50_000)

@@ -13,9 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from checkpoints import write_tokenizer
-from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.read import read_module
+from checkpoints import read_module, write_tokenizer
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime

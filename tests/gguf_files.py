@@ -68,6 +68,7 @@ def writer_for(folder: Path, architecture: str, config: Any, **fields: int | flo
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{name.replace('__', '.')}", value)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
     writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
     writer.add_eos_token_id(0)

@@ -234,7 +234,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
 
 
 def test_a_configuration_of_other_weights_is_refused(tmp_path, tiny_checkpoint):
-    from secondguess.checkpoint.weights import hash_weights
+    from secondguess.checkpoint.weight_files import hash_weights
 
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     settings = LoadSettings(model=str(model))

@@ -13,8 +13,8 @@ from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 
 from checkpoints import write_llama
 from secondguess import LLM, load
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.description import describe
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.proof.certificate import CertifyOptions, certify, system_of
 

@@ -16,8 +16,8 @@ from checkpoints import write_llama, write_tokenizer
 from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE, needs_kernels
 from secondguess import load
 from secondguess.api import LLM, encode
-from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.read import outline_of, ties_embeddings
+from secondguess.checkpoint.classes import outline_of
+from secondguess.checkpoint.plan import Checkpoint, ties_embeddings
 from secondguess.controllers import make_controller
 from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import BadInputError, CheckpointError
@@ -137,7 +137,7 @@ def vision(request, tmp_path_factory):
     llm = load(path, "suffix", dtype="float32", device="cpu")
     checkpoint = llm.target.checkpoint
     if request.param is not llava:
-        vars(checkpoint)["processor"] = StubProcessor(checkpoint.config.model_type)
+        vars(checkpoint.source)["processor"] = StubProcessor(checkpoint.config.model_type)
     module = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     pictures, expected = [image(1), image(2)], []
     for picture in pictures:
@@ -248,7 +248,7 @@ def test_heads_are_tied_as_the_outer_configuration_says(is_tied):
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
-    model = outline_of(config, "")
+    model = outline_of(config)
     model.tie_weights()
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert ties_embeddings(config) == shared
@@ -269,7 +269,7 @@ def test_other_dtypes_and_encodings_are_loaded(dtype, quantize, vision, secondgu
 
 def test_a_model_without_its_processor_is_named(vision):
     checkpoint = vision.llm.target.checkpoint
-    processor = vars(checkpoint).pop("processor")
+    processor = vars(checkpoint.source).pop("processor")
     try:
         if checkpoint.config.model_type == "llava":
             assert type(checkpoint.processor).__name__ == "LlavaProcessor"
@@ -279,7 +279,7 @@ def test_a_model_without_its_processor_is_named(vision):
             ):
                 generated(vision, asked(vision.pictures[0]))
     finally:
-        vars(checkpoint)["processor"] = processor
+        vars(checkpoint.source)["processor"] = processor
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.packing import can_pack
+from secondguess.runtime.products import can_pack
 from secondguess.runtime.row_by_row import RowByRowRuntime
 from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from model_coverage.__main__ import compare_class
 from model_coverage.report import Result, read_report
-from secondguess.runtime.attention import ForwardStep
+from secondguess.runtime.step import ForwardStep
 
 RESULTS = read_report(Path(__file__).parents[1] / "docs" / "models.md")
 

@@ -236,7 +236,7 @@ def batches_draw_as_token_by_token(runtime: Callable[[], Runtime]) -> bool:
             draft = drafter.propose(rows, Budgets([3] * 3, lambda *_: [True] * 3, uses_probs=False), noise)
             found.append((draft.token_lists, draft.probs))
             for row, nodes, length in zip(rows, draft.token_lists, (3, 3, 0), strict=True):
-                row.tokens += [*nodes[:length], 3]
+                row.tokens += [*nodes[:length], 4]
         for row in rows:
             drafter.release(row)
         drafter.reset_prefix_cache()

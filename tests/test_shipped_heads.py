@@ -10,7 +10,7 @@ import secondguess
 from builtin_cases import with_drafter
 from secondguess.api import LLM
 from secondguess.builtin import builtin_paths, head_path
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.heads.files import read_provenance
 from secondguess.train.head_card import card_text
 

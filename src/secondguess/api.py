@@ -17,7 +17,7 @@ import torch
 
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import check_memory, head_memory
-from secondguess.checkpoint.read import one_at_a_time
+from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters import make_drafter

@@ -203,7 +203,7 @@ def require_same_weights(configuration: Configuration, source: Path) -> None:
         BadInputError: the weights have another hash.
     """
     from secondguess.checkpoint.resolve import find_checkpoint
-    from secondguess.checkpoint.weights import hash_weights
+    from secondguess.checkpoint.weight_files import hash_weights
 
     expected, model = configuration.tuned.model_sha256, configuration.load.model
     if expected is None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.weights import count_parameters
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.weight_files import count_parameters
 from secondguess.drafters import drafter_class, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import check_parts

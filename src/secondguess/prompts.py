@@ -18,7 +18,7 @@ from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES
 
 if TYPE_CHECKING:
-    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.checkpoint.plan import Checkpoint
 
 Message = Mapping[str, Any]
 """Message of a conversation, `{"role": ..., "content": ...}`.

@@ -17,7 +17,7 @@ from secondguess.bench.config import TuneConfig
 from secondguess.bench.recommendation import PLAIN, recommend
 from secondguess.bench.systems import Run
 from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import OutOfMemoryError
 
 

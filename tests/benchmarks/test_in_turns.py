@@ -9,7 +9,7 @@ from in_turns import ModelsWithOwnCaches, in_turns, with_own_cache
 
 from secondguess.bench import systems as systems_module
 from secondguess.bench.systems import Models, SecondguessSystem
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import UnsupportedModelError
 
 PROMPTS = [[1, 2, 3, 4, 2, 3], [3, 2, 1]]

@@ -29,16 +29,16 @@ from families import (
     write_checkpoint,
 )
 from secondguess import load
-from secondguess.checkpoint import memory, read
-from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
+from secondguess.checkpoint import loader, memory
 from secondguess.checkpoint.description import describe
+from secondguess.checkpoint.loader import wrap_model
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from secondguess.runtime.families import why_not_described
 from secondguess.runtime.native.library import processor_supports, units
 from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.stored import StoredLinear
 from secondguess.runtime.support import cached_layers, cached_values_per_token, context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
@@ -125,13 +125,13 @@ def test_the_chosen_dtype_device_and_runtime_are_described(checkpoint):
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_bfloat16_on_processors_with_bfloat16_products(checkpoint, monkeypatch, has_it, expected):
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: has_it)
+    monkeypatch.setattr("secondguess.checkpoint.plan.has_bfloat16", lambda _: has_it)
     assert Checkpoint.resolve(checkpoint, device="cpu", runtime="fused").dtype is expected
 
 
 @needs_kernels
 def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.has_bfloat16", lambda _: False)
+    monkeypatch.setattr("secondguess.checkpoint.plan.has_bfloat16", lambda _: False)
     for name, expected in (("llama", torch.bfloat16), ("gpt2", torch.float32)):
         path = write_checkpoint(FAMILIES[name](), tmp_path / name)
         assert Checkpoint.resolve(path, device="cpu").dtype is expected
@@ -163,20 +163,11 @@ def test_a_quantised_module_is_no_reference(checkpoint, dtype):
         loaded.module()
 
 
-def test_linear_layers_stay_in_their_files_until_the_kernels_pack_them(checkpoint):
-    found = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu")
-    layers, plain = found.read_module(layer_by_layer=True).model.layers, found.read_module().model.layers
-    stored = {name: each for name, each in layers.named_modules() if isinstance(each, StoredLinear)}
-    assert len(stored) == 7 * len(layers)
-    assert not any(name.endswith("proj.weight") for name, _ in layers.named_parameters())
-    assert all(torch.equal(each.weight, plain.get_submodule(name).weight) for name, each in stored.items())
-
-
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_int8_logits_are_near_the_exact_ones(by_kernels, checkpoint, monkeypatch):
     if not by_kernels:
         pytest.importorskip("torchao")
-        monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
+        monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda device: False)
     exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
     rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
     assert rounded.checkpoint.quantize == "int8"
@@ -186,7 +177,7 @@ def test_int8_logits_are_near_the_exact_ones(by_kernels, checkpoint, monkeypatch
 
 def test_int8_without_torchao_names_the_package_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
+    monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda device: False)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
         Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers").load()
 
@@ -317,8 +308,8 @@ def test_memory_that_the_system_does_not_give_is_named(checkpoint, monkeypatch, 
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(read, "_read_stored", refuse)
-    monkeypatch.setattr(read, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=refuse))
+    monkeypatch.setattr(loader, "NativeDecoder", refuse)
+    monkeypatch.setattr(loader, "_loader_of", lambda _: SimpleNamespace(from_pretrained=refuse))
     with pytest.raises(OutOfMemoryError, match="expected memory for weights of"):
         Checkpoint.resolve(str(checkpoint)).load()
 
@@ -386,7 +377,7 @@ def test_left_out_layers_are_told_from_other_tensors():
     )
 
     def check(*names: str) -> None:
-        read._check_complete(model, {"missing_keys": [], "unexpected_keys": names})
+        loader._check_complete(model, {"missing_keys": [], "unexpected_keys": names})
 
     # of a layer that shares it with another one, of the encoder, of another module, and not in any list
     check("layers.1.b", "tower.blocks.1.a", "tower.blocks.2.a", "layers.2.a", "layers.2.other", "rest")

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from checkpoints import write_llama
 from secondguess import load
 from secondguess.builtin import head_path
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
 from secondguess.checkpoint.memory import check_memory
-from secondguess.checkpoint.weights import count_parameters
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.weight_files import count_parameters
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
 from secondguess.errors import BadInputError, OutOfMemoryError, SecondGuessError
@@ -122,7 +122,7 @@ def test_weights_of_a_smaller_model_than_the_configuration_describes_are_refused
     (folder / "config.json").write_text(json.dumps(config))
     done = secondguess_command("inspect", folder, *FLOAT32)
     assert done.code == 2
-    assert "expected weights of" in done.err
+    assert "mlp.gate_proj.weight of shape (64, 32), not (80, 32), as the configuration says" in done.err
     # Of weights in the older format, next to which there may be an adapter, nothing is known.
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(bytes(100))
@@ -197,7 +197,7 @@ def test_the_library_for_int8_is_reported(
     inspected, secondguess_command, tiny_checkpoint, monkeypatch, there
 ):
     monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao") if there else None)
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.can_quantise", lambda device: False)
+    monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda device: False)
     assert bool(inspected(tiny_checkpoint)["memory"]["int8_obstacle"]) is not there
     said = secondguess_command("inspect", tiny_checkpoint, *FLOAT32).out
     assert ("pip install secondguess[quant]" in said) is not there

@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of, write_checkpoint
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.memory import return_freed_memory
-from secondguess.checkpoint.weights import count_parameters
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.source import open_source
 
 SLACK = 2**24
 """Bytes that allocators may keep beyond the estimate."""
 LOAD = """
 import os, sys, time
 os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive the fork
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 
 def resolve(path, quantize):
     quantize = None if quantize == "none" else quantize
@@ -152,4 +152,4 @@ def test_parameters_in_pickles_are_counted_by_their_dtype(config, num_parameters
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in ("pytorch_model.bin", "optimizer.bin", "training_args.bin"):
         (tmp_path / name).write_bytes(bytes(400))
-    assert count_parameters(tmp_path) == num_parameters
+    assert open_source(str(tmp_path)).count_parameters() == num_parameters

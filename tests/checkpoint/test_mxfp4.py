@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of
 from gguf_files import finish, writer_for
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.quantised import FP4_LEVELS
+from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.feed_forward import StoredExperts
-from secondguess.runtime.fused import fuse
+from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.packing import PackableLinear
-from secondguess.runtime.stored import GroupedWeight, StoredLinear
+from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
+from secondguess.runtime.stored import GroupedWeight, StoredModel, WeightRows
 from secondguess.runtime.weight_format import INT8_GROUPS, MXFP4, STORED_INT4
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]
@@ -85,44 +85,42 @@ def test_the_weights_are_those_that_transformers_reads(checkpoint, by_transforme
         assert torch.equal(value, expected[name]), name
 
 
+def stored_model(folder):
+    source = open_source(str(folder))
+    return StoredModel(source.config, source.weights(torch.device("cpu")), torch.bfloat16)
+
+
 def test_experts_stay_in_the_file(checkpoint, by_transformers):
-    module = Checkpoint.resolve(checkpoint, device="cpu").read_module(layer_by_layer=True)
-    experts, joined = module.model.layers[1].mlp.experts, by_transformers.model.layers[1].mlp.experts
-    assert isinstance(experts, StoredExperts)
-    (gate, up), down = experts.linears[2]
-    assert torch.equal(gate.weight, joined.gate_up_proj[2].T[::2])
-    assert torch.equal(up.weight, joined.gate_up_proj[2].T[1::2])
-    assert torch.equal(up.bias, joined.gate_up_proj_bias[2][1::2])
-    assert torch.equal(down.weight, joined.down_proj[2].T)
-    assert torch.equal(down.bias, joined.down_proj_bias[2])
-    assert gate.read_codes().weight_format == MXFP4
-    assert torch.equal(gate.read_codes().dequantised(), gate.weight.float())
-    tokens = torch.tensor([TOKENS])
-    with torch.inference_mode():
-        torch.testing.assert_close(
-            module(tokens).logits, by_transformers(tokens).logits, atol=0.05, rtol=0.05
-        )
+    experts = stored_model(checkpoint).model.layers[1].mlp.experts[2]
+    joined = by_transformers.model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_proj.weight, joined.gate_up_proj[2].T[::2])
+    assert torch.equal(experts.up_proj.weight, joined.gate_up_proj[2].T[1::2])
+    assert torch.equal(experts.up_proj.bias, joined.gate_up_proj_bias[2][1::2])
+    assert torch.equal(experts.down_proj.weight, joined.down_proj[2].T)
+    assert torch.equal(experts.down_proj.bias, joined.down_proj_bias[2])
+    rows = experts.gate_proj.rows()
+    assert rows.weight_format == MXFP4
+    found = unpack_blocks(pack_blocks(rows, None, Arena(), MXFP4))[: len(rows)]
+    assert torch.equal(found, experts.gate_proj.weight.float())
 
 
 @needs_kernels
 def test_the_least_and_largest_exponents(tmp_path):
     folder = write(tmp_path)
     tensors = load_file(folder / "model.safetensors")
-    scales = tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    name = "model.layers.0.mlp.experts.down_proj_scales"
     for exponent in (0, 1, 127, 230, 231):
-        scales.fill_(exponent)
+        tensors[name].fill_(exponent)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        module = Checkpoint.resolve(folder, device="cpu").read_module(layer_by_layer=True)
-        _, down = module.model.layers[0].mlp.experts.linears[0]
+        down = stored_model(folder).model.layers[0].mlp.experts[0].down_proj
         if exponent > 230:
             with pytest.raises(CheckpointError, match="exponents up to 230, got 231"):
-                down.read_codes()
+                down.rows()
             continue
-        stored = down.read_codes()
-        assert torch.equal(stored.scale, torch.full_like(stored.scale, 2.0 ** (exponent - 128)))
-        assert stored.dequantised().isfinite().all()
-        packed = stored.in_bytes(MXFP4)
-        assert torch.equal(packed[..., -2:].view(torch.bfloat16).float()[..., 0], stored.scale)
+        found = unpack_blocks(pack_blocks(down.rows(), None, Arena(), MXFP4))
+        assert found.isfinite().all()
+        expected = torch.tensor(6 * 2.0 ** (exponent - 127))
+        assert found.abs().max() == (expected if exponent > 1 else 0)  # the least ones are subnormal
 
 
 @needs_kernels
@@ -130,8 +128,7 @@ def test_the_least_and_largest_exponents(tmp_path):
 def test_logits_are_those_of_the_dequantised_weights(checkpoint, by_transformers, unit):
     with torch.inference_mode():
         expected = copy.deepcopy(by_transformers).float()(torch.tensor([TOKENS])).logits[0]
-    module = Checkpoint.resolve(checkpoint, device="cpu").read_module(layer_by_layer=True)
-    decoder = NativeDecoder(fuse(module, packed=False), STORED_INT4, unit)
+    decoder = NativeDecoder(FusedDecoder(stored_model(checkpoint), packed=False), STORED_INT4, unit)
     found = NativeRuntime(decoder).probe(torch.tensor([TOKENS])).logits[0]
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.05
@@ -297,22 +294,12 @@ def test_a_broken_checkpoint_gives_one_error(broken, dtype, tmp_path):
 
 def test_a_product_of_weights_with_levels_and_others_is_not_kept_in_codes():
     """Its parts have different parameters: queries in MXFP4 and values in 8 bits, for example."""
-    scale = torch.ones(8, 2)
-    levels = GroupedWeight(
-        torch.full((8, 64), 7, dtype=torch.uint8), 4, scale, -12 * scale, levels=FP4_LEVELS
-    )
-    even = GroupedWeight.rounded(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
-
-    class Source:
-        names = ("levels", "even")
-
-        def read_codes(self, name):
-            return {"levels": levels, "even": even}[name]
-
-    parts = [StoredLinear(Source(), name, 64, 8, None, torch.bfloat16) for name in Source.names]
-    assert PackableLinear.joined(parts, packed=False).in_groups() is None
-    assert PackableLinear.joined(parts[:1], packed=False).in_groups()[0] == MXFP4
-    assert PackableLinear.joined(parts[1:], packed=False).in_groups()[0] == INT8_GROUPS
+    scale, codes = torch.ones(8, 2), torch.full((8, 64), 7, dtype=torch.uint8)
+    levels = GroupedWeight(codes, 4, scale, -12 * scale, levels=FP4_LEVELS).rows()
+    even = GroupedWeight(codes, 8, scale, -128 * scale).rows()
+    assert WeightRows.joined([levels, even]).weight_format is None
+    assert WeightRows.joined([levels, levels]).weight_format == MXFP4
+    assert WeightRows.joined([even]).weight_format == INT8_GROUPS
 
 
 def test_rotary_positions_of_yarn_are_not_truncated(tmp_path):

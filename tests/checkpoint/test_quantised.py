@@ -21,15 +21,14 @@ from torch import Tensor, nn
 
 from checkpoints import random_llama, write_tokenizer
 from families import needs_kernels, row_of
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.quantised import read_encoding
-from secondguess.checkpoint.read import check_dtype_of_torchao, read_config
+from secondguess.checkpoint.plan import Checkpoint, check_dtype_of_torchao
+from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.native.weights import Arena, pack_blocks
+from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.stored import GroupedWeight
-from secondguess.runtime.weight_format import INT8_GROUPS
+from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -251,11 +250,17 @@ def test_stored_codes_of_experts_are_run(name, tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
-def test_packing_keeps_stored_codes_scales_and_minima(gated):
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    stored = GroupedWeight.rounded(weight).in_bytes(INT8_GROUPS)
-    expected, found = (pack_blocks(each, None, Arena(), INT8_GROUPS, gated) for each in (weight, stored))
-    assert torch.equal(found.tensors[-1], expected.tensors[-1])
+@pytest.mark.parametrize(("bits", "weight_format"), [(4, INT4_GROUPS), (4, INT8_GROUPS), (8, INT8_GROUPS)])
+def test_packing_keeps_stored_codes_scales_and_minima(bits, weight_format, gated):
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 2**bits, (64, 128), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(64, 2, generator=generator).half().float()  # groups of 64 inputs
+    stored = GroupedWeight(codes, bits, scale, -(2 ** (bits - 1)) * scale)
+    expected = stored.dequantised()
+    if gated:
+        expected = torch.cat([half[part : part + 16] for part in (0, 16) for half in expected.chunk(2)])
+    found = unpack_blocks(pack_blocks(stored.rows(), None, Arena(), weight_format, gated))
+    assert torch.equal(found, expected)
 
 
 REFUSED = {
@@ -554,7 +559,7 @@ def test_scales_as_exponents_are_refused_if_their_last_block_is_smaller(tmp_path
         exponents = torch.full((num_blocks, 1), 127, dtype=torch.uint8)
         save_file(tensors | {f"{name}_scale_inv": exponents}, tmp_path / "model.safetensors")
         with pytest.raises(UnsupportedModelError, match="do not divide") if is_refused else nullcontext():
-            assert read_encoding(tmp_path) is None
+            assert open_source(str(tmp_path)).encoding(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("capability", "is_decoded"), [((9, 0), False), ((8, 6), True)])
@@ -566,8 +571,7 @@ def test_fp8_is_decoded_for_the_device_of_the_model(capability, is_decoded, tmp_
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device("cuda", 1)
-    assert (read_encoding(tmp_path, device) is not None) == is_decoded
-    assert hasattr(read_config(str(tmp_path), device), "quantization_config") != is_decoded
+    assert (open_source(str(tmp_path)).encoding(device) is not None) == is_decoded
     assert set(asked) == {device}
     checkpoint = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
     assert checkpoint.encoding is not None, "a GPU that does not run the model is irrelevant"

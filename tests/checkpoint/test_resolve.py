@@ -3,7 +3,7 @@
 import huggingface_hub
 import pytest
 
-from secondguess.checkpoint.read import read_tokenizer
+from checkpoints import read_tokenizer
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.errors import CheckpointError
 

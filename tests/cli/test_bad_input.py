@@ -17,7 +17,7 @@ from checkpoints import write_llama
 from secondguess import LLM, load
 from secondguess.builtin import head_path
 from secondguess.checkpoint import memory
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import LoadSettings
 from secondguess.engine import generation
 from secondguess.errors import BadInputError, OutOfMemoryError

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 
 KEYS = {

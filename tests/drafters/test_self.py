@@ -17,8 +17,8 @@ from secondguess import GuidedPrompt, load
 from secondguess.bench.roster import all_drafters
 from secondguess.bench.systems import Models
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.memory import peak_memory
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.pairing import default_drafter
@@ -95,7 +95,7 @@ def test_a_copy_without_room_in_memory_is_left_out(
     # The copy, as much while it is made, and as much for longer caches.
     for room, expected in ((int(2.9 * copy), "suffix"), (int(3.1 * copy), "suffix+self:int4")):
         monkeypatch.setattr(
-            "secondguess.checkpoint.checkpoint.available_memory", lambda device, room=room: needed + room
+            "secondguess.checkpoint.plan.available_memory", lambda device, room=room: needed + room
         )
         assert default_drafter(other_target, target) == expected
 
@@ -104,7 +104,7 @@ def test_a_copy_without_room_in_memory_is_left_out(
 def test_a_target_whose_kernels_fail_their_check_drafts_without_a_copy(
     other_target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda decoder, weight_format: None)
+    monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
     assert load(other_target, dtype="bfloat16").drafter.kinds == ("suffix",)
     with pytest.raises(UnsupportedModelError, match="int4"):
         load(other_target, "self:int4", dtype="bfloat16")
@@ -193,5 +193,5 @@ def test_benchmarks_have_the_default_drafter_of_load(
         "self:int4",
         "ngram",
     )
-    monkeypatch.setattr("secondguess.checkpoint.checkpoint.to_native", lambda decoder, weight_format: None)
+    monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
     assert Models(other_target, "bfloat16", "cpu").default_drafter == "suffix"

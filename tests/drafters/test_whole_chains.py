@@ -15,8 +15,8 @@ import torch
 from chain_cases import SETTINGS, compare_batches, run_batches, run_rounds
 from test_native_heads import native_target, random_head
 
+from checkpoints import read_module
 from families import FAMILIES, needs_kernels, write_checkpoint
-from secondguess.checkpoint.read import read_module
 from secondguess.core import Budgets, Row, StoppingRule
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.model import ModelDrafter

@@ -23,8 +23,8 @@ import secondguess
 import secondguess.drop_in
 from drop_in_cases import BATCH, BATCH_MASK, PROMPT, ours, tiny_model
 from families import needs_kernels
-from secondguess.checkpoint.checkpoint import wrap_model
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.loader import wrap_model
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import CheckpointError, MismatchWarning, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance

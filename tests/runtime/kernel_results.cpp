@@ -32,46 +32,81 @@ void print(const char* name, int64_t detail, const Number* numbers, int64_t coun
     std::printf("%s %ld %016lx\n", name, (long)detail, (unsigned long)hash);
 }
 
-// Weight with its memory.
+// Rows of one stored type with random numbers, and zeros up to the last line of a block.
+struct Stored {
+    std::vector<uint8_t> bytes;
+    std::vector<const uint8_t*> rows;
+    std::vector<uint8_t> types;
+
+    Stored(int64_t num_rows, int64_t bytes_per_row, uint8_t type)
+        : bytes(num_rows * bytes_per_row), rows(round_up(num_rows, BLOCK)), types(round_up(num_rows, BLOCK), type) {
+        // parameters in float16 and bfloat16 stay finite and positive
+        for (uint8_t& byte : bytes) byte = (uint8_t)(int)(32 + 24 * draw.next());
+        for (int64_t row = 0; row < num_rows; row++) rows[row] = bytes.data() + row * bytes_per_row;
+    }
+    void write_numbers(int64_t width, float scale) {
+        for (size_t row = 0; row < bytes.size() / (2 * width); row++)
+            std::memcpy(bytes.data() + row * 2 * width, draw.halves(width, scale).data(), 2 * width);
+    }
+    void keep_bits(int64_t group_bytes, int mask) {
+        for (size_t i = 0; i < bytes.size(); i++)
+            if ((int64_t)(i % group_bytes) < GROUP) bytes[i] = (uint8_t)(bytes[i] * 37 & mask);
+    }
+    Source source(int64_t width) const { return {rows.data(), types.data(), width}; }
+};
+
+// Weight with its memory: rounded from numbers in bfloat16, or, where it is not, of stored codes.
 struct Owned {
     std::vector<char> data;
-    std::vector<float> scale, bias;
-    std::vector<int32_t> sum;
+    std::vector<float> bias;
     Weight weight;
 
-    Owned(int64_t num_outputs, int64_t width, Encoding encoding, bool is_gated = false, bool has_bias = false) {
-        // codes of MXFP4 are not rounded to: those of INT4 stand for other levels
-        weight = {nullptr, nullptr, nullptr, nullptr, num_outputs, (width + 63) / 64 * 64, encoding == MXFP4 ? INT4 : encoding};
-        const int64_t num_lines = weight.num_blocks() * BLOCK;
+    Owned(int64_t num_outputs, int64_t width, Encoding encoding, bool has_bias = false) {
+        weight = {nullptr, nullptr, num_outputs, (width + 63) / 64 * 64, encoding};
         data.resize(weight.num_blocks() * weight.num_steps() * weight.step_bytes() + PREFETCH_BYTES);
-        scale.resize(num_lines), sum.resize(num_lines), bias = draw.floats(num_lines);
-        weight.data = data.data(), weight.scale = scale.data(), weight.sum = sum.data();
+        bias = draw.floats(weight.num_blocks() * BLOCK);
+        weight.data = data.data();
         if (has_bias) weight.bias = bias.data();
-        const int64_t num_rows = is_gated ? num_outputs / 2 : num_outputs;
-        const auto first = draw.halves(num_rows * width, 0.1f), second = draw.halves(num_rows * width, 0.1f);
-        const Source source = {first.data(), is_gated ? second.data() : nullptr, num_rows, width, 0};
-        if (encoding == INT4_GROUPS)
-            fill_groups();
+        const uint8_t type = encoding == MXFP4 ? STORED_LEVELS : encoding == INT4_GROUPS ? STORED_CODES_4 : encoding == INT8_GROUPS ? STORED_CODES_8 : STORED_BF16;
+        const int64_t group_bytes = stored_group_bytes(type), stored_width = type == STORED_BF16 ? width : round_up(width, GROUP);
+        Stored stored(num_outputs, stored_width / GROUP * group_bytes + stored_width % GROUP * 2, type);
+        if (type == STORED_BF16)
+            stored.write_numbers(width, 0.1f);
         else
-            secondguess_pack(&weight, &source, 2);
-        weight.encoding = encoding;
-    }
-
-    // Fill groups, to which weights are not rounded, with codes and parameters.
-    void fill_groups() {
-        for (int64_t group = 0; group < weight.num_blocks() * weight.num_steps(); group++) {
-            char* codes = data.data() + group * weight.step_bytes();
-            for (int i = 0; i < CODE_BYTES; i++) codes[i] = (char)(int)(127 * draw.next());
-            uint16_t* parameters = (uint16_t*)(codes + CODE_BYTES);
-            for (int i = 0; i < 2 * BLOCK; i++) parameters[i] = to_half(0.01f * draw.next());
-        }
+            stored.keep_bits(group_bytes, type == STORED_CODES_8 ? 255 : 15);
+        const Source source = stored.source(stored_width);
+        secondguess_pack(&weight, &source, 2);
     }
 };
+
+void print_decoded() {
+    const int64_t num_rows = 3, width = 512;
+    const std::pair<uint8_t, int64_t> types[] = {
+        {STORED_Q4_0, 18}, {STORED_Q4_1, 20}, {STORED_Q5_0, 22}, {STORED_Q5_1, 24}, {STORED_Q8_0, 34}, {STORED_MXFP4, 17},
+        {STORED_Q2_K, 84}, {STORED_Q3_K, 110}, {STORED_Q4_K, 144}, {STORED_Q5_K, 176}, {STORED_Q6_K, 210}};
+    for (const auto& [type, size] : types) {
+        const bool is_large = type >= STORED_Q2_K && type <= STORED_Q6_K;
+        const Stored stored(num_rows, width / (is_large ? 256 : GROUP) * size, type);
+        const Source source = stored.source(width);
+        std::vector<float> numbers(num_rows * width);
+        secondguess_decode(&source, num_rows, numbers.data(), 1, 2);
+        print("decoded", type, numbers.data(), numbers.size());
+    }
+}
+
+void print_unpacked(const Owned& owned, int64_t width) {
+    std::vector<float> numbers(owned.weight.num_outputs * width);
+    std::vector<float*> rows(owned.weight.num_blocks() * BLOCK);
+    for (int64_t row = 0; row < owned.weight.num_outputs; row++) rows[row] = &numbers[row * width];
+    secondguess_unpack(&owned.weight, rows.data(), width, 2);
+    print("unpacked", owned.weight.encoding, numbers.data(), numbers.size());
+}
 
 void print_products() {
     for (const Encoding encoding : {BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS}) {
         const int64_t num_outputs = 83, width = 200;
-        const Owned owned(num_outputs, width, encoding, false, true);
+        const Owned owned(num_outputs, width, encoding, true);
+        print_unpacked(owned, width);
         print("packed", encoding, owned.data.data(), owned.data.size());
         for (int64_t num_rows = 1; num_rows <= 9; num_rows++) {
             Rows rows;
@@ -130,11 +165,9 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     const Norm norm = {norms.data(), nullptr, 1e-6f, 1}, none = {};
     std::vector<Owned> owned;
     owned.reserve(64);
-    const auto weight = [&](int64_t num_outputs, int64_t num_inputs, bool is_gated = false) {
-        return owned.emplace_back(num_outputs, num_inputs, encoding, is_gated).weight;
-    };
+    const auto weight = [&](int64_t num_outputs, int64_t num_inputs) { return owned.emplace_back(num_outputs, num_inputs, encoding).weight; };
     std::vector<Expert> all_experts;
-    for (int i = 0; i < experts; i++) all_experts.push_back({weight(2 * 32, width, true), weight(width, 32)});
+    for (int i = 0; i < experts; i++) all_experts.push_back({weight(2 * 32, width), weight(width, 32)});
     const Weight router = owned.emplace_back(experts, width, BFLOAT16).weight;
     std::vector<Layer> layers;
     for (int i = 0; i < 2; i++) {
@@ -143,7 +176,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
         if (i && has_experts)
             layer.router = router, layer.experts = all_experts.data();
         else
-            layer.gate_up = weight(2 * inner, width, true), layer.down = weight(width, inner);
+            layer.gate_up = weight(2 * inner, width), layer.down = weight(width, inner);
         layers.push_back(layer);
     }
     const auto embedding = draw.halves(vocab * width);
@@ -186,6 +219,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
 }
 
 int main() {
+    print_decoded();
     print_products();
     print_recurrences();
     print_sampling();

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
-from secondguess.checkpoint.read import one_at_a_time
+from secondguess.checkpoint.source import one_at_a_time
 from secondguess.core import Draft
 from secondguess.runtime import exclusive
 
@@ -147,7 +147,7 @@ def test_a_thread_that_is_about_to_call_waits_until_the_process_ends(monkeypatch
 
 SCRIPT = """
 import os, sys, threading, time, torch
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.sampling import SamplingParams
 torch.set_num_threads(2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from checkpoints import read_module
 from families import (
     FAMILIES,
     GRAPHS_DEVICE,
@@ -20,8 +21,7 @@ from families import (
     write_checkpoint,
 )
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.checkpoint import Checkpoint
-from secondguess.checkpoint.read import read_module
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.cli.verify import _runtime_for as runtime_for
 from secondguess.core import Draft, Row
 from secondguess.drafters.self import SelfDrafter
@@ -32,7 +32,7 @@ from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs.quantised import BLOCK, GROUP, QuantisedProduct, quantised_copy
 from secondguess.runtime.graphs.runtime import GraphRuntime, to_graphs
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.runtime.weight_format import INT4, INT8
 from secondguess.sampling import SamplingParams

@@ -12,7 +12,7 @@ from secondguess.runtime.fused_decoder import AttentionHeads
 from secondguess.runtime.graphs import operations
 from secondguess.runtime.graphs.operations import LayerCache, PassInputs
 from secondguess.runtime.graphs.quantised import QuantisedProduct
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.rotary import Rotary
 
 pytestmark = [

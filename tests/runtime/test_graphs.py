@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row, StoppingRule
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError, UnsupportedModelError
@@ -212,7 +212,7 @@ def test_broken_weights_are_reported(checkpoint):
 
 
 def test_kernels_that_differ_from_the_module_are_not_used(checkpoint, monkeypatch, caplog):
-    from secondguess.checkpoint.read import read_module
+    from checkpoints import read_module
 
     monkeypatch.setattr(graphs, "run_decoder", wrong_decoder(graphs.run_decoder))
     checked = fuse_for_kernels(read_module(str(checkpoint), torch.float32).to(GRAPHS_DEVICE).eval())
@@ -221,7 +221,7 @@ def test_kernels_that_differ_from_the_module_are_not_used(checkpoint, monkeypatc
 
 
 def test_kernels_that_fail_are_not_used(checkpoint, monkeypatch, caplog):
-    from secondguess.checkpoint.read import read_module
+    from checkpoints import read_module
 
     def fail(*_, **__):
         raise ValueError("out of resource: shared memory")

@@ -19,10 +19,10 @@ from families import (
     row_of,
     write_checkpoint,
 )
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime import packing, scans
+from secondguess.runtime import scans
 from secondguess.runtime.native import library
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.recurrence import StatesByToken, delta_rule, state_space
@@ -39,8 +39,7 @@ NUM_TOKENS = 5
 @pytest.fixture(autouse=True)
 def without_bfloat16_instructions(monkeypatch):
     """As if oneDNN could not pack for this processor."""
-    for module in (packing, scans):
-        monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(scans, "can_pack", lambda dtype, device: False)
 
 
 def random_values(*shape, seed=0):

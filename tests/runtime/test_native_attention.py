@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import read_module
 from families import FAMILIES, needs_kernels, random_tokens, row_of, trees, write_checkpoint
-from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library

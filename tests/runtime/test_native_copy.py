@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import read_module
 from families import (
     FAMILIES,
     SIMILAR,
@@ -18,7 +19,6 @@ from families import (
     trees,
     write_checkpoint,
 )
-from secondguess.checkpoint.read import read_module
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.fused import FusedRuntime, fuse

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from secondguess.runtime.packing import PackableLinear, can_pack
+from secondguess.runtime.products import PackableLinear, can_pack
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")),

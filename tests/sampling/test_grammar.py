@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from checkpoints import read_tokenizer
 from grammar_cases import END, ENDS, REGEXES, allowed_tokens, tiny_compiler, with_regex
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.read import read_tokenizer
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
 from secondguess.sampling import Grammar, SamplingParams

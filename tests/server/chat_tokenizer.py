@@ -2,8 +2,8 @@
 
 from fake_engine import FakeEngine, fake_target
 
+from checkpoints import read_tokenizer
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.read import read_tokenizer
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"

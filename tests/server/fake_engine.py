@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
+from checkpoints import read_tokenizer
 from secondguess.builtin import builtin_paths
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.read import read_tokenizer
+from secondguess.checkpoint.source import FolderSource
 from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.engine import (
     DrainingError,
@@ -40,7 +42,7 @@ def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
         num_input_tokens=len(tokenizer),
         takes_images=False,
     )
-    checkpoint = SimpleNamespace(name=name, path=path if name == "builtin" else f"/models/{name}")
+    checkpoint = SimpleNamespace(name=name, source=FolderSource(Path(path)) if name == "builtin" else None)
     return LoadedModel(checkpoint, runtime, tokenizer, frozenset([tokenizer.eos_token_id or 0]))
 
 

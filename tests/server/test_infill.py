@@ -3,9 +3,9 @@
 import pytest
 from fake_engine import FakeEngine, fake_target
 
+from checkpoints import read_tokenizer
 from conftest import openai_client, serving
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.read import read_tokenizer
 from secondguess.server.infill import FORMATS
 
 

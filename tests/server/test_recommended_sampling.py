@@ -9,6 +9,7 @@ from fake_engine import FakeEngine, fake_target
 from starlette.testclient import TestClient
 
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.source import FolderSource
 from secondguess.errors import CheckpointError
 from secondguess.sampling import SamplingParams
 from secondguess.server.app import create_app
@@ -29,7 +30,7 @@ def recommending(tmp_path):
     def make(values, **settings):
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
         target = fake_target()
-        checkpoint = SimpleNamespace(name="builtin", path=str(tmp_path))
+        checkpoint = SimpleNamespace(name="builtin", source=FolderSource(tmp_path))
         target = LoadedModel(checkpoint, target.runtime, target.tokenizer, target.end_tokens)
         engine = FakeEngine(target)
         return TestClient(create_app(engine, ServerSettings(**settings))), engine

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError
 from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.training_data import Batch, TrainingText

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.medusa import MedusaHead

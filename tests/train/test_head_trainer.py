@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from forked import start_command
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.learning import (
     CountedTokens,

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from checkpoints import write_tokenizer
 from secondguess.api import load
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.cli.train import LOSSES
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel

@@ -18,7 +18,7 @@ from torch import Tensor
 from builtin_pair.acceptance_fit import Drafts, fit
 from secondguess.api import LLM, encode, load
 from secondguess.checkpoint.resolve import find_checkpoint
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.controllers.base import Controller
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.controllers.predictor import PathFeatures, Predictor

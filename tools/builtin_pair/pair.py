@@ -37,7 +37,7 @@ from builtin_pair.tokens import TokenStore, write_tokens
 from builtin_pair.trainer import Report, Trainer
 from secondguess.api import load
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import BadInputError
 from secondguess.files import write_atomically
 from secondguess.names import check_range

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import secondguess
 from model_coverage.tiny import VOCAB_SIZE
 from secondguess.api import LLM
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.classes import LOADED_WHOLE
 from secondguess.checkpoint.description import describe
-from secondguess.checkpoint.read import LOADED_WHOLE
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers import make_controller
 from secondguess.core import Budgets, Draft, Row, padded_tensor
 from secondguess.drafters.base import Drafter

@@ -17,8 +17,8 @@ import torch
 
 from secondguess.api import choose_controller, make_row
 from secondguess.bench.summary import sum_stats
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode

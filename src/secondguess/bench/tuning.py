@@ -26,7 +26,7 @@ from secondguess.bench.systems import (
     speculator_name,
     threads,
 )
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.controllers import CONTROLLERS, make_controller
 from secondguess.pairing import resolve_drafter

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from secondguess.checkpoint.checkpoint import DEFAULT_CONTEXT, Checkpoint
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
-from secondguess.checkpoint.read import outline_of, require_torchao
-from secondguess.checkpoint.weights import count_parameters, tensor_files, weight_files
+from secondguess.checkpoint.plan import DEFAULT_CONTEXT, Checkpoint, require_torchao
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.families import FAMILIES
+from secondguess.runtime.families import FAMILIES, missing_weights, why_not_described
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
@@ -77,12 +75,20 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         CheckpointError: if the tokenizer or a weight file is broken.
         UnsupportedModelError: if the model cannot be decoded speculatively.
     """
-    config = checkpoint.config
-    with quiet():
-        model = outline_of(config, checkpoint.path)
-    check_supported(model)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _check_size(checkpoint, num_parameters)
+    config, is_described = checkpoint.config, why_not_described(checkpoint.config) is None
+    if is_described:
+        architecture = (
+            config.architectures or [re.sub("(Text)?Config$", "ForCausalLM", type(config).__name__)]
+        )[0]
+        num_parameters, vocab_size = checkpoint.num_parameters, config.vocab_size
+        _check_weights(checkpoint)
+    else:
+        with quiet():
+            model = checkpoint.outline()
+        check_supported(model)
+        architecture, vocab_size = type(model).__name__, model.get_output_embeddings().weight.shape[0]
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        _check_size(checkpoint, num_parameters)
     text, layers = config.get_text_config(), cached_layers(config)
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)
     attention = _count_attention_types(text)
@@ -93,14 +99,14 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     return ModelDescription(
         name=checkpoint.name,
         path=checkpoint.path,
-        architecture=type(model).__name__,
+        architecture=architecture,
         model_type=config.model_type,
         num_parameters=num_parameters,
         num_layers=checkpoint.num_layers,
         hidden_size=text.hidden_size,
         num_heads=max((layer.num_attention_heads for layer in layers), default=0),
         num_kv_heads=max(map(num_kv_heads, layers), default=0),
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         num_tokens=len(checkpoint.tokenizer),
         context_length=checkpoint.context_length,
         attention=attention,
@@ -115,24 +121,42 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     )
 
 
+def _check_weights(checkpoint: Checkpoint) -> None:
+    """Check that there are all weights that the configuration asks for, where they can be read one by one."""
+    _require_weights(checkpoint)
+    source = checkpoint.files
+    if not source.has_single_weights:
+        return
+    with source.reading("weights"):
+        missing = missing_weights(checkpoint.config, source.weights(checkpoint.device))
+    if missing and not any("experts" in name for name in missing):  # Transformers may have joined those
+        raise CheckpointError(
+            f"expected the weights that the configuration of {checkpoint.path} asks for, got none for {len(missing)} of them, "
+            f"such as {missing[0]}; copy or download the checkpoint again"
+        )
+
+
+def _require_weights(checkpoint: Checkpoint) -> None:
+    if not checkpoint.files.weight_files:
+        raise CheckpointError(
+            f"expected weights in {checkpoint.path} (model.safetensors, shards with their index, or pytorch_model.bin), "
+            "got none; copy or download the checkpoint again"
+        )
+
+
 def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
     """Check that there are weights and, in unquantised safetensors, as many numbers as the configuration asks for.
 
     They may have more than that, such as an image encoder.
     """
-    path = Path(checkpoint.path)
-    files = tensor_files(path)
-    if not weight_files(path):
-        raise CheckpointError(
-            f"expected weights in {path} (model.safetensors, shards with their index, or pytorch_model.bin), got none; "
-            "copy or download the checkpoint again"
-        )
+    _require_weights(checkpoint)
+    source = checkpoint.files
     if checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config"):
         return
-    stored = count_parameters(path)
-    if files and stored < num_parameters:
+    stored = source.count_parameters()
+    if source.has_single_weights and stored < num_parameters:
         raise CheckpointError(
-            f"expected weights of {num_parameters:,} parameters in {path}, as its configuration says, "
+            f"expected weights of {num_parameters:,} parameters in {checkpoint.path}, as its configuration says, "
             f"got {stored:,}; copy or download the checkpoint again"
         )
 

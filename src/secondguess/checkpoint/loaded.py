@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime
-from secondguess.runtime.graphs.runtime import GraphRuntime
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.row_by_row import RowByRowRuntime
-from secondguess.runtime.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.checkpoint.plan import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,18 +52,12 @@ class LoadedModel:
     @property
     def kind(self) -> str:
         """Name of the runtime in use, one of `resolve.RUNTIMES` except `auto`."""
-        if isinstance(self.runtime, NativeRuntime):
-            return "native"
-        if isinstance(self.runtime, GraphRuntime):
-            return "graphs"
-        return "fused" if isinstance(self.runtime, FusedRuntime) else "transformers"
+        return self.runtime.kind
 
     @property
     def runtime_description(self) -> str:
         """Name of the runtime, with the bits of quantised weights, or if it runs each row by itself."""
-        parts = [self.kind]
-        if isinstance(self.runtime, RowByRowRuntime):
-            parts.append(self.runtime.description)
+        parts = [self.kind, *([self.runtime.description] if self.runtime.description else [])]
         if (bits := self._quantised_bits) is not None:
             parts.append(f"weights in {bits} bits")
         return ", ".join(parts)
@@ -108,11 +98,10 @@ class LoadedModel:
                 f"expected a model that a Transformers module computes, got {self.name} with weights in {bits} bits; "
                 "load it without quantize, and a checkpoint that is stored quantised with runtime transformers"
             )
-        if isinstance(self.runtime, TransformersRuntime):
-            model = self.runtime.model
-            if not any(isinstance(each, KernelLinear) for each in model.modules()):
-                return model
-        return self.checkpoint.read_module()
+        model = self.runtime.module
+        if model is None or any(isinstance(each, KernelLinear) for each in model.modules()):
+            return self.checkpoint.read_module()
+        return model
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from secondguess.checkpoint.weights import stored_dtypes, tensor_files
+from secondguess.checkpoint.weight_files import TensorFiles, TensorHeader
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.stored import GROUP, GroupedWeight
+from secondguess.runtime.stored import GROUP, GroupedWeight, WeightRows, rows_of
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -46,10 +45,11 @@ DECODED = ("gptq", "awq", "compressed-tensors pack-quantized", "fp8", "mxfp4", "
 
 Parts = Callable[[str], Tensor | None]
 """Maps the last part of a tensor's name to the tensor; None if there is none."""
+Headers = Callable[[], Mapping[str, TensorHeader]]
+"""Returns the headers of the tensors in a checkpoint, by name."""
 FP8_SCALES = "weight_scale_inv"
 SMALLEST_FP8_GPU = (8, 9)
 """Compute capability from which Transformers multiplies FP8 weights as they are."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Encoding:
         codes: last part of the names of the tensors that hold codes.
         bits: bits of a code.
         decode: decodes the tensors of one weight, to codes or to numbers.
+        shape: returns the shape of a weight.
         word: bits of a number of these tensors.
         scales: last part of the names of other tensors that are not weights, to be left out when these are counted.
         joins_experts: whether its weights are those of all experts together.
@@ -73,6 +74,7 @@ class Encoding:
     codes: str
     bits: int
     decode: Callable[[Parts], GroupedWeight | Tensor]
+    shape: Callable[[Parts], tuple[int, int]]
     word: int = 32
     joins_experts: bool = False
     has_levels: bool = False
@@ -90,15 +92,20 @@ class Encoding:
         return INT4_GROUPS if self.bits <= INT4_GROUPS.bits else INT8_GROUPS
 
 
-def read_encoding(path: Path, device: torch.device = CPU) -> Encoding | None:
+def read_encoding(values: Mapping[str, Any], headers: Headers, device: torch.device) -> Encoding | None:
     """Return the encoding of a checkpoint that is decoded here for a device; None for any other.
 
     Transformers computes with MXFP4 on all GPUs, and with FP8 on newer ones.
 
+    Args:
+        values: contents of `config.json`.
+        headers: returns the headers of the tensors.
+        device: the device.
+
     Raises:
         UnsupportedModelError: if it is a variant that is not decoded.
     """
-    config = quantization_of(path)
+    config = values.get("quantization_config") or values.get("compression_config") or {}
     method = config.get("quant_method")
     if method == "gptq":
         bits, is_second = config.get("bits", 0), config.get("checkpoint_format") == "gptq_v2"
@@ -119,7 +126,10 @@ def read_encoding(path: Path, device: torch.device = CPU) -> Encoding | None:
             "decoded: the same bits for all",
         )
         is_kept = _is_kept(config.get("group_size"), bool(config.get("desc_act")))
-        return Encoding("gptq", "qweight", bits, partial(_decode_gptq, bits, is_second), is_kept=is_kept)
+        decode = partial(_decode_gptq, bits, is_second)
+        return Encoding(
+            "gptq", "qweight", bits, decode, partial(_shape_by_rows, 32 // bits, 1), is_kept=is_kept
+        )
     if method == "awq":
         bits, version = config.get("bits", config.get("w_bit", 0)), str(config.get("version", "gemm")).lower()
         _require(
@@ -128,7 +138,7 @@ def read_encoding(path: Path, device: torch.device = CPU) -> Encoding | None:
             "decoded: version gemm, 4 bits",
         )
         is_kept = _is_kept(config.get("group_size", config.get("q_group_size")))
-        return Encoding("awq", "qweight", bits, _decode_awq, is_kept=is_kept)
+        return Encoding("awq", "qweight", bits, _decode_awq, partial(_shape_by_rows, 1, 8), is_kept=is_kept)
     if method == "compressed-tensors" and config.get("format") == "pack-quantized":
         groups = list(config["config_groups"].values())
         all_bits = {group["weights"]["num_bits"] for group in groups}
@@ -153,20 +163,21 @@ def read_encoding(path: Path, device: torch.device = CPU) -> Encoding | None:
             for group in groups
         )
         decode = partial(_decode_packed, bits)
-        return Encoding("compressed-tensors", "weight_packed", bits, decode, is_kept=is_kept)
+        return Encoding("compressed-tensors", "weight_packed", bits, decode, _packed_shape, is_kept=is_kept)
     if method == "mxfp4" and device.type != "cuda":
         return Encoding(
             "mxfp4",
             "_blocks",
             4,
             _decode_mxfp4,
+            _mxfp4_shape,
             word=8,
             joins_experts=True,
             has_levels=True,
             scales="_scales",
         )
     if method == "fp8" and config.get("weight_block_size") and not _multiplies_fp8(device):
-        return _fp8_encoding(path, config["weight_block_size"])
+        return _fp8_encoding(headers(), config["weight_block_size"])
     return None
 
 
@@ -174,7 +185,7 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= SMALLEST_FP8_GPU
 
 
-def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
+def _fp8_encoding(headers: Mapping[str, TensorHeader], block: list[int]) -> Encoding | None:
     """Return the encoding of weights in FP8 with a scale per block; None if Transformers has to decode some of them.
 
     Those are experts in FP4, and scales that are stored as exponents. Transformers leaves out the scales of joined
@@ -190,12 +201,13 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
         "weight",
         8,
         partial(_decode_fp8, block),
+        lambda parts: _matrix_shape(_get(parts, "weight")),
         word=8,
         scales=FP8_SCALES,
         is_kept=False,
         has_codes=False,
     )
-    dtypes = stored_dtypes(path)
+    dtypes = {name: header.dtype for name, header in headers.items()}
     floats = (name for name, dtype in dtypes.items() if dtype.startswith("F8_"))
     unscaled = next((name for name in floats if f"{name}_scale_inv" not in dtypes), None)
     _require(unscaled is None, f"fp8 without {unscaled}_scale_inv", "decoded: weights with their scales")
@@ -207,9 +219,8 @@ def _fp8_encoding(path: Path, block: list[int]) -> Encoding | None:
     )
     if all(dtypes[of_weight] == "F8_E4M3" and dtypes[name] != "U8" for name, of_weight in scales.items()):
         return encoding
-    weights = StoredWeights(tensor_files(path), None)
     for name, of_weight in scales.items():
-        shape, grid = weights.shape(of_weight), weights.shape(name)
+        shape, grid = headers[of_weight].shape, headers[name].shape
         _require(
             len(grid) < 2
             or all(size % number == 0 for size, number in zip(shape[-2:], grid[-2:], strict=True)),
@@ -224,18 +235,14 @@ def _is_kept(group_size: int | None, is_ordered: bool = False) -> bool:
     return group_size in (None, -1) or not (is_ordered or group_size % GROUP)
 
 
-def quantization_of(path: Path) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint directory, empty if it has none."""
-    if not (path / "config.json").is_file():
-        return {}
-    config = json.loads((path / "config.json").read_bytes())
-    return config.get("quantization_config") or config.get("compression_config") or {}
-
-
-def require_unquantised(path: Path) -> None:
+def require_unquantised(path: Path, values: Mapping[str, Any], headers: Headers) -> None:
     """Refuse a checkpoint directory with quantised weights that no `quantization_config` describes.
 
     Transformers would leave out the scales of such weights, without an error.
+
+    Args:
+        path: the directory.
+        values, headers: as in `read_encoding`.
 
     Raises:
         UnsupportedModelError: if there are any; names their encoding as the files do.
@@ -245,14 +252,11 @@ def require_unquantised(path: Path) -> None:
         described = json.loads((path / "hf_quant_config.json").read_bytes()).get("quantization") or {}
         if algorithm := described.get("quant_algo"):
             raise encoding_error(f"ModelOpt {algorithm} in hf_quant_config.json", without)
-    if not (path / "config.json").is_file():
-        return
-    config = json.loads((path / "config.json").read_bytes())
-    if described := config.get("quantization"):
+    if described := values.get("quantization"):
         raise encoding_error(f"MLX quantization {described!s:.80}", without)
-    if (config.get("text_config") or {}).get("quantization_config"):
+    if (values.get("text_config") or {}).get("quantization_config"):
         return  # Transformers reads it there, too
-    dtypes = stored_dtypes(path)
+    dtypes = {name: header.dtype for name, header in headers().items()}
     scaled = {name.rpartition(".")[0] for name in dtypes if "scale" in name.rpartition(".")[2]}
     for name, dtype in dtypes.items():
         is_scaled = dtype.startswith("F8_") and name.removesuffix(".weight") in scaled
@@ -271,6 +275,29 @@ def encoding_error(found: str, reason: str) -> UnsupportedModelError:
         f"expected a checkpoint in an encoding that is decoded here ({', '.join(DECODED)}), got {found} ({reason}); "
         "use the original checkpoint with quantize='int4', or another quantised version"
     )
+
+
+def _shape_by_rows(per_row: int, per_column: int, parts: Parts) -> tuple[int, int]:
+    """Return the shape of a weight whose codes are packed as `[input, output]`, some in each row and column."""
+    num_rows, num_columns = _matrix_shape(_get(parts, "qweight"))
+    return num_columns * per_column, num_rows * per_row
+
+
+def _packed_shape(parts: Parts) -> tuple[int, int]:
+    num_outputs, num_inputs = _get(parts, "weight_shape").tolist()
+    return num_outputs, num_inputs
+
+
+def _mxfp4_shape(parts: Parts) -> tuple[int, int]:
+    num_outputs, num_groups = _matrix_shape(_get(parts, "scales"))
+    return num_outputs, num_groups * FP4_GROUP
+
+
+def _matrix_shape(matrix: Tensor) -> tuple[int, int]:
+    if matrix.dim() != 2:
+        raise CheckpointError(f"expected a matrix, got {tuple(matrix.shape)}; download the checkpoint again")
+    num_rows, num_columns = matrix.shape
+    return num_rows, num_columns
 
 
 def _decode_gptq(bits: int, is_second: bool, parts: Parts) -> GroupedWeight:
@@ -393,35 +420,39 @@ def _get_scales(parts: Parts, name: str) -> Tensor:
     return found
 
 
-def _open(path: Path) -> Any:
-    return safe_open(path, framework="pt")
-
-
 class StoredWeights:
     """Weights in safetensors files, which are memory-mapped.
 
     Args:
-        files: files of a checkpoint.
+        tensors: opened files of a checkpoint.
         encoding: encoding of its quantised weights; None if there are none.
 
     Attributes:
         names: names of the weights, those of quantised ones as Transformers names them.
     """
 
-    def __init__(self, files: Iterable[Path], encoding: Encoding | None) -> None:
-        self._encoding = encoding
-        self._files: dict[str, Any] = {
-            name: file
-            for file in map(_open, files)
-            for name in file.keys()  # noqa: SIM118 - not a dictionary
-        }
+    def __init__(self, tensors: TensorFiles, encoding: Encoding | None) -> None:
+        self._tensors, self._encoding = tensors, encoding
         self._quantised = set()
         if encoding is not None:
             mark = encoding.scales or encoding.codes  # a tensor that only quantised weights have
-            self._quantised = {name.removesuffix(mark) for name in self._files if name.endswith(f".{mark}")}
-        others = (name for name in self._files if name[: name.rfind(".") + 1] not in self._quantised)
-        biases = (f"{prefix}bias" for prefix in self._quantised if f"{prefix}bias" in self._files)
+            self._quantised = {
+                name.removesuffix(mark) for name in tensors.headers if name.endswith(f".{mark}")
+            }
+        others = (name for name in tensors.headers if name[: name.rfind(".") + 1] not in self._quantised)
+        biases = (f"{prefix}bias" for prefix in self._quantised if f"{prefix}bias" in tensors.headers)
         self.names = [*others, *biases, *(f"{prefix}weight" for prefix in self._quantised)]
+        self._known = set(self.names)
+
+    def has(self, name: str) -> bool:
+        return name in self._known
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a weight."""
+        if self._encoding is None or not self.quantises(name):
+            return self._tensors.headers[name].shape
+        with self._naming(name):
+            return self._encoding.shape(partial(self._part, name.removesuffix("weight")))
 
     def quantises(self, name: str) -> bool:
         """Return whether a weight is quantised."""
@@ -429,18 +460,22 @@ class StoredWeights:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight."""
-        found = self.read_codes(name)
+        found = self._stored(name)
         with self._naming(name):
             return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(dtype)
 
-    def read_codes(self, name: str) -> Tensor | GroupedWeight:
-        """Return a weight with its codes if it is quantised."""
-        prefix = name.removesuffix("weight")
-        if self._encoding is None or prefix not in self._quantised:
-            tensor: Tensor = self._files[name].get_tensor(name)
-            return tensor
+    def rows(self, name: str) -> WeightRows:
+        """Return the rows of a weight for the kernels."""
+        found = self._stored(name)
         with self._naming(name):
-            return self._encoding.decode(partial(self._part, prefix))
+            return rows_of(found)
+
+    def _stored(self, name: str) -> Tensor | GroupedWeight:
+        """Return a weight with its codes if it is quantised."""
+        if self._encoding is None or not self.quantises(name):
+            return self._tensors.read(name)
+        with self._naming(name):
+            return self._encoding.decode(partial(self._part, name.removesuffix("weight")))
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -451,21 +486,9 @@ class StoredWeights:
             encoding = "" if self._encoding is None else f" ({self._encoding.name})"
             raise CheckpointError(f"{name.removesuffix('.weight')}{encoding}: {error}") from error
 
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of a tensor."""
-        found: list[int] = self._files[name].get_slice(name).get_shape()
-        return found
-
-    def read_part(self, name: str, index: int) -> Tensor:
-        """Return one part of a tensor along its first dimension."""
-        if name not in self._files:
-            raise CheckpointError(f"expected a tensor {name}, got none; download the checkpoint again")
-        tensor: Tensor = self._files[name].get_slice(name)[index]
-        return tensor
-
     def _part(self, prefix: str, name: str) -> Tensor | None:
-        file = self._files.get(prefix + name)
-        return None if file is None else file.get_tensor(prefix + name)
+        path = prefix + name
+        return self._tensors.read(path) if path in self._tensors.headers else None
 
 
 class _PartOfJoined(NamedTuple):
@@ -486,7 +509,7 @@ class JoinedExperts:
     """Weights of a checkpoint that joins those of all experts, in MXFP4 (gpt-oss).
 
     Args:
-        folder: directory of the checkpoint.
+        tensors: opened files of the checkpoint.
         encoding: encoding of the experts.
         by_expert: whether the experts are named one by one, as the linear layers of `ExpertNames`, or
             joined and transposed, as the module of Transformers has them.
@@ -495,15 +518,14 @@ class JoinedExperts:
         names: names of the weights.
     """
 
-    def __init__(self, folder: Path, encoding: Encoding, by_expert: bool) -> None:
-        self._encoding = encoding
-        self._tensors = StoredWeights(tensor_files(folder), None)
-        found = [match for name in self._tensors.names if (match := JOINED.fullmatch(name))]
+    def __init__(self, tensors: TensorFiles, encoding: Encoding, by_expert: bool) -> None:
+        self._encoding, self._tensors = encoding, tensors
+        found = [match for name in tensors.headers if (match := JOINED.fullmatch(name))]
         joined = {match[0].removesuffix("_blocks"): match for match in found}
         self._joined = set() if by_expert else set(joined)
         self._parts: dict[str, _PartOfJoined] = {}
         for name, match in joined.items() if by_expert else ():
-            for expert in range(self._tensors.shape(f"{name}_blocks")[0]):
+            for expert in range(tensors.headers[f"{name}_blocks"].shape[0]):
                 for part, outputs in PARTS_OF_JOINED[match["name"]].items():
                     module = f"{match['layer']}.{expert}.{part}"
                     self._parts[f"{module}.weight"] = _PartOfJoined(name, expert, outputs)
@@ -511,8 +533,22 @@ class JoinedExperts:
         hidden = {f"{name}{suffix}" for name in joined for suffix in ("_blocks", "_scales")}
         if by_expert:
             hidden |= {f"{name}_bias" for name in joined}
-        others = [name for name in self._tensors.names if name not in hidden]
+        others = [name for name in tensors.headers if name not in hidden]
         self.names = [*others, *self._joined, *self._parts]
+        self._known = set(self.names)
+
+    def has(self, name: str) -> bool:
+        return name in self._known
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a weight."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._tensors.headers[name].shape
+        if name.endswith(".bias"):
+            return self._slice(part, "bias").shape
+        with self._naming(part.name):
+            return self._encoding.shape(partial(self._slice, part))
 
     def quantises(self, name: str) -> bool:
         """Return whether a weight is quantised."""
@@ -521,16 +557,20 @@ class JoinedExperts:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight."""
         if name in self._joined:
-            num_experts, num_outputs, num_groups, _ = self._tensors.shape(f"{name}_blocks")
+            num_experts, num_outputs, num_groups, _ = self._tensors.headers[f"{name}_blocks"].shape
             joined = torch.empty(num_experts, num_groups * FP4_GROUP, num_outputs, dtype=torch.bfloat16)
             for expert in range(num_experts):
                 decoded = self._decode(_PartOfJoined(name, expert, slice(None)))
                 joined[expert] = decoded.dequantised().T  # exact in bfloat16
             return joined.to(dtype)
-        found = self.read_codes(name)
+        found = self._stored(name)
         return (found.dequantised() if isinstance(found, GroupedWeight) else found).to(dtype)
 
-    def read_codes(self, name: str) -> Tensor | GroupedWeight:
+    def rows(self, name: str) -> WeightRows:
+        """Return the rows of a weight for the kernels."""
+        return rows_of(self._stored(name))
+
+    def _stored(self, name: str) -> Tensor | GroupedWeight:
         """Return a weight with its codes if it is quantised."""
         if name not in self._parts:
             return self._tensors.read(name)
@@ -538,12 +578,21 @@ class JoinedExperts:
         return self._slice(part, "bias") if name.endswith(".bias") else self._decode(part)
 
     def _decode(self, part: _PartOfJoined) -> GroupedWeight:
-        try:
+        with self._naming(part.name):
             decoded = self._encoding.decode(partial(self._slice, part))
-        except (CheckpointError, RuntimeError) as error:
-            raise CheckpointError(f"{part.name} ({self._encoding.name}): {error}") from error
         assert isinstance(decoded, GroupedWeight)  # MXFP4
         return decoded
 
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Name the weight in errors of tensors that do not fit each other."""
+        try:
+            yield
+        except (CheckpointError, RuntimeError) as error:
+            raise CheckpointError(f"{name} ({self._encoding.name}): {error}") from error
+
     def _slice(self, part: _PartOfJoined, suffix: str) -> Tensor:
-        return self._tensors.read_part(f"{part.name}_{suffix}", part.expert)[part.outputs]
+        name = f"{part.name}_{suffix}"
+        if name not in self._tensors.headers:
+            raise CheckpointError(f"expected a tensor {name}, got none; download the checkpoint again")
+        return self._tensors.read_part(name, part.expert)[part.outputs]

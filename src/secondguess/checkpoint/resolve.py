@@ -7,17 +7,20 @@ Every check raises `BadInputError`, with the known names.
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.weights import is_gguf
 from secondguess.errors import BadInputError, CheckpointError, suggestion
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ADAPTER = "adapter_config.json"
 RUNTIMES = ("auto", "native", "fused", "graphs", "transformers")
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path is that of a GGUF file, by its name."""
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def check_dtype(name: str) -> None:
@@ -99,11 +102,6 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _find_gguf(name: str) -> str:
-    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
-    if missing:
-        raise BadInputError(
-            f"reading {name} needs {' and '.join(missing)}; run `pip install secondguess[gguf]`"
-        )
     parts = name.split("/")
     # An organisation and a name, or a name alone; the rest is the path in the repository.
     in_cache = (find_in_cache("/".join(parts[:size]), "/".join(parts[size:])) for size in (2, 1))

@@ -12,8 +12,8 @@ from secondguess.cli.output import print_json
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from secondguess.checkpoint.checkpoint import Checkpoint
     from secondguess.checkpoint.description import MemoryPlan, ModelDescription
+    from secondguess.checkpoint.plan import Checkpoint
     from secondguess.configuration import TuningRecord
     from secondguess.pairing import DrafterInfo, Pair
 

@@ -195,7 +195,7 @@ def read_template(path: Path | None) -> str | None:
     source = read_text(path)
     if not source.strip():
         raise BadInputError(f"expected a chat template in {path}, got an empty file")
-    from secondguess.checkpoint.read import check_chat_template
+    from secondguess.checkpoint.classes import check_chat_template
 
     check_chat_template(source, str(path))
     return source

@@ -116,7 +116,7 @@ def serve(
     opened = open_socket(host, port)
     try:
         from secondguess.api import load
-        from secondguess.checkpoint.resolve import find_checkpoint
+        from secondguess.checkpoint.source import open_source
         from secondguess.engine import Engine
         from secondguess.server.app import create_app
         from secondguess.server.convert import OPENAI_SAMPLING
@@ -125,9 +125,7 @@ def serve(
 
         loading = options.load_settings_and_tuned(context, config)[0]
         if settings.generation_config:
-            recommended_sampling(
-                find_checkpoint(loading["model"])
-            )  # raises an error before weights are loaded
+            recommended_sampling(open_source(loading["model"]))  # raises an error before weights are loaded
 
         def make_engine() -> Engine:
             llm = load(**loading)

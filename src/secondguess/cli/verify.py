@@ -137,7 +137,7 @@ def _runtime_for(settings: Mapping[str, Any]) -> str:
     On a CPU in float32 a copy of the target, as the default drafter may be one, drafts only if the target runs as a
     Transformers module.
     """
-    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.checkpoint.plan import Checkpoint
     from secondguess.drafters import drafter_class, parse_drafter_name
     from secondguess.pairing import default_drafter
 

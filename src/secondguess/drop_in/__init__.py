@@ -22,9 +22,10 @@ from transformers import StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from secondguess.api import check_verifier, choose_controller, make_row, require_texts
-from secondguess.checkpoint.checkpoint import Checkpoint, wrap_model
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.loader import wrap_model
 from secondguess.checkpoint.memory import available_memory
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode

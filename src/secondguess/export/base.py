@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
-from secondguess.checkpoint.weights import is_gguf
+from secondguess.checkpoint.resolve import is_gguf
 from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH

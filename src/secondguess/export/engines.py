@@ -7,8 +7,7 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from secondguess.checkpoint.resolve import find_in_cache
-from secondguess.checkpoint.weights import is_gguf
+from secondguess.checkpoint.resolve import find_in_cache, is_gguf
 from secondguess.drafters.ngram import NgramOptions
 from secondguess.errors import BadInputError
 from secondguess.export.base import (

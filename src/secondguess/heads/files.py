@@ -23,7 +23,7 @@ from torch import Tensor
 
 from secondguess.builtin import head_path
 from secondguess.checkpoint.resolve import find_in_cache
-from secondguess.checkpoint.weights import (
+from secondguess.checkpoint.weight_files import (
     LFS_ADVICE,
     LFS_POINTER,
     hash_weights,

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from secondguess.checkpoint.quantised import StoredWeights, read_encoding
+from secondguess.checkpoint.quantised import StoredWeights
+from secondguess.checkpoint.source import FolderSource
+from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.experts import separate_experts
@@ -44,6 +46,8 @@ from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, Decode
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import HiddenStates
+
+CPU = torch.device("cpu")
 
 
 class MtpHead(FeatureHead):
@@ -296,10 +300,10 @@ def find_module(folder: Path) -> StoredModule:
 
 def _read_weights(folder: Path, stored: StoredModule) -> dict[str, Tensor]:
     """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
-    encoding = read_encoding(folder)
+    encoding = FolderSource(folder).encoding(CPU)
     if encoding is None:
         return read_named_tensors(stored.files)
-    weights = StoredWeights(dict.fromkeys(stored.files.values()), encoding)
+    weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
     return {name: weights.read(name) for name in weights.names if name.startswith(stored.names.prefix)}
 
 
@@ -326,7 +330,7 @@ def _require_readable_weights(folder: Path, names: Iterable[str]) -> None:
     """Refuse quantised weights in an encoding that is not decoded here."""
     marks = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed")
     coded = next((name for name in names if name.endswith(marks)), None)
-    if coded is not None and read_encoding(folder) is None:
+    if coded is not None and FolderSource(folder).encoding(CPU) is None:
         raise UnsupportedModelError(
             f"expected a multi-token-prediction module with weights that can be read in {folder}, got {coded}, of an "
             "encoding that is not decoded; train one with `secondguess train mtp` or use another drafter"

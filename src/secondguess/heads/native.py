@@ -29,7 +29,6 @@ from secondguess.heads.packed import (
     release_matrices,
 )
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import (
     ChainDecision,
     ChainRequest,
@@ -49,6 +48,7 @@ from secondguess.runtime.native.forward import (
     kernel_step,
 )
 from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 from secondguess.sampling.params import SamplingParams
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import attention, cos_sin_at
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 
 FEATURE_KEY = 0
 """Key of the drafter head's output in `ForwardOutput.hidden`: the feature of the next node."""

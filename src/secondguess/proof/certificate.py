@@ -247,15 +247,18 @@ def tiny_system(
     Raises:
         BadInputError: an unknown name, or a drafter with a model of its own.
     """
-    from secondguess.checkpoint.checkpoint import Checkpoint
+    from secondguess.checkpoint.loader import module_runtime
+    from secondguess.checkpoint.plan import Checkpoint
     from secondguess.runtime.tiny import tiny_pair
 
     model, _ = tiny_pair()
 
     def runtime(which: int) -> Runtime:
-        # `make_runtime` may modify its model; the reference model must stay intact.
-        own = tiny_pair()[which]
-        return Checkpoint.from_module(own).make_runtime(own, lambda: tiny_pair()[which])
+        own = tiny_pair()[which]  # the reference model must stay intact
+        plan = Checkpoint.from_module(own)
+        found = module_runtime(plan, plan.runtimes[0], own)
+        assert found is not None
+        return found
 
     def load_draft_model(path: str) -> Runtime:
         if path != TINY_DRAFTER:

@@ -9,8 +9,6 @@ model with this implementation can still be called directly.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,69 +16,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.quiet import quiet
+from secondguess.runtime.scores import explicit_attention, masked_attention
+from secondguess.runtime.step import ForwardStep, MaskFunction
 
 with quiet():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 IMPLEMENTATION = "secondguess"
-MIN_QUERIES = 4
-"""Bits were seen to depend on the number of queries below 2 with AMX, and below 4 with AVX-512 bfloat16."""
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class ForwardStep:
-    """Positions and mask of the queries of one forward pass.
-
-    Args:
-        mask: `[row or 1, 1, query, key]` bool; None if the causal rule over text positions
-            suffices.
-        query_positions: `[row or 1, query]` int64, text positions.
-        num_keys: number of cache positions that are read.
-        key_positions: `[row, key]` int64, text position of the token in each cache position; None
-            if the two are equal, as they are unless a tree was drafted.
-        start: position of the first query, in the cache and in the text, if all rows' queries are
-            consecutive from there; None if rows differ or branch.
-        starts: cached positions before each row's first query, for runtimes without masks.
-        closure: `[row, query, query]` bool, True at a query's ancestors and itself, for runtimes
-            without masks; None for chains.
-    """
-
-    mask: Tensor | None
-    query_positions: Tensor
-    num_keys: int
-    key_positions: Tensor | None = None
-    start: int | None = None
-    starts: Sequence[int] = ()
-    closure: Tensor | None = None
-
-    def drop_first(self, count: int) -> ForwardStep:
-        """Return the step without its first `count` queries."""
-        if count == 0:
-            return self
-        return replace(
-            self,
-            mask=None if self.mask is None else self.mask[:, :, count:],
-            query_positions=self.query_positions[:, count:],
-            start=None if self.start is None else self.start + count,
-        )
-
-    def visible(self, mask_function: MaskFunction, window: int | None) -> Tensor | None:
-        """Return the mask for a layer type whose causal or sliding-window rule is `mask_function`.
-
-        Windows are counted in text positions: siblings in a tree are equally far from their
-        prefix.
-        """
-        if mask_function is causal_mask_function or (window is not None and self.num_keys <= window):
-            return self.mask
-        queries = self.query_positions[:, None, :, None]
-        keys = self.key_positions
-        if keys is None:
-            keys = torch.arange(self.num_keys, device=queries.device)[None]
-        rows = torch.arange(queries.shape[0], device=queries.device)[:, None, None, None]
-        allowed = mask_function(rows, torch.zeros_like(rows), queries, keys[:, None, None, :])
-        return allowed if self.mask is None else allowed & self.mask
 
 
 class _Current(threading.local):
@@ -114,7 +57,8 @@ def step_mask(
             "expected causal or sliding-window attention, got a model with mask rules of its own; "
             "secondguess cannot decode it, generate with Transformers instead"
         )
-    visible = current.step.visible(mask_function, local_size)
+    rule = None if mask_function is causal_mask_function else mask_function
+    visible = current.step.visible(rule, local_size)
     if visible is None and not allow_is_causal_skip:
         queries = current.step.query_positions
         keys = torch.arange(current.step.num_keys, device=queries.device)
@@ -188,68 +132,6 @@ def grouped_query_attention(
     out = masked_attention(query, key, value, attention_mask, scaling)
     # Modules may use `view`, as the attention functions of Transformers return contiguous tensors.
     return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
-) -> Tensor:
-    """Compute masked attention `[row, kv_head, query, size]`.
-
-    The bits of a query do not depend on how many there are. On a CPU, products of fewer than
-    `MIN_QUERIES` rows use other instructions than products of more rows, so the last query is
-    repeated up to this number.
-    """
-    num_queries = query.shape[2]
-    if num_queries < MIN_QUERIES and query.device.type == "cpu":
-        query = repeat_last(query)
-        mask = mask if mask is None or mask.shape[2] == 1 else repeat_last(mask)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, :num_queries]
-
-
-def repeat_last(numbers: Tensor) -> Tensor:
-    """Return `[row, head, query, size]` with the last query repeated up to `MIN_QUERIES`."""
-    last = numbers[:, :, -1:]
-    return torch.cat([numbers, last.expand(-1, -1, MIN_QUERIES - numbers.shape[2], -1)], dim=2)
-
-
-def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-) -> Tensor:
-    """Compute attention from explicit scores, for features that SDPA lacks.
-
-    Arguments and result are those of `grouped_query_attention`. The softmax is computed in float32,
-    or in float64 for float64 scores.
-    """
-    num_rows, num_heads, num_queries, size = query.shape
-    num_kv_heads, num_keys = key.shape[1:3]
-    folded = query.reshape(num_rows, num_kv_heads, -1, size)
-    scores = (folded @ key.transpose(2, 3)).reshape(num_rows, num_heads, num_queries, num_keys)
-    scores = scores * (size**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if position_bias is not None:
-        scores = scores + position_bias
-    if mask is None and num_queries > 1:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-    if mask is not None and mask.is_floating_point():
-        scores = scores + mask
-    elif mask is not None:
-        # not -inf, with which a fully masked query (padding of a direct call) would become NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        sink = sinks.reshape(1, -1, 1, 1).expand(num_rows, -1, num_queries, 1)
-        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-    exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    weights = scores.softmax(-1, dtype=exact)[..., :num_keys].to(value.dtype)
-    out = weights.reshape(num_rows, num_kv_heads, -1, num_keys) @ value
-    return out.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous()
 
 
 def register() -> None:

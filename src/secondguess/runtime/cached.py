@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 from secondguess.core import Draft, Row, ancestor_closure, token_tensor
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import (
     ForwardOutput,
     HiddenStates,
@@ -33,6 +33,7 @@ from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
 from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import WeightFormat
 
@@ -66,6 +67,8 @@ class CachedRuntime(Runtime):
     the thread that admits it; its rounds may alternate with those of other threads' rows.
 
     Attributes:
+        kind: name of the runtime, one of `resolve.RUNTIMES` except `auto`.
+        module: the Transformers module that the runtime runs; None if it runs none.
         takes_images: True if prompts may have images (`Row.images`).
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
@@ -84,6 +87,8 @@ class CachedRuntime(Runtime):
         device: device of the model.
     """
 
+    kind: ClassVar[str]
+    module: Any = None
     takes_images = False
     min_logits = 1
     cache_class: type[KeyValueCache] = KeyValueCache
@@ -217,6 +222,11 @@ class CachedRuntime(Runtime):
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
         """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)
+
+    @property
+    def description(self) -> str:
+        """Way in which rows are run, if it is special; shown by `inspect`."""
+        return ""
 
     @property
     def num_live_rows(self) -> int:

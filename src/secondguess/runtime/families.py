@@ -7,6 +7,7 @@ correct.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,16 +18,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.runtime.quiet import quiet
+from secondguess.runtime.stored import WeightSource
 from secondguess.runtime.support import LENGTH_DEPENDENT_ROPE
 
 with quiet():
-    from transformers import PreTrainedConfig
-    from transformers.activations import NewGELUActivation
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """Return the approximation of GELU by a hyperbolic tangent, rounded after each operation as by GPT-2's modules."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x.pow(3.0))))
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
-    "gelu_new": NewGELUActivation(),  # rounds after each operation
+    "gelu_new": _gelu_new,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
 
@@ -41,9 +49,9 @@ class Norm:
     rounds_first = True
     bias: Tensor | None = None
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, eps: float) -> None:
         self.weight: Tensor = module.weight.detach()
-        self.eps: float = module.variance_epsilon
+        self.eps = eps
 
     def __call__(self, states: Tensor) -> Tensor:
         return functional.rms_norm(states, self.weight.shape, None, self.eps) * self.weight
@@ -54,9 +62,9 @@ class Float32Norm(Norm):
 
     rounds_first = False
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, eps: float) -> None:
         self.weight = module.weight.detach().float()
-        self.eps = module.variance_epsilon
+        self.eps = eps
 
     def __call__(self, states: Tensor) -> Tensor:
         return functional.rms_norm(states.float(), self.weight.shape, self.weight, self.eps).to(states.dtype)
@@ -65,9 +73,9 @@ class Float32Norm(Norm):
 class GemmaNorm(Float32Norm):
     """Gemma's root-mean-square norm, which scales by 1 + weight."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, eps: float) -> None:
         self.weight = 1.0 + module.weight.detach().float()
-        self.eps = module.eps
+        self.eps = eps
 
 
 class LayerNorm(Norm):
@@ -75,9 +83,9 @@ class LayerNorm(Norm):
 
     rounds_first = False
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, eps: float) -> None:
         self.weight, self.bias = module.weight.detach(), module.bias.detach()
-        self.eps = module.eps
+        self.eps = eps
 
     def __call__(self, states: Tensor) -> Tensor:
         return functional.layer_norm(states, self.weight.shape, self.weight, self.bias, self.eps)
@@ -187,6 +195,11 @@ class MixtureOfExperts:
     router: str = "gate"
     is_transposed: bool = False
 
+    @property
+    def stored_router(self) -> str:
+        """Name of the router in a checkpoint, within its decoder layer."""
+        return f"{self.names.gate.partition('.experts')[0]}.{self.router}"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -204,7 +217,11 @@ class Family:
         has_qk_norm: whether queries and keys are normalised, per head (Qwen3) or all heads together
             (OLMo 2), as the size of the weight says.
         linears: names of a layer's linear layers.
-        attention, final_norm: names of the attention in a layer, and of the norm after the layers.
+        attention: name of the attention in a layer.
+        body, head: names in a checkpoint of the module with the layers, and of the LM head.
+        embedding, final_norm: names in the body of the input embeddings, and of the norm after the layers.
+        epsilon: name of the configuration field with the epsilon of the norms.
+        score_factor: function from the configuration and the size of a head to the factor on the scores.
         has_interleaved_heads: whether the joined projection lists query, key and value of each head
             in turn (GPT-NeoX), not all queries first.
         is_gated: whether the first half of the feed-forward inputs gates the second one.
@@ -227,7 +244,12 @@ class Family:
     has_qk_norm: bool = False
     linears: LinearNames = LLAMA_LINEARS
     attention: str = "self_attn"
+    body: str = "model"
+    head: str = "lm_head"
+    embedding: str = "embed_tokens"
     final_norm: str = "norm"
+    epsilon: str = "rms_norm_eps"
+    score_factor: Callable[[Any, int], float] = lambda config, size: float(size**-0.5)
     has_interleaved_heads: bool = False
     is_gated: bool = True
     is_parallel: Callable[[Any], bool] = lambda config: False
@@ -266,6 +288,7 @@ GEMMA2 = Family(
     norms=GEMMA_NORMS,
     scales_embeddings=True,
     activation="hidden_activation",
+    score_factor=lambda config, size: float(config.query_pre_attn_scalar**-0.5),
 )
 OLMO2 = Family(
     norm=Float32Norm,
@@ -318,7 +341,8 @@ FAMILIES = {
     "granite": Family(
         own_fields=frozenset(
             {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
-        )
+        ),
+        score_factor=lambda config, size: float(config.attention_multiplier),
     ),
     "smollm3": Family(
         window_by_layer,
@@ -330,12 +354,13 @@ FAMILIES = {
         GLM,
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     ),
-    "stablelm": Family(norm=LayerNorm),
+    "stablelm": Family(norm=LayerNorm, epsilon="layer_norm_eps"),
     "phi": Family(
         norm=LayerNorm,
         norms=NormNames(before_mlp="input_layernorm"),
         linears=LinearNames(attention_output="dense", mlp_inputs=("fc1",), mlp_output="fc2"),
         final_norm="final_layernorm",
+        epsilon="layer_norm_eps",
         is_gated=False,
         is_parallel=lambda config: True,
     ),
@@ -344,7 +369,11 @@ FAMILIES = {
         norm=LayerNorm,
         linears=LinearNames(("query_key_value",), "dense", ("dense_h_to_4h",), "dense_4h_to_h"),
         attention="attention",
+        body="gpt_neox",
+        head="embed_out",
+        embedding="embed_in",
         final_norm="final_layer_norm",
+        epsilon="layer_norm_eps",
         has_interleaved_heads=True,
         is_gated=False,
         is_parallel=lambda config: config.use_parallel_residual,
@@ -392,6 +421,8 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
         for rope in config.rope_parameters.values()
     ):
         return "the rotary positions of a layer type depend on the length"
+    if unknown := sorted(_rope_types(config) - ROPE_INIT_FUNCTIONS.keys() - {"default"}):
+        return f"rotary positions of type {unknown[0]} are not known"
     if any(family.has_experts(config)) and not with_experts:
         return "it has mixtures of experts"
     if any(family.has_experts(config)) and not 0 < config.num_experts_per_tok <= config.num_experts:
@@ -399,6 +430,12 @@ def why_not_described(config: Any, with_experts: bool = True) -> str | None:
     if unknown := _unknown_fields(config, family):
         return f"the description of {config.model_type} does not cover {', '.join(unknown)}"
     return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the types of rotary positions in a configuration."""
+    ropes = [config.rope_parameters, *config.rope_parameters.values()]
+    return {str(rope["rope_type"]) for rope in ropes if isinstance(rope, Mapping) and "rope_type" in rope}
 
 
 def _unknown_fields(config: Any, family: Family) -> list[str]:
@@ -410,6 +447,94 @@ def _unknown_fields(config: Any, family: Family) -> list[str]:
     known = COMMON_FIELDS | IGNORED_FIELDS | family.own_fields
     declared = [field.name for field in fields(config) if field.name not in known]
     return [name for name in declared if getattr(config, name, None)]
+
+
+def head_size_of(config: Any) -> int:
+    """Return the size of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def num_key_heads(config: Any) -> int:
+    """Return the number of key heads; joined heads have a key each."""
+    number = getattr(config, "num_key_value_heads", None)
+    if number is None or FAMILIES[config.model_type].has_interleaved_heads:
+        return int(config.num_attention_heads)
+    return int(number)
+
+
+def weight_shapes(config: Any) -> dict[str, set[tuple[int, ...]]]:
+    """Return the possible shapes of a decoder's weights by their names in a checkpoint, without biases.
+
+    A tied head has none. Norms of queries and keys are over one head or all of them.
+    """
+    family, width, size = FAMILIES[config.model_type], config.hidden_size, head_size_of(config)
+    num_queries = config.num_attention_heads
+    num_keys = num_key_heads(config)
+    linears, attention, experts = family.linears, family.attention, family.experts
+    sizes = [num_queries * size, num_keys * size, num_keys * size]
+    sizes = sizes if len(linears.attention_inputs) == 3 else [sum(sizes)]
+    per_layer: dict[str, set[tuple[int, ...]]] = {
+        name: {(width,)} for name in family.norms if name is not None
+    }
+    for name, outputs in zip(linears.attention_inputs, sizes, strict=True):
+        per_layer[f"{attention}.{name}"] = {(outputs, width)}
+    per_layer[f"{attention}.{linears.attention_output}"] = {(width, num_queries * size)}
+    if family.has_qk_norm:
+        per_layer[f"{attention}.q_norm"] = {(size,), (num_queries * size,)}
+        per_layer[f"{attention}.k_norm"] = {(size,), (num_keys * size,)}
+    embedded: set[tuple[int, ...]] = {(config.vocab_size, width)}
+    found: dict[str, set[tuple[int, ...]]] = {
+        f"{family.body}.{family.embedding}.weight": embedded,
+        f"{family.body}.{family.final_norm}.weight": {(width,)},
+    }
+    if not config.tie_word_embeddings:
+        found[f"{family.head}.weight"] = embedded
+    for index, has_experts in enumerate(family.has_experts(config)):
+        layer, inner = f"{family.body}.layers.{index}", dict(per_layer)
+        if experts is not None and has_experts:
+            inner[experts.stored_router] = {(config.num_experts, width)}
+            expert_width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+            for expert in range(config.num_experts):
+                gate, up, down = (name.format(expert) for name in experts.names)
+                inner |= {
+                    gate: {(expert_width, width)},
+                    up: {(expert_width, width)},
+                    down: {(width, expert_width)},
+                }
+        else:
+            num_parts = (2 if family.is_gated else 1) // len(linears.mlp_inputs)
+            inner |= {
+                f"mlp.{name}": {(num_parts * config.intermediate_size, width)} for name in linears.mlp_inputs
+            }
+            inner[f"mlp.{linears.mlp_output}"] = {(width, config.intermediate_size)}
+        found |= {f"{layer}.{name}.weight": shapes for name, shapes in inner.items()}
+        if family.has_sinks:
+            found[f"{layer}.{attention}.sinks"] = {(num_queries,)}
+    return found
+
+
+def missing_weights(config: Any, weights: WeightSource) -> list[str]:
+    """Return the names of a decoder's weights that a checkpoint lacks; in another one Transformers may rename some.
+
+    Raises:
+        ValueError: a weight of another shape than the configuration says.
+    """
+    missing = []
+    for name, shapes in weight_shapes(config).items():
+        if not weights.has(name):
+            missing.append(name)
+            continue
+        shape = tuple(weights.shape(name))
+        _require_shape(name, shape, shapes)
+        bias = f"{name.removesuffix('weight')}bias"
+        if bias != name and weights.has(bias):
+            _require_shape(bias, tuple(weights.shape(bias)), {shape[:1]})
+    return missing
+
+
+def _require_shape(name: str, found: tuple[int, ...], expected: set[tuple[int, ...]]) -> None:
+    if found not in expected:
+        raise ValueError(f"{name} of shape {found}, not {min(expected)}, as the configuration says")
 
 
 def attention_linears(layer: Any, family: Family) -> tuple[list[Any], Any]:

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from secondguess.runtime.families import ACTIVATIONS, Family, GateClamp, MixtureOfExperts, mlp_linears
-from secondguess.runtime.packing import PackableLinear
-from secondguess.runtime.stored import StoredLinear
+from secondguess.runtime.products import PackableLinear
+from secondguess.runtime.stored import StoredModule
 
 
 class FeedForward:
@@ -70,45 +70,16 @@ class FeedForward:
         return self.inner.weight.numel() + self.output.weight.numel()
 
 
-class StoredExperts(nn.Module):
-    """Module of the experts of a mixture, with weights that stay in the files.
-
-    Args:
-        linears: linear layers of each expert: those of its gates and values, and its output.
-        activation: name of the activation.
-        clamp: as in `FeedForward`.
-    """
-
-    def __init__(
-        self,
-        linears: Sequence[tuple[list[StoredLinear], StoredLinear]],
-        activation: str,
-        clamp: GateClamp | None,
-    ) -> None:
-        super().__init__()
-        self.linears = linears
-        self._activation, self._clamp = activation, clamp
-
-    def forward(self, states: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted outputs, as `mix_experts`."""
-        experts = [
-            FeedForward.joined(inner, output, self._activation, packed=False, clamp=self._clamp)
-            for inner, output in self.linears
-        ]
-        return mix_experts(experts, states, selected, weights)
-
-
 class Experts:
     """Mixture of experts: each token uses the few feed-forward networks to which the router gives most probability.
 
     Their outputs are weighted by these probabilities and added in the order of the experts.
 
     Args:
-        module: Transformers' module, whose weights are taken.
-        description, config: of the module's computation.
-        activation: name of the experts' activation.
-        clamp: clamps of the experts, as in `FeedForward`.
-        packed: whether to pack the weights.
+        router: linear layer that gives the experts' scores.
+        experts: feed-forward networks.
+        description, config: of the computation.
+        packed: whether to pack the weights of the router.
 
     Attributes:
         forced_experts: `[token, k]`, experts that tokens use instead of those that they select, for a probe; else None.
@@ -120,23 +91,18 @@ class Experts:
 
     def __init__(
         self,
-        module: Any,
+        router: Any,
+        experts: Sequence[FeedForward],
         description: MixtureOfExperts,
         config: Any,
-        activation: str,
-        clamp: GateClamp | None,
         packed: bool,
     ) -> None:
-        router = getattr(module, description.router)
         bias = getattr(router, "bias", None)
         self.router = PackableLinear(router.weight.detach(), None if bias is None else bias.detach(), packed)
         self.num_selected: int = config.num_experts_per_tok
         self.normalises_routing_weights = description.normalises_routing_weights(config)
         self.rounds_routing_weights = description.rounds_routing_weights
-        self.experts = [
-            FeedForward.joined(inner, output, activation, packed=packed, clamp=clamp)
-            for inner, output in _linears_of_experts(module.experts, description.is_transposed)
-        ]
+        self.experts = experts
 
     def select(self, probs: Tensor) -> Tensor:
         """Return the experts with most probability, `[token, k]`, of probabilities `[token, expert]`."""
@@ -188,20 +154,38 @@ def mix_experts(
 def make_feed_forward(
     layer: Any, index: int, family: Family, config: Any, packed: bool
 ) -> FeedForward | Experts:
-    """Return the feed-forward part of a decoder layer of Transformers."""
-    activation: str = getattr(config, family.activation)
-    if family.experts is not None and family.has_experts(config)[index]:
-        return Experts(layer.mlp, family.experts, config, activation, family.gate_clamp(config), packed)
+    """Return the feed-forward part of a decoder layer, of a Transformers module or of a `StoredModel`."""
+    activation = str(getattr(config, family.activation))
+    mixture, clamp = family.experts, family.gate_clamp(config)
+    if mixture is not None and family.has_experts(config)[index]:
+        if isinstance(layer, StoredModule):
+            router, linears = (
+                layer.at(mixture.stored_router),
+                _stored_experts(layer, mixture, config.num_experts),
+            )
+        else:
+            router = getattr(layer.mlp, mixture.router)
+            linears = _joined_experts(layer.mlp.experts, mixture.is_transposed)
+        experts = [
+            FeedForward.joined(inner, output, activation, packed=packed, clamp=clamp)
+            for inner, output in linears
+        ]
+        return Experts(router, experts, mixture, config, packed)
     inner, output = mlp_linears(layer, family)
     return FeedForward.joined(inner, output, activation, packed=packed, is_gated=family.is_gated)
 
 
-def _linears_of_experts(experts: Any, is_transposed: bool) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the linear layers of each expert: those of its gates and values, and its output."""
-    if isinstance(experts, StoredExperts):
-        yield from experts.linears
-        return
-    # Transformers joins the weights of all experts.
+def _stored_experts(
+    layer: StoredModule, mixture: MixtureOfExperts, count: int
+) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the linear layers of each expert in a checkpoint: those of its gates and values, and its output."""
+    for expert in range(count):
+        gate, up, down = (layer.at(name.format(expert)) for name in mixture.names)
+        yield [gate, up], down
+
+
+def _joined_experts(experts: Any, is_transposed: bool) -> Iterator[tuple[list[Any], Any]]:
+    """Yield the linear layers of each expert in a module of Transformers, which joins the weights of all."""
     if is_transposed:
         names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
         for inner, bias, output, output_bias in zip(

@@ -8,25 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput
 from secondguess.runtime.cached import KEY_MULTIPLE
 from secondguess.runtime.families import FAMILIES, attention_linears, mlp_linears
-from secondguess.runtime.feed_forward import Experts, StoredExperts
+from secondguess.runtime.feed_forward import Experts
 from secondguess.runtime.fused_decoder import FusedDecoder, LayerMask
 from secondguess.runtime.layered import LayeredRuntime
-from secondguess.runtime.quiet import quiet
-from secondguess.runtime.stored import StoredLinear
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import context_length_of
 from secondguess.runtime.tree import ChainMasks
-
-with quiet():
-    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
 """Largest relative root-mean-square error of the logits attributed to rounding, by dtype.
@@ -66,7 +62,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
 
     Args:
         model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
-        packed: whether to pack its weights (see `packing.can_pack`).
+        packed: whether to pack its weights (see `products.can_pack`).
     """
     if not _has_plain_weights(model):
         return None
@@ -225,9 +221,7 @@ def _decode(runtime: FusedRuntime, tokens: Tensor, positions: Tensor) -> Tensor:
 def _is_plain(module: Any) -> bool:
     """Return whether a module computes what its weights say."""
     kind = type(module)
-    return kind in (nn.Linear, StoredLinear, StoredExperts) or kind.__module__.startswith(
-        "transformers.models."
-    )
+    return kind is nn.Linear or kind.__module__.startswith("transformers.models.")
 
 
 def _weighted_modules(model: Any) -> Iterator[Any]:
@@ -267,12 +261,19 @@ def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float
     return passes
 
 
+def _in_window(window: int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return whether queries attend to keys in a sliding window, by their positions."""
+    return (keys <= queries) & (keys > queries - window)
+
+
 class FusedRuntime(LayeredRuntime):
     """Runtime over a fused decoder.
 
     Args:
         decoder: from `fuse`.
     """
+
+    kind = "fused"
 
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(
@@ -338,8 +339,7 @@ class FusedRuntime(LayeredRuntime):
         # The kernels of a GPU need masks that are aligned, as views of the table are not.
         if sees_all and step.mask is not None and step.start is not None and self.device.type == "cpu":
             return LayerMask(self._additive_chain_masks.mask(step.start, width, step.num_keys), causal=False)
-        rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-        allowed = step.visible(rule, window)
+        allowed = step.visible(None if window is None else partial(_in_window, window), window)
         if allowed is None:
             return LayerMask(None, causal=width > 1)
         mask = torch.where(allowed, self._shown, self._hidden)

@@ -1,4 +1,4 @@
-"""Decoder with few calls per layer, built from the weights of a Transformers module.
+"""Decoder with few calls per layer, built from the weights of a Transformers module or of a checkpoint.
 
 On a CPU the time of a small model is determined by the number of its calls. A module makes some
 fifty per layer and prepares masks and positions through several levels of Python; this decoder
@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.attention import explicit_attention, masked_attention
-from secondguess.runtime.families import FAMILIES, Family, Norm, attention_linears
+from secondguess.runtime.families import (
+    FAMILIES,
+    Family,
+    Norm,
+    attention_linears,
+    head_size_of,
+    num_key_heads,
+)
 from secondguess.runtime.feed_forward import make_feed_forward
 from secondguess.runtime.layered import remaining_layers
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
+from secondguess.runtime.scores import explicit_attention, masked_attention
+from secondguess.runtime.stored import StoredModel
 
 
 @dataclass(frozen=True)
@@ -148,21 +156,23 @@ class Layer:
         attention_inputs, attention_output = attention_linears(module, family)
         attention = getattr(module, family.attention)
         num_queries: int = config.num_attention_heads
-        size = attention_output.in_features // num_queries
-        num_heads = sum(linear.out_features for linear in attention_inputs) // size
+        num_keys = num_key_heads(config)
+        size, num_heads = head_size_of(config), num_queries + 2 * num_keys
         self.window = window
         self.rotary_kind = rotary_kind
         self.is_interleaved = family.is_interleaved
         cap = family.number(config, "attn_logit_softcapping")
         sinks = attention.sinks.detach() if family.has_sinks else None
         self.heads = AttentionHeads(
-            num_queries, (num_heads - num_queries) // 2, size, attention.scaling, cap, sinks
+            num_queries, num_keys, size, family.score_factor(config, size), cap, sinks
         )
         self.is_parallel = family.is_parallel(config)
         self.residual_scale = family.number(config, "residual_multiplier")
 
         def norm(name: str | None, owner: Any = module) -> Norm | None:
-            return None if name is None else family.norm(getattr(owner, name))
+            return (
+                None if name is None else family.norm(getattr(owner, name), getattr(config, family.epsilon))
+            )
 
         self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = map(
             norm, family.norms
@@ -235,39 +245,48 @@ def _normalised_heads(norm: Norm, heads: Tensor) -> Tensor:
 
 
 class FusedDecoder:
-    """Weights of a module, in the form that `FusedRuntime` runs.
+    """Weights of a decoder, in the form that `FusedRuntime` runs.
 
     Args:
-        model: a causal language model of one of the `FAMILIES`; its layers are removed.
+        model: a causal language model of one of the `FAMILIES`: a module of Transformers, whose layers are removed, or
+            a `StoredModel`.
         packed: whether to pack the weights.
     """
 
     def __init__(self, model: Any, packed: bool) -> None:
         config = model.config.get_text_config()
         family = FAMILIES[config.model_type]
-        body = model.base_model
+        is_stored = isinstance(model, StoredModel)
+        body = getattr(model, family.body) if is_stored else model.base_model
+        embeddings = getattr(body, family.embedding) if is_stored else model.get_input_embeddings()
         self.config = config
-        embeddings = model.get_input_embeddings()
         self.embedding: Tensor = embeddings.weight.detach()
-        dtype = self.embedding.dtype
+        dtype, device = self.embedding.dtype, self.embedding.device
         self.embedding_scale = family.number(config, "embedding_multiplier")
         if family.scales_embeddings:
-            self.embedding_scale = float(embeddings.embed_scale.to(dtype))
+            self.embedding_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
         self.logit_scaling = LogitScaling(
             family.number(config, "logits_scaling"), family.number(config, "final_logit_softcapping")
         )
         windows, kinds = family.windows(config), family.rotaries(config)
         table_dtype = torch.float32 if family.rotates_in_float32 else dtype
         self.rotaries = {
-            kind: Rotary.from_module(body.rotary_emb, table_dtype, kind, family.is_interleaved)
+            kind: Rotary.from_config(config, table_dtype, device, kind, family.is_interleaved)
             for kind in dict.fromkeys(kinds)
         }
         self.layers: list[Layer] = []
         for index, (window, kind) in enumerate(zip(windows, kinds, strict=True)):
             self.layers.append(Layer(body.layers[index], index, family, config, window, kind, packed))
-            body.layers[index] = nn.Identity()  # frees the module's weights
-        self.norm = family.norm(getattr(body, family.final_norm))
-        self.head = PackableLinear.joined([model.get_output_embeddings()], packed)
+            if not is_stored:
+                body.layers[index] = nn.Identity()  # frees the module's weights
+        self.norm = family.norm(getattr(body, family.final_norm), getattr(config, family.epsilon))
+        if is_stored:
+            self.is_tied: bool = config.tie_word_embeddings
+            head = embeddings if self.is_tied else getattr(model, family.head)
+        else:
+            head = model.get_output_embeddings()
+            self.is_tied = head.weight is embeddings.weight
+        self.head = PackableLinear.joined([head], packed)
         self.windows = set(windows)
 
     def without(self, skipped: Sequence[int]) -> FusedDecoder:

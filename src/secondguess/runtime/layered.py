@@ -11,11 +11,11 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import UNLIMITED
 from secondguess.runtime.exclusive import exclusive
@@ -19,6 +18,7 @@ from secondguess.runtime.recurrent_cache import ComputeStates, RecurrentCache, S
 from secondguess.runtime.row_by_row import Probe, RowByRowRuntime
 from secondguess.runtime.scans import MAX_RECORDED, recording, replace_functions
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import unsupported
 
 MAX_REPLAYED = 6

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.runtime.attention import ForwardStep
-from secondguess.runtime.families import NO_ROTARY
+from secondguess.runtime.families import NO_ROTARY, head_size_of
+from secondguess.runtime.quiet import quiet
+from secondguess.runtime.step import ForwardStep
+
+with quiet():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class Rotary:
@@ -34,21 +38,37 @@ class Rotary:
         self._table = torch.empty(0)
 
     @classmethod
-    def from_module(
-        cls, module: Any, dtype: torch.dtype, kind: str | None = None, is_interleaved: bool = False
+    def from_config(
+        cls,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: str | None = None,
+        is_interleaved: bool = False,
     ) -> Rotary:
-        """Return the table of a rotary embedding.
+        """Return the table of a model.
 
         Args:
-            kind: layer type whose frequencies are used; None if the module has only one set, or
+            config: configuration of the decoder.
+            dtype, device: of the table.
+            kind: layer type whose frequencies are used; None if the model has only one set, or
                 `NO_ROTARY` for a table that changes nothing.
             is_interleaved: as in the constructor.
         """
+        layer_type = None if kind == NO_ROTARY else kind
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        if parameters["rope_type"] == "default":
+            size = int(head_size_of(config) * parameters.get("partial_rotary_factor", 1.0))
+            factor = 1.0
+            frequencies = 1.0 / (
+                parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+            )
+        else:
+            initialise = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+            frequencies, factor = initialise(config, torch.device("cpu"), layer_type=layer_type)
         if kind == NO_ROTARY:
-            return cls(torch.zeros_like(module.inv_freq), 1.0, dtype, is_interleaved)
-        prefix = "" if kind is None else f"{kind}_"
-        frequencies = getattr(module, f"{prefix}inv_freq")
-        return cls(frequencies, getattr(module, f"{prefix}attention_scaling"), dtype, is_interleaved)
+            frequencies, factor = torch.zeros_like(frequencies), 1.0
+        return cls(frequencies.to(device), float(factor), dtype, is_interleaved)
 
     def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
@@ -99,8 +119,6 @@ def scaled_frequencies(
     Raises:
         KeyError: a field that the scaling needs is missing.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     config = SimpleNamespace(  # the part of a configuration that these functions read
         hidden_size=size,
         num_attention_heads=1,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from secondguess.core import Draft
 from secondguess.runtime import tree
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import unsupported
 from secondguess.runtime.transformers import TransformersRuntime
 
@@ -79,7 +79,6 @@ class RowByRowRuntime(TransformersRuntime):
 
     @property
     def description(self) -> str:
-        """Short description of how rows are run, shown by `inspect`."""
         return "row by row"
 
     def _set_up_attention(self) -> None:

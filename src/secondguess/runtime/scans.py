@@ -26,7 +26,7 @@ from secondguess.runtime.native.recurrence import (
     delta_rule,
     state_space,
 )
-from secondguess.runtime.packing import can_pack
+from secondguess.runtime.products import can_pack
 from secondguess.runtime.quiet import quiet
 
 with quiet():

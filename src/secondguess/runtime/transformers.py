@@ -16,12 +16,13 @@ from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
 from secondguess.images import MODELS_WITH_IMAGES
 from secondguess.runtime import attention
-from secondguess.runtime.attention import ForwardStep, current
+from secondguess.runtime.attention import current
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
 from secondguess.runtime.cached import CachedRuntime, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.packing import copy_quantised, why_not_copied
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import (
     CACHE_PARAMETERS,
     check_supported,
@@ -48,6 +49,8 @@ class TransformersRuntime(CachedRuntime):
         UnsupportedModelError: if the model cannot be rolled back or masked.
     """
 
+    kind = "transformers"
+
     def __init__(self, model: Any) -> None:
         check_supported(model)
         config = model.config.get_text_config()
@@ -64,7 +67,7 @@ class TransformersRuntime(CachedRuntime):
             num_layers=config.num_hidden_layers,
             device=model.device,
         )
-        self.model = self._active_model = model
+        self.model = self.module = self._active_model = model
         self.autocast_dtype: torch.dtype | None = None
         parameters = inspect.signature(type(model).forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters

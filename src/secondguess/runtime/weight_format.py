@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-BYTES_PER_SCALE = 8
-"""Bytes of an output's scale in 8 bits, and of the sum of its weights, which corrects unsigned products."""
-SHORT_ROW = 400
-"""Number of inputs of an output in small models, whose scales take the largest share."""
-
 
 @dataclass(frozen=True)
 class WeightFormat:
     """Encoding of the weights of linear layers in the kernels.
 
-    A quantised weight is an integer times a scale, which all inputs of an output share. With groups it
-    is an integer times the scale of its group plus the minimum of its group; with levels it is one of
-    16 levels, which are not evenly spaced, times the scale of its group.
+    A quantised weight is an integer times the scale of its group of inputs, plus the minimum of its group if
+    groups have minima; with levels it is one of 16 levels, which are not evenly spaced, times the scale.
 
     Args:
         name: as given to `quantize`.
         bits: number of bits per weight.
         group_size: number of inputs that share a scale; None without groups.
-        has_levels: whether weights are levels, and groups have no minima.
+        has_minima: whether groups have minima.
+        has_levels: whether weights are levels.
         keeps_others: whether weights that the checkpoint does not store in this encoding stay in
             bfloat16.
     """
@@ -30,6 +25,7 @@ class WeightFormat:
     name: str
     bits: int
     group_size: int | None = None
+    has_minima: bool = False
     has_levels: bool = False
     keeps_others: bool = False
 
@@ -44,21 +40,20 @@ class WeightFormat:
 
     @property
     def bytes_per_group(self) -> int:
-        """Bytes of the parameters of a group: its scale, and its minimum unless there are levels."""
-        return 2 if self.has_levels else 4
+        """Bytes of the parameters of a group: its scale, and its minimum if it has one."""
+        return 4 if self.has_minima else 2
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight with its share of the scales, for estimates."""
-        if self.group_size is not None:
-            return self.bits / 8 + self.bytes_per_group / self.group_size
-        return self.bits / 8 + (BYTES_PER_SCALE / SHORT_ROW if self.is_quantised else 0)
+        parameters = 0.0 if self.group_size is None else self.bytes_per_group / self.group_size
+        return self.bits / 8 + parameters
 
 
 BFLOAT16 = WeightFormat("bfloat16", 16)
-INT8 = WeightFormat("int8", 8)
-INT8_GROUPS = WeightFormat("int8-groups", 8, group_size=32)
-INT4_GROUPS = WeightFormat("int4-groups", 4, group_size=32)
+INT8 = WeightFormat("int8", 8, group_size=32)
+INT8_GROUPS = WeightFormat("int8-groups", 8, group_size=32, has_minima=True)
+INT4_GROUPS = WeightFormat("int4-groups", 4, group_size=32, has_minima=True)
 INT4 = WeightFormat("int4", 4, group_size=32, has_levels=True)
 MXFP4 = WeightFormat("mxfp4", 4, group_size=32, has_levels=True)
 """OCP Microscaling Formats 1.0."""

@@ -60,7 +60,7 @@ class Converter:
         self._settings = settings
         self._template = template
         self.defaults = OPENAI_SAMPLING | (
-            recommended_sampling(target.checkpoint.path) if settings.generation_config else {}
+            recommended_sampling(target.checkpoint.source) if settings.generation_config else {}
         )
 
     def with_defaults(self, request: RequestType) -> RequestType:

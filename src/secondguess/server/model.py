@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from secondguess.api import LLM
-from secondguess.checkpoint.checkpoint import Checkpoint
 from secondguess.checkpoint.loaded import encode_text
-from secondguess.checkpoint.read import read_recommended_sampling
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.source import Source
 from secondguess.engine.generation import fits_memory
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.sampling import SamplingParams
@@ -61,7 +61,7 @@ class ServedModel:
         return encode_text(self.tokenizer, text)
 
 
-def recommended_sampling(path: str) -> dict[str, float]:
+def recommended_sampling(source: Source | None) -> dict[str, float]:
     """Return the sampling settings in a checkpoint's `generation_config.json`.
 
     They are read as other servers do: a `top_k` of -1 means none, and a tiny temperature greedy decoding.
@@ -69,7 +69,9 @@ def recommended_sampling(path: str) -> dict[str, float]:
     Raises:
         CheckpointError: if one is out of range, or the file cannot be read.
     """
-    found = read_recommended_sampling(path)
+    if source is None:
+        return {}
+    found = source.recommended_sampling
     temperature, top_k = found.get("temperature"), found.get("top_k")
     if isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE:
         found["temperature"] = 0
@@ -81,6 +83,6 @@ def recommended_sampling(path: str) -> dict[str, float]:
         SamplingParams(**found)
     except BadInputError as error:
         raise CheckpointError(
-            f"{error}; correct generation_config.json in {path}, or serve with --no-generation-config"
+            f"{error}; correct generation_config.json in {source.path}, or serve with --no-generation-config"
         ) from error
     return found

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from secondguess.api import LLM, load
-from secondguess.checkpoint.read import pick_device, read_config
+from secondguess.checkpoint.plan import pick_device
 from secondguess.checkpoint.resolve import DTYPE_NAMES
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
@@ -216,7 +216,7 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     show.line(f"{len(texts.training)} training texts, {len(texts.held_out)} held out")
     trainable, state = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
-    trainable.to(_saved_dtype(read_config(llm.target.path, llm.target.runtime.device).to_dict()))
+    trainable.to(_saved_dtype(llm.target.checkpoint.config.to_dict()))
     trainable.save(job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
@@ -250,7 +250,7 @@ def _untrained(job: HeadJob, llm: LLM, token_counts: torch.Tensor) -> tuple[Targ
     """Return the target in the form in which heads learn from it, and a head for it."""
     runtime = llm.target.runtime
     target = TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
-    config = read_config(llm.target.path, llm.target.runtime.device).to_dict()
+    config = llm.target.checkpoint.config.to_dict()
     facts = TargetInfo(config=config, model=target, token_counts=token_counts, seed=job.seed)
     return target, job.recipe.fresh(facts).float().to(runtime.device)
 

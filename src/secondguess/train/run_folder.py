@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from secondguess.checkpoint.resolve import find_checkpoint
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.files import require_folder, write_atomically

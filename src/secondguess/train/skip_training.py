@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from secondguess.api import load
-from secondguess.checkpoint.weights import hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.files import Provenance
 from secondguess.heads.skip import write_skipped

@@ -19,7 +19,7 @@ from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, insta
 from builtin_pair.tokenizer import load_tokenizer
 from builtin_pair.tokens import TokenStore
 from secondguess.builtin import head_path
-from secondguess.checkpoint.checkpoint import Checkpoint
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.eagle import EagleHead, load_eagle

@@ -21,7 +21,7 @@ from secondguess.runtime.graphs.operations import (
     linear,
     rotate_and_store,
 )
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.rotary import Rotary
 
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.runtime.attention import explicit_attention
 from secondguess.runtime.families import ACTIVATIONS, LayerNorm, Norm
 from secondguess.runtime.fused_decoder import AttentionHeads
 from secondguess.runtime.graphs.quantised import BLOCK, GROUP, QuantisedProduct
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.rotary import Rotary, rotate
+from secondguess.runtime.scores import explicit_attention
 
 MAX_QUERIES = 63
 """Largest number of queries of a row, whose ancestors are bits of a signed 64-bit integer."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from secondguess.runtime.feed_forward import FeedForward
 from secondguess.runtime.fused_decoder import FusedDecoder, Layer
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 
 GROUP = 32
 """Inputs that share a scale."""

@@ -114,6 +114,8 @@ class GraphRuntime(FusedRuntime):
         decoder: from `fuse`.
     """
 
+    kind = "graphs"
+
     def __init__(self, decoder: FusedDecoder) -> None:
         super().__init__(decoder)
         self.prefill_chunk = PREFILL_CHUNK

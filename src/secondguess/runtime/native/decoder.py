@@ -6,7 +6,7 @@ import copy
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from secondguess.runtime.fused_decoder import FusedDecoder, Layer, embed
 from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, Blocks, pack_blocks, requantise
-from secondguess.runtime.packing import PackableLinear
+from secondguess.runtime.products import PackableLinear
 from secondguess.runtime.rotary import Rotary
+from secondguess.runtime.stored import WeightRows
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
@@ -38,6 +39,24 @@ def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str
     if head_size % 2 or head_size > MAX_HEAD_SIZE:
         return f"heads of {head_size} numbers; the kernels take even sizes up to {MAX_HEAD_SIZE}"
     return None
+
+
+class LayerBlocks(NamedTuple):
+    """Packed weights of a layer.
+
+    Args:
+        qkv, output: of the attention.
+        inner, down: of the feed-forward network; None for a mixture of experts.
+        router: of a mixture, and None otherwise.
+        experts: inner and outer weights of each expert.
+    """
+
+    qkv: Blocks
+    output: Blocks
+    inner: Blocks | None
+    down: Blocks | None
+    router: Blocks | None
+    experts: Sequence[tuple[Blocks, Blocks]]
 
 
 class PackedDecoder:
@@ -68,7 +87,7 @@ class PackedDecoder:
 
     def _pack(
         self,
-        weight: Tensor,
+        weight: Tensor | WeightRows,
         bias: Tensor | None = None,
         weight_format: WeightFormat = BFLOAT16,
         gated: bool = False,
@@ -93,7 +112,7 @@ class NativeDecoder(PackedDecoder):
     Args:
         decoder: unpacked, in bfloat16; its weights are released as they are packed, except a tied head.
         weight_format: encoding of the weights of linear layers; that of the LM head is its
-            `head_format`. With a quantised one their inputs are quantised to 8 bits, with a scale per row.
+            `head_format`. With a quantised one their inputs are quantised to 8 bits, with a scale per 32 inputs.
         unit: as in `PackedDecoder`.
     """
 
@@ -112,17 +131,17 @@ class NativeDecoder(PackedDecoder):
         self.embedding_scale = decoder.embedding_scale
         self.logit_scaling = decoder.logit_scaling
         self.norm = decoder.norm
-        # A tied head is also kept in plain layout, which takes no memory in addition to the embeddings.
-        tied = decoder.head.weight.data_ptr() == decoder.embedding.data_ptr()
-        self.tied_head = copy.copy(decoder.head) if tied else None
+        self.is_tied, self.head_bias = decoder.is_tied, decoder.head.bias
         first = decoder.layers[0]
         heads = first.heads
         self.num_key_heads, self.head_size = heads.num_keys, heads.size
         kinds = list(decoder.rotaries)
         sizes = _feed_forward_sizes([layer.feed_forward for layer in decoder.layers])
         layers = (library.Layer * self.num_layers)()
-        for index in range(self.num_layers):
-            layers[index] = self._layer(decoder.layers[index], kinds)
+        self.blocks: list[LayerBlocks] = []
+        for index, layer in enumerate(decoder.layers):
+            self.blocks.append(self._pack_layer(layer))
+            layers[index] = self._layer(layer, kinds, self.blocks[-1])
         rotary = self.rotaries[0]
         self.head = self._weight(decoder.head, weight_format.head_format)
         packed = [each.weight.encoding for each in self._kept if isinstance(each, Blocks)]
@@ -223,7 +242,17 @@ class NativeDecoder(PackedDecoder):
         self.unit.kernels.secondguess_read(addresses, (c_int64 * len(held))(*sizes), len(held), num_threads)
         return sum(sizes)
 
-    def _layer(self, layer: Layer, rotary_kinds: list[str | None]) -> library.Layer:
+    def _pack_layer(self, layer: Layer) -> LayerBlocks:
+        qkv, output = (self._weight(product, self.weight_format) for product in (layer.qkv, layer.output))
+        part = layer.feed_forward
+        if isinstance(part, FeedForward):
+            return LayerBlocks(qkv, output, *self._network(part), router=None, experts=())
+        router = self._weight(part.router, BFLOAT16)
+        return LayerBlocks(
+            qkv, output, None, None, router, [self._network(expert) for expert in part.experts]
+        )
+
+    def _layer(self, layer: Layer, rotary_kinds: list[str | None], blocks: LayerBlocks) -> library.Layer:
         described = library.Layer(
             attention_norm=self._norm(layer.attention_norm),
             query_norm=self._norm(layer.query_norm),
@@ -231,33 +260,32 @@ class NativeDecoder(PackedDecoder):
             attention_output_norm=self._norm(layer.attention_output_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_output_norm=self._norm(layer.mlp_output_norm),
-            qkv=self._weight(layer.qkv, self.weight_format).weight,
-            output=self._weight(layer.output, self.weight_format).weight,
+            qkv=blocks.qkv.weight,
+            output=blocks.output.weight,
             window=layer.window or 0,
             rotary=rotary_kinds.index(layer.rotary_kind),
         )
         if layer.heads.sinks is not None:
             self._kept.append(layer.heads.sinks.float().contiguous())
             described.sinks = self._kept[-1].data_ptr()
-        part = layer.feed_forward
-        if isinstance(part, Experts):
+        if blocks.router is not None:
             # the kernels add the outputs of experts as they are
             assert layer.mlp_output_norm is None
             assert layer.residual_scale is None
             assert not layer.is_parallel
-            described.router = self._weight(part.router, BFLOAT16).weight
+            described.router = blocks.router.weight
             described.experts = self._keep_experts(
-                library.Expert(*self._network(expert)) for expert in part.experts
+                library.Expert(inner.weight, down.weight) for inner, down in blocks.experts
             )
-        else:
-            described.gate_up, described.down = self._network(part)
+        elif blocks.inner is not None and blocks.down is not None:
+            described.gate_up, described.down = blocks.inner.weight, blocks.down.weight
         return described
 
-    def _network(self, network: FeedForward) -> tuple[library.Weight, library.Weight]:
+    def _network(self, network: FeedForward) -> tuple[Blocks, Blocks]:
         """Return the packed weights of a feed-forward network."""
         return (
-            self._weight(network.inner, self.weight_format, gated=network.is_gated).weight,
-            self._weight(network.output, self.weight_format).weight,
+            self._weight(network.inner, self.weight_format, gated=network.is_gated),
+            self._weight(network.output, self.weight_format),
         )
 
     def _keep_experts(self, experts: Iterable[library.Expert]) -> Any:
@@ -267,12 +295,13 @@ class NativeDecoder(PackedDecoder):
         return ctypes.cast(self._kept[-1], POINTER(library.Expert))
 
     def _weight(self, product: PackableLinear, weight_format: WeightFormat, gated: bool = False) -> Blocks:
-        stored = product.in_groups() if weight_format.is_quantised else None
-        if stored is not None and (weight_format.keeps_others or stored[0].bits <= weight_format.bits):
-            weight_format, weight = stored
-        else:
-            weight_format, weight = BFLOAT16 if weight_format.keeps_others else weight_format, product.weight
-        blocks = self._pack(weight, product.bias, weight_format, gated)
+        rows = product.rows()
+        stored = rows.weight_format if weight_format.is_quantised else None
+        if stored is not None and (weight_format.keeps_others or stored.bits <= weight_format.bits):
+            weight_format = stored
+        elif weight_format.keeps_others:
+            weight_format = BFLOAT16
+        blocks = self._pack(rows, product.bias, weight_format, gated)
         product.release()
         return blocks
 
@@ -291,12 +320,12 @@ def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, flo
     if first.clamp is not None:
         found |= {"gate_alpha": first.clamp.alpha, "gate_limit": first.clamp.limit}
     if dense is not None:
-        found |= {"inner_width": dense.output.weight.shape[1], "has_no_gates": int(not dense.is_gated)}
+        found |= {"inner_width": dense.output.num_inputs, "has_no_gates": int(not dense.is_gated)}
     if mixture is not None:
         found |= {
             "num_experts": len(mixture.experts),
             "num_selected": mixture.num_selected,
-            "expert_width": mixture.experts[0].output.weight.shape[1],
+            "expert_width": mixture.experts[0].output.num_inputs,
             "normalises_routing_weights": int(mixture.normalises_routing_weights),
             "rounds_routing_weights": int(mixture.rounds_routing_weights),
         }

@@ -33,8 +33,6 @@ from secondguess.runtime.native.sources import hash_sources
 
 ENCODINGS = ("bfloat16", "int8", "int4", "int8-groups", "mxfp4", "int4-groups")
 """Names of the encodings of weights, in the order of `Encoding` in `product.h`."""
-ROUNDED = ENCODINGS[:4]
-"""Those to which the kernels round weights; codes of the others come from checkpoints."""
 
 
 def float32_buffer(*shape: int) -> torch.Tensor:
@@ -52,13 +50,13 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 class Weight(Structure):
     _fields_ = [
-        *_fields(c_void_p, "data scale sum bias"),
+        *_fields(c_void_p, "data bias"),
         *_fields(c_int64, "num_outputs num_inputs encoding"),
     ]
 
 
 class Source(Structure):
-    _fields_ = [*_fields(c_void_p, "first second"), *_fields(c_int64, "num_rows width is_float32")]
+    _fields_ = [*_fields(c_void_p, "rows types"), *_fields(c_int64, "width")]
 
 
 class Norm(Structure):
@@ -175,6 +173,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear": (c_int, [POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "pack": (None, [POINTER(Weight), POINTER(Source), c_int64]),
     "repack": (None, [POINTER(Weight), POINTER(Weight), c_int64]),
+    "unpack": (None, [POINTER(Weight), c_void_p, c_int64, c_int64]),
+    "decode": (None, [POINTER(Source), c_int64, c_void_p, c_int64, c_int64]),
     "delta_rule": (c_int, [POINTER(DeltaRule), c_int64]),
     "state_space": (c_int, [POINTER(StateSpace), c_int64]),
     "read": (c_int64, [c_void_p, c_void_p, c_int64, c_int64]),

@@ -83,7 +83,7 @@ class KernelLinear(nn.Module):
                 f"{self.weight_format.bits} bits; load the model without quantize"
             )
         num_outputs, num_inputs = self.weight.shape
-        return unpack_blocks(self._blocks)[:num_outputs, :num_inputs]
+        return unpack_blocks(self._blocks)[:num_outputs, :num_inputs].to(self.weight.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

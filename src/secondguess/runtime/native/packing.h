@@ -3,36 +3,21 @@
 
 #include <cfloat>
 
-#include "product.h"
+#include "stored.h"
 #include "team.h"
-
-// Rows of a weight, [row][width]. With `second`, these are gates and the values that they multiply, of which
-// each block has 16 in turn.
-struct Source {
-    const void *first, *second;
-    int64_t num_rows, width;  // rows of each
-    int64_t is_float32;       // or bfloat16
-};
-
-// Row of a weight; null for zeros.
-template <class Number>
-struct PlainRow {
-    const Number* row;
-    int64_t width;
-
-    Floats numbers(int64_t start) const { return row ? load(row + start, lanes(width - start)) : zeros(); }
-};
 
 // Row of a block in bfloat16.
 struct BlockRow {
     const char* block;
     int64_t output;
 
-    Floats numbers(int64_t start) const {
-        const char* from = block + start / 2 * SLICE_BYTES + output * 4;
-        bf16 pairs[16];
-        for (int slice = 0; slice < 8; slice++) std::memcpy(pairs + 2 * slice, from + slice * SLICE_BYTES, 4);
-        return load(pairs);
+    bool read_codes(int64_t, GroupCodes&) const { return false; }
+    void read_levels(int64_t, GroupCodes&) const {}
+    void read(int64_t group, float* to) const {
+        const char* from = block + group * STEP_BYTES + output * 4;
+        bf16 numbers[GROUP];
+        for (int slice = 0; slice < 16; slice++) std::memcpy(numbers + 2 * slice, from + slice * SLICE_BYTES, 4);
+        for (int i = 0; i < GROUP; i += 16) store(to + i, load(numbers + i));
     }
 };
 
@@ -44,62 +29,92 @@ struct RowPacker {
     char* block;
     int64_t output;
 
-    Floats numbers(int64_t start) const { return row.numbers(start); }
-
     void write(int64_t step, const void* bytes, int64_t size) const {
         char* to = block + step * weight.step_bytes() + output * 4;
         for (int64_t i = 0; i < size; i += 4) std::memcpy(to + i * BLOCK, (const char*)bytes + i, 4);
     }
 
-    void pack_bfloat16() const {
-        for (int64_t step = 0; step < weight.num_steps(); step++) {
-            bf16 pair[BLOCK];
-            store(pair, numbers(step * BLOCK)), store(pair + 16, numbers(step * BLOCK + 16));
-            write(step, pair, sizeof pair);
+    // Write the parameters of a group, in float16 or, for levels, in bfloat16.
+    void write_parameters(int64_t group, float scale, float minimum) const {
+        uint16_t* to = (uint16_t*)(block + group * weight.step_bytes() + code_bytes(weight.encoding)) + output;
+        if (has_levels(weight.encoding)) {
+            bf16 scales[16];
+            store(scales, all(scale));
+            *to = scales[0];
+        } else {
+            *to = to_half(scale);
+        }
+        if (has_minima(weight.encoding)) to[BLOCK] = to_half(minimum);
+    }
+
+    void pack_bfloat16(int64_t step) const {
+        float numbers[GROUP];
+        bf16 halves[GROUP];
+        row.read(step, numbers);
+        for (int i = 0; i < GROUP; i += 16) store(halves + i, load(numbers + i));
+        write(step, halves, sizeof halves);
+    }
+
+    // Write codes of 8 bits as they are, if the encoding has what they need, or round the group to 8 bits.
+    void pack_8_bits(int64_t group) const {
+        GroupCodes codes;
+        if (!row.read_codes(group, codes) || (codes.lowest == 0 && !has_minima(weight.encoding))) round(group, codes);
+        write(group, codes.codes, GROUP);
+        write_parameters(group, codes.scale, codes.minimum);
+    }
+
+    // Round a group to 8 bits with the largest magnitude at 127; the scale is NaN if a number is.
+    void round(int64_t group, GroupCodes& to) const {
+        float numbers[GROUP];
+        row.read(group, numbers);
+        const Floats low = load(numbers), high = load(numbers + 16);
+        const float largest_magnitude = largest_of(largest(absolute(low), absolute(high)));
+        const bool is_defined = !has_nan(low) && !has_nan(high);
+        to.scale = is_defined ? half_above(std::max(largest_magnitude / 127, 0x1p-24f)) : NAN;
+        to.minimum = 0;
+        const Floats limit = all(127);
+        for (int half = 0; half < 2; half++) {
+            const Floats code = nearest_whole((half ? high : low) / all(to.scale));
+            store_small(to.codes + 16 * half, largest(smallest(code, limit), zeros() - limit));
         }
     }
 
-    // Round to 8 bits with the largest magnitude at 127; returns the scale, and the sum of the numbers.
-    float pack_int8(int32_t& sum) const {
-        Floats maxima = zeros();
-        bool is_defined = true;
-        for (int64_t start = 0; start < weight.num_inputs; start += 16) {
-            maxima = largest(maxima, absolute(numbers(start)));
-            is_defined &= !has_nan(numbers(start));
-        }
-        const float scale = is_defined ? std::max(largest_of(maxima), FLT_MIN) / 127 : NAN;
-        sum = 0;
-        for (int64_t step = 0; step < weight.num_steps(); step++) {
-            int8_t small[64];
-            for (int i = 0; i < 64; i += 16) store_small(small + i, nearest_whole(numbers(step * 64 + i) / all(scale)));
-            for (const int8_t each : small) sum += each;
-            write(step, small, sizeof small);
-        }
-        return scale;
+    // The number itself in float16, or the next larger one: a code beyond 127 would be cut off.
+    static float half_above(float number) {
+        const uint16_t nearest = to_half(number);
+        return from_half((uint16_t)(nearest + (from_half(nearest) < number)));
     }
 
-    // Round each group to evenly spaced levels of 8 bits between its limits, as `GroupedWeight.rounded` does; a group
-    // with NaN has the scale NaN.
-    void pack_groups() const {
-        const float last_code = 255, shift = 128;
-        for (int64_t group = 0; group < weight.num_steps(); group++) {
-            const Floats low = numbers(group * GROUP), high = numbers(group * GROUP + 16);
-            const uint16_t least = to_half(0.0f - largest_of(zeros() - smallest(low, high)));
-            const Floats minimum = all(from_half(least));
-            const Floats above[2] = {low - minimum, high - minimum};
-            const bool is_defined = !has_nan(low) && !has_nan(high);
-            const uint16_t scale = to_half(!is_defined ? NAN : std::max(largest_of(largest(above[0], above[1])) / last_code, 0x1p-24f));
-            const float step = from_half(scale);
-            int8_t codes[GROUP];
-            for (int half = 0; half < 2; half++) {
-                const Floats level = smallest(largest(nearest_whole(above[half] / all(step)), zeros()), all(last_code));
-                store_small(codes + half * 16, level - all(shift));
-            }
-            uint16_t* parameters = (uint16_t*)(block + (group + 1) * weight.step_bytes()) - 2 * BLOCK;
-            parameters[output] = scale;
-            parameters[BLOCK + output] = to_half(from_half(least) + shift * step);
-            write(group, codes, GROUP);
+    // Write codes of 4 bits, which the rows have: evenly spaced levels, or those of MXFP4.
+    void pack_4_bits(int64_t group) const {
+        GroupCodes codes = {};
+        if (has_levels(weight.encoding))
+            row.read_levels(group, codes);
+        else if (row.read_codes(group, codes))
+            shift_to_zero(codes);
+        char* to = block + group * weight.step_bytes() + output * 4;
+        for (int slice = 0; slice < GROUP / 8; slice++) {
+            uint32_t pair[2];  // codes whose inputs are 4 apart
+            std::memcpy(pair, codes.codes + slice * 8, sizeof pair);
+            const uint32_t word = pair[0] | pair[1] << 4;
+            std::memcpy(to + slice * SLICE_BYTES, &word, sizeof word);
         }
+        write_parameters(group, codes.scale, codes.minimum);
+    }
+
+    void pack(int64_t step) const {
+        if (weight.encoding == BFLOAT16)
+            pack_bfloat16(step);
+        else if (has_half_bytes(weight.encoding))
+            pack_4_bits(step);
+        else
+            pack_8_bits(step);
+    }
+
+    static void shift_to_zero(GroupCodes& codes) {
+        if (!codes.lowest) return;
+        for (int8_t& code : codes.codes) code = (int8_t)(code - codes.lowest);
+        codes.minimum += codes.scale * (float)codes.lowest;
     }
 };
 
@@ -173,7 +188,7 @@ inline void pack_levels(const Weight& weight, char* block, int tile, Function ro
         for (int output = 0; output < TILE; output++) {
             const auto row = row_of(tile * TILE + output);
             float row_numbers[GROUP];
-            for (int start = 0; start < GROUP; start += 16) store(row_numbers + start, row.numbers(group * GROUP + start));
+            row.read(group, row_numbers);
             for (int input = 0; input < GROUP; input++) numbers[input][output] = row_numbers[input];
         }
         LevelGroups groups;
@@ -200,25 +215,41 @@ inline void pack_block(const Weight& weight, int64_t block, Function row_of) {
         for (int tile = 0; tile < BLOCK / TILE; tile++) pack_levels(weight, data, tile, row_of);
         return;
     }
-    for (int64_t output = 0; output < BLOCK; output++) {
-        const RowPacker<decltype(row_of(output))> packer{weight, row_of(output), data, output};
-        const int64_t line = block * BLOCK + output;
-        if (weight.encoding == BFLOAT16)
-            packer.pack_bfloat16();
-        else if (weight.encoding == INT8)
-            ((float*)weight.scale)[line] = packer.pack_int8(((int32_t*)weight.sum)[line]);
-        else
-            packer.pack_groups();
-    }
+    constexpr int64_t STEPS_AT_ONCE = 8;  // whose part of a block stays in the first cache
+    for (int64_t first = 0; first < weight.num_steps(); first += STEPS_AT_ONCE)
+        for (int64_t output = 0; output < BLOCK; output++) {
+            const RowPacker<decltype(row_of(output))> packer{weight, row_of(output), data, output};
+            for (int64_t step = first; step < std::min(first + STEPS_AT_ONCE, weight.num_steps()); step++) packer.pack(step);
+        }
 }
 
-template <class Number>
-inline void pack_plain_block(const Weight& weight, const Source& source, int64_t block) {
-    pack_block(weight, block, [&](int64_t output) {
-        const int64_t row = source.second ? block * TILE + output % TILE : block * BLOCK + output;
-        const auto from = (const Number*)(source.second && output >= TILE ? source.second : source.first);
-        return PlainRow<Number>{row < source.num_rows ? from + row * source.width : nullptr, source.width};
-    });
+// Read the numbers of a group of an output from the blocks of a weight.
+inline void unpack_group(const Weight& weight, const char* block, int64_t group, int64_t output, float* to) {
+    if (weight.encoding == BFLOAT16) return BlockRow{block, output}.read(group, to);
+    const char* data = block + group * weight.step_bytes();
+    const uint16_t* parameters = (const uint16_t*)(data + code_bytes(weight.encoding)) + output;
+    float scale = from_half(*parameters);
+    if (has_levels(weight.encoding)) {
+        const uint32_t bits = (uint32_t)*parameters << 16;
+        std::memcpy(&scale, &bits, sizeof bits);
+    }
+    const float minimum = has_minima(weight.encoding) ? from_half(parameters[BLOCK]) : 0;
+    int8_t codes[GROUP];
+    if (has_half_bytes(weight.encoding)) {
+        for (int slice = 0; slice < GROUP / 8; slice++)
+            for (int i = 0; i < 4; i++) {
+                const uint8_t byte = data[slice * SLICE_BYTES + output * 4 + i];
+                codes[slice * 8 + i] = byte & 15, codes[slice * 8 + 4 + i] = byte >> 4;
+            }
+    } else {
+        for (int slice = 0; slice < GROUP / 4; slice++) std::memcpy(codes + slice * 4, data + slice * SLICE_BYTES + output * 4, 4);
+    }
+    if (has_levels(weight.encoding)) {
+        const uint8_t* levels = weight.encoding == MXFP4 ? FP4_LEVELS : INT4_LEVELS;
+        for (int8_t& code : codes) code = (int8_t)(levels[code] - zero_of(weight.encoding));
+    }
+    for (int half = 0; half < 2; half++)
+        store(to + half * 16, load_small(codes + half * 16) * all(scale) + all(minimum));
 }
 
 template <class Function>
@@ -232,10 +263,10 @@ inline void for_each_block(const Weight& weight, int64_t num_threads, Function f
 
 #pragma GCC visibility push(default)
 extern "C" {
-// Write rows to the blocks of a weight, and their scales and sums.
+// Write rows to the blocks of a weight.
 void secondguess_pack(const Weight* weight, const Source* source, int64_t num_threads) {
     for_each_block(*weight, num_threads, [&](int64_t block) {
-        source->is_float32 ? pack_plain_block<float>(*weight, *source, block) : pack_plain_block<bf16>(*weight, *source, block);
+        pack_block(*weight, block, [&](int64_t output) { return source->row(block * BLOCK + output); });
     });
 }
 
@@ -246,6 +277,37 @@ void secondguess_repack(const Weight* weight, const Weight* from, int64_t num_th
             const char* data = from->data + block * from->num_steps() * from->step_bytes();
             return BlockRow{data, output};
         });
+    });
+}
+
+// Read the numbers of a weight from its blocks. `rows`: where the first `width` numbers of each output of the blocks go, or
+// null for one that is not read.
+void secondguess_unpack(const Weight* weight, float* const* rows, int64_t width, int64_t num_threads) {
+    for_each_block(*weight, num_threads, [&](int64_t block) {
+        const char* data = weight->data + block * weight->num_steps() * weight->step_bytes();
+        for (int64_t start = 0; start < width; start += GROUP)
+            for (int64_t output = 0; output < BLOCK; output++) {
+                float numbers[GROUP], *const row = rows[block * BLOCK + output];
+                if (!row) continue;
+                unpack_group(*weight, data, start / GROUP, output, numbers);
+                std::copy_n(numbers, std::min<int64_t>(GROUP, width - start), row + start);
+            }
+    });
+}
+
+// Read the numbers of rows, to [row][width] in float32 or bfloat16.
+void secondguess_decode(const Source* source, int64_t num_rows, void* to, int64_t is_float32, int64_t num_threads) {
+    Team::get().run(std::min(num_threads, num_rows), [&](int thread, int count) {
+        for (int64_t row = thread * num_rows / count; row < (thread + 1) * num_rows / count; row++)
+            for (int64_t start = 0; start < source->width; start += GROUP) {
+                float numbers[GROUP];
+                source->row(row).read(start / GROUP, numbers);
+                for (int half = 0; half < 2; half++) {
+                    const int64_t at = row * source->width + start + 16 * half;
+                    const Lanes part = lanes(source->width - start - 16 * half);
+                    is_float32 ? store((float*)to + at, load(numbers + 16 * half), part) : store((bf16*)to + at, load(numbers + 16 * half), part);
+                }
+            }
     });
 }
 }

@@ -3,10 +3,9 @@
 //
 // A weight is stored in blocks of 32 outputs. Within a block, 4 bytes of each output's inputs (2 in
 // bfloat16, 4 in 8 bits) are adjacent: a slice of 128 bytes, a cache line for each of the two tiles of
-// 16 outputs. A step is 64 bytes of each output's inputs, 16 slices; in groups it is a group, 8 slices
-// in 8 bits and 4 in 4 bits. AVX-512, and the other vector units with up to two rows, read a block in the
-// order of its addresses, which processors prefetch at the rate of the memory. AMX reads the 16 lines of
-// a tile in a step.
+// 16 outputs. A step is 32 inputs of each output: 16 slices in bfloat16, 8 in 8 bits and 4 in 4 bits. AVX-512,
+// and the other vector units with up to two rows, read a block in the order of its addresses, which processors
+// prefetch at the rate of the memory. AMX reads the 16 lines of a tile in a step.
 #pragma once
 
 #include <algorithm>
@@ -31,11 +30,12 @@ inline int four_bytes(const void* from) {
     return bytes;
 }
 
-// In groups, 32 inputs of an output share parameters, which follow the codes of the group of a block. With levels
-// (INT4, MXFP4) a weight is `scale * (level - zero)`, its code is the place of the level in a table, and the parameters
-// are 32 scales in bfloat16. Otherwise it is `scale * code + minimum`, with 32 scales and 32 minima in float16. Codes of
-// 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a byte holds two whose inputs are 4
-// apart, the first in its low half, and a slice holds 8 inputs of each output.
+// A quantised weight is in groups: 32 inputs of an output share parameters, which follow the codes of the group of a
+// block. With levels (INT4, MXFP4) a weight is `scale * (level - zero)`, its code is the place of the level in a table,
+// and the parameters are 32 scales in bfloat16. In INT8 it is `scale * code`, and the parameters are 32 scales in
+// float16. With minima (INT8_GROUPS, INT4_GROUPS) it is `scale * code + minimum`, and 32 minima follow the scales. Codes
+// of 8 bits are signed; a slice holds 4 inputs of each output. Codes of 4 bits are not; a byte holds two whose inputs
+// are 4 apart, the first in its low half, and a slice holds 8 inputs of each output.
 constexpr int GROUP = 32;              // inputs
 constexpr int CODE_BYTES = 512;        // in 4 bits, of a group of a block
 
@@ -43,6 +43,7 @@ enum Encoding { BFLOAT16, INT8, INT4, INT8_GROUPS, MXFP4, INT4_GROUPS };
 
 constexpr bool has_levels(int64_t encoding) { return encoding == INT4 || encoding == MXFP4; }
 constexpr bool has_half_bytes(int64_t encoding) { return has_levels(encoding) || encoding == INT4_GROUPS; }
+constexpr bool has_minima(int64_t encoding) { return encoding == INT8_GROUPS || encoding == INT4_GROUPS; }
 
 // Levels of INT4, plus 30: whole numbers, with 0 among them, that minimise the squared error of normal weights
 // rounded as by `LevelGroups`. Found by a search that starts from the levels of Lloyd's algorithm (1982) for weights
@@ -56,64 +57,57 @@ constexpr const uint8_t* LEVELS = ENCODING == MXFP4 ? FP4_LEVELS : INT4_LEVELS;
 
 // Unsigned level or code of 0: codes of 8 bits become unsigned by adding 128.
 constexpr int zero_of(int64_t encoding) {
-    return encoding == INT4 ? 30 : encoding == MXFP4 ? 12 : encoding == INT8_GROUPS ? 128 : 0;
+    return encoding == INT4 ? 30 : encoding == MXFP4 ? 12 : has_half_bytes(encoding) ? 0 : 128;
 }
 
 // Sizes of a group of a block: of its codes, and with its parameters.
 constexpr int64_t code_bytes(int64_t encoding) { return has_half_bytes(encoding) ? CODE_BYTES : 2 * CODE_BYTES; }
 constexpr int64_t group_bytes(int64_t encoding) {
-    return code_bytes(encoding) + (has_levels(encoding) ? 1 : 2) * BLOCK * sizeof(uint16_t);
+    return code_bytes(encoding) + (has_minima(encoding) ? 2 : 1) * BLOCK * sizeof(uint16_t);
 }
 
 struct Weight {
     const char* data;       // blocks
-    const float* scale;     // per output, for 8 bits
-    const int32_t* sum;     // per output, sum of the 8-bit numbers
     const float* bias;      // per output, or null
     int64_t num_outputs;
     int64_t num_inputs;     // multiple of 64, padded with zeros
     int64_t encoding;
 
     int64_t num_blocks() const { return (num_outputs + BLOCK - 1) / BLOCK; }
-    bool has_groups() const { return has_half_bytes(encoding) || encoding == INT8_GROUPS; }
-    // Number of parts of a block, and their size.
-    int64_t num_steps() const { return num_inputs / (encoding == INT8 ? 64 : 32); }
+    bool has_groups() const { return encoding != BFLOAT16; }
+    // Number of steps of a block, and their size.
+    int64_t num_steps() const { return num_inputs / GROUP; }
     int64_t step_bytes() const { return has_groups() ? group_bytes(encoding) : STEP_BYTES; }
 };
 
-// Inputs of some rows in 8 bits, from a group on, with the sum of each group and, negated, that times `zero_of`.
+// Inputs of some rows in 8 bits, from a group on. A group of a row has a scale, the sum of its values, and an offset: the
+// sum of its numbers, negated, times `zero_of`.
 struct GroupValues {
     const int8_t* numbers;
-    const float* sums;
+    const float *scales, *sums;
     const int32_t* offsets;
-    int64_t stride, num_groups;  // numbers, and sums and offsets, per row
+    int64_t stride, num_groups;  // numbers, and groups, per row
 
     GroupValues at_group(int64_t group) const {
-        return {numbers + group * GROUP, sums + group, offsets + group, stride, num_groups};
+        return {numbers + group * GROUP, scales + group, sums + group, offsets + group, stride, num_groups};
     }
     GroupValues from_row(int64_t row) const {
-        return {numbers + row * stride, sums + row * num_groups, offsets + row * num_groups, stride, num_groups};
+        const int64_t groups = row * num_groups;
+        return {numbers + row * stride, scales + groups, sums + groups, offsets + groups, stride, num_groups};
     }
+    float scale(int64_t row) const { return scales[row * num_groups]; }
+    float sum(int64_t row) const { return sums[row * num_groups]; }
     int32_t offset(int64_t row) const { return offsets[row * num_groups]; }
 };
 
-// Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised
-// weights in 8 bits with a scale per row, for weights in groups also what `GroupValues` has. Memory is
-// allocated for a multiple of 32 rows.
+// Inputs of a product: rows in bfloat16, also in float32 for units with WIDE, and for quantised weights what
+// `GroupValues` has. Memory is allocated for a multiple of 32 rows.
 struct Values {
     const bf16* numbers;
     const float* wide;
-    const int8_t* small;
-    const float* scale;
-    const float* group_sums;
-    const int32_t* group_offsets;
+    GroupValues groups;
     int64_t stride;  // numbers per row
     int64_t num_rows;
-
-    // The rows from `start` on as inputs of weights in groups.
-    GroupValues in_groups(int64_t start) const {
-        return GroupValues{small, group_sums, group_offsets, stride, stride / GROUP}.from_row(start);
-    }
 };
 
 // Call a function with `count`, which is from 1 to MOST, as a constant.
@@ -136,29 +130,28 @@ struct Parameters {
     Floats scales, minima;
 
     explicit Parameters(const uint16_t* tile) {
-        if constexpr (has_levels(ENCODING)) {
+        if constexpr (has_levels(ENCODING))
             scales = load((const bf16*)tile);
-        } else {
+        else
             scales = load_halves(tile);
-            minima = load_halves(tile + BLOCK);
-        }
+        if constexpr (has_minima(ENCODING)) minima = load_halves(tile + BLOCK);
     }
 
-    // Add the products of a row's values with the group's weights. `whole`: sums of the products of the values with the
-    // codes, or with the levels less that of 0; `sum`: sum of the values.
-    Floats add_to(Floats total, Floats whole, float sum) const {
-        if constexpr (has_levels(ENCODING)) return add_product(total, whole, scales);
-        return add_product(add_product(total, whole, scales), all(sum), minima);
+    // Add the products of a row's values with the group's weights. `whole`: sums of the products of the values' numbers
+    // with the codes, or with the levels less that of 0; `scale` and `sum`: of the values.
+    Floats add_to(Floats total, Floats whole, float scale, float sum) const {
+        const Floats added = add_product(total, whole * all(scale), scales);
+        if constexpr (has_minima(ENCODING)) return add_product(added, all(sum), minima);
+        return added;
     }
 };
 
-// A unit multiplies at most ROWS rows of its values with one block into `sums[row][output]`, in
-// float32 for bfloat16 weights and in int32 for 8-bit weights. The int32 sums are too large by
-// SHIFT times the sum of the output's weights. WIDE: the unit reads float32 values instead of
-// bfloat16. `next(left)`: how many of the rows that are left it multiplies at once.
+// A unit multiplies at most ROWS rows of its values with one block of bfloat16 weights into `sums[row][output]`.
+// WIDE: the unit reads float32 values instead of bfloat16. `next(left)`: how many of the rows that are left it
+// multiplies at once.
 //
-// `add_groups` multiplies at most ROWS_IN_GROUPS rows with a block in groups, without the rows' scales. Sums within
-// a group are exact integers, and each group is added in one order on every processor.
+// `add_groups` multiplies at most ROWS_IN_GROUPS rows with a block in groups. Sums within a group are exact integers,
+// and each group is added in one order on every processor.
 #ifdef __AVX512BF16__
 #include "product_avx512.h"
 #else
@@ -176,35 +169,28 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
     const int64_t first = first_block + thread * num_blocks / num_threads;
     const int64_t last = first_block + (thread + 1) * num_blocks / num_threads;
     alignas(64) float sums[std::max(Unit::ROWS, Unit::ROWS_IN_GROUPS) * BLOCK];
-    alignas(64) int32_t whole_sums[Unit::ROWS * BLOCK];
     const Unit unit(values);
     for (int64_t block = first; block < last; block++) {
         const char* data = weight.data + block * num_steps * weight.step_bytes();
         for (int64_t start = 0, count; start < values.num_rows; start += count) {
             count = weight.has_groups() ? even_share(values.num_rows - start, Unit::ROWS_IN_GROUPS) : Unit::next(values.num_rows - start);
-            if (weight.encoding == INT8)
-                unit.add_up(start, count, data, num_steps, whole_sums);
-            else if (weight.encoding == INT4)
-                add_groups<INT4>(values.in_groups(start), count, data, num_steps, sums);
-            else if (weight.encoding == MXFP4)
-                add_groups<MXFP4>(values.in_groups(start), count, data, num_steps, sums);
-            else if (weight.encoding == INT4_GROUPS)
-                add_groups<INT4_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
-            else if (weight.encoding == INT8_GROUPS)
-                add_groups<INT8_GROUPS>(values.in_groups(start), count, data, num_steps, sums);
-            else
+            if (weight.encoding == BFLOAT16)
                 unit.add_up(start, count, data, num_steps, sums);
+            else if (weight.encoding == INT8)
+                add_groups<INT8>(values.groups.from_row(start), count, data, num_steps, sums);
+            else if (weight.encoding == INT4)
+                add_groups<INT4>(values.groups.from_row(start), count, data, num_steps, sums);
+            else if (weight.encoding == MXFP4)
+                add_groups<MXFP4>(values.groups.from_row(start), count, data, num_steps, sums);
+            else if (weight.encoding == INT4_GROUPS)
+                add_groups<INT4_GROUPS>(values.groups.from_row(start), count, data, num_steps, sums);
+            else
+                add_groups<INT8_GROUPS>(values.groups.from_row(start), count, data, num_steps, sums);
             for (int i = 0; i < count; i++) {
                 Floats found[2];
                 for (int half = 0; half < 2; half++) {
-                    const int64_t output = block * BLOCK + half * TILE, at = i * BLOCK + half * TILE;
-                    if (weight.encoding == INT8)
-                        found[half] = load_difference(whole_sums + at, weight.sum + output, Unit::SHIFT) *
-                                      (load(weight.scale + output) * all(values.scale[start + i]));
-                    else
-                        found[half] = load(sums + at);
-                    if (weight.has_groups()) found[half] = found[half] * all(values.scale[start + i]);
-                    if (weight.bias) found[half] = found[half] + load(weight.bias + output);
+                    found[half] = load(sums + i * BLOCK + half * TILE);
+                    if (weight.bias) found[half] = found[half] + load(weight.bias + block * BLOCK + half * TILE);
                 }
                 finish(start + i, block, found[0], found[1]);
             }
@@ -212,27 +198,24 @@ inline void multiply(const Values& values, const Weight& weight, int64_t first_b
     }
 }
 
-// Quantise a row to 8 bits, with its largest magnitude at 127. Returns the scale, which is NaN if the row has one.
-inline float quantise(const bf16* row, int64_t count, int8_t* to) {
-    Floats maxima = zeros();
-    bool is_defined = true;
-    for (int64_t i = 0; i < count; i += 16) {
-        const Floats numbers = load(row + i);
-        is_defined &= !has_nan(numbers);
-        maxima = largest(maxima, absolute(numbers));
-    }
-    const float scale = is_defined ? std::max(largest_of(maxima), 1e-30f) / 127 : NAN;
+// Quantise a group of values to 8 bits, with the largest magnitude at 127. Returns the scale, which is NaN if one is.
+inline float quantise_group(const bf16* values, int8_t* to) {
+    const Floats low = load(values), high = load(values + 16);
+    const bool is_defined = !has_nan(low) && !has_nan(high);
+    const float scale = is_defined ? std::max(largest_of(largest(absolute(low), absolute(high))), 1e-30f) / 127 : NAN;
     const Floats factor = all(1 / scale);
-    for (int64_t i = 0; i < count; i += 16) store_small(to + i, load(row + i) * factor);
+    store_small(to, low * factor), store_small(to + 16, high * factor);
     return scale;
 }
 
-// Sum the numbers of each group of a row (see `GroupValues`).
-inline void sum_groups(const int8_t* row, int64_t num_groups, int zero, float* sums, int32_t* offsets) {
+// Quantise a row, for weights whose code or level of 0 is `zero` (see `GroupValues`).
+inline void quantise(const bf16* row, int64_t num_groups, int zero, int8_t* numbers, float* scales, float* sums, int32_t* offsets) {
     for (int64_t group = 0; group < num_groups; group++) {
+        int8_t* const to = numbers + group * GROUP;
+        scales[group] = quantise_group(row + group * GROUP, to);
         int sum = 0;
-        for (int i = 0; i < GROUP; i++) sum += row[group * GROUP + i];
-        sums[group] = sum;
+        for (int i = 0; i < GROUP; i++) sum += to[i];
+        sums[group] = scales[group] * (float)sum;
         offsets[group] = -zero * sum;
     }
 }

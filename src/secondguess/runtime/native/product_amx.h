@@ -12,10 +12,8 @@ struct TileShapes {
     uint8_t num_rows[16] = {};
 };
 
-// One step multiplies `NUMBERS` values of each row by 64 bytes of each output's inputs.
-template <int NUMBERS, class Number, class Multiply>
-inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* block, int64_t num_steps, void* sums,
-                      Multiply multiply) {
+// Multiply rows with a block in bfloat16: each step 32 values of each row by 64 bytes of each output's inputs.
+inline void tile_sums(const bf16* rows, int64_t stride, bool two, const char* block, int64_t num_steps, float* sums) {
     _tile_zero(0);
     _tile_zero(1);
     if (two) {
@@ -25,11 +23,16 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
     for (int64_t step = 0; step < num_steps; step++) {
         const char* tile = block + step * STEP_BYTES;
         prefetch(tile + PREFETCH_BYTES);
-        _tile_loadd(4, rows + step * NUMBERS, stride * sizeof(Number));
+        _tile_loadd(4, rows + step * 32, stride * sizeof(bf16));
         _tile_loadd(6, tile, SLICE_BYTES);
         _tile_loadd(7, tile + LINE_BYTES, SLICE_BYTES);
-        if (two) _tile_loadd(5, rows + TILE * stride + step * NUMBERS, stride * sizeof(Number));
-        multiply();
+        if (two) _tile_loadd(5, rows + TILE * stride + step * 32, stride * sizeof(bf16));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
     }
     char* to = (char*)sums;
     _tile_stored(0, to, BLOCK * 4);
@@ -43,7 +46,6 @@ inline void tile_sums(const Number* rows, int64_t stride, bool two, const char* 
 struct MatrixUnit {
     static constexpr int ROWS = 2 * TILE, ROWS_IN_GROUPS = ROWS;
     static int next(int64_t left) { return (int)std::min<int64_t>(left, ROWS); }
-    static constexpr int32_t SHIFT = 0;
 
     const Values& values;
 
@@ -60,26 +62,6 @@ struct MatrixUnit {
     }
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        const bool two = count > TILE;
-        tile_sums<32>(values.numbers + start * values.stride, values.stride, two, block, num_steps, sums, [two] {
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (two) {
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        });
-    }
-
-    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
-        const bool two = count > TILE;
-        tile_sums<64>(values.small + start * values.stride, values.stride, two, block, num_steps, sums, [two] {
-            _tile_dpbssd(0, 4, 6);
-            _tile_dpbssd(1, 4, 7);
-            if (two) {
-                _tile_dpbssd(2, 5, 6);
-                _tile_dpbssd(3, 5, 7);
-            }
-        });
+        tile_sums(values.numbers + start * values.stride, values.stride, count > TILE, block, num_steps, sums);
     }
 };

@@ -15,7 +15,7 @@ template <int COUNT, class Finish>
 // Call `finish(row, sums)` with the sums of the products of some rows, at most MAX_ROWS, with a group of one tile.
 template <Encoding ENCODING, class Finish>
 [[gnu::always_inline]] inline void sum_group(const char* codes, const GroupValues& values, int count, Finish finish) {
-    if constexpr (ENCODING == INT8_GROUPS) {
+    if constexpr (!has_half_bytes(ENCODING)) {
         int row = 0;
         for (; row + 2 <= count; row += 2) sum_rows<2>(codes, values, row, finish);
         if (row < count) sum_rows<1>(codes, values, row, finish);

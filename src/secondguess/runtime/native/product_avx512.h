@@ -34,37 +34,10 @@ inline void vector_sums(const bf16* rows, int64_t stride, const char* block, int
     }
 }
 
-// The instruction multiplies unsigned by signed bytes: values are shifted by 128 (SHIFT), which
-// the caller corrects.
-template <int COUNT>
-inline void vector_sums(const int8_t* rows, int64_t stride, const char* block, int64_t num_steps, int32_t* sums) {
-    __m512i low[COUNT], high[COUNT];
-    UNROLLED for (int row = 0; row < COUNT; row++) low[row] = high[row] = _mm512_setzero_si512();
-    const __m512i shift = _mm512_set1_epi32((int)0x80808080);
-    for (int64_t step = 0; step < num_steps; step++) {
-        for (int four = 0; four < 16; four++) {
-            const char* slice = block + step * STEP_BYTES + four * SLICE_BYTES;
-            prefetch_ahead<COUNT>(slice);
-            const __m512i first = _mm512_loadu_si512(slice);
-            const __m512i second = _mm512_loadu_si512(slice + LINE_BYTES);
-            UNROLLED for (int row = 0; row < COUNT; row++) {
-                const int all_four = four_bytes(rows + row * stride + step * 64 + four * 4);
-                const __m512i shifted = _mm512_xor_si512(_mm512_set1_epi32(all_four), shift);
-                low[row] = _mm512_dpbusd_epi32(low[row], shifted, first);
-                high[row] = _mm512_dpbusd_epi32(high[row], shifted, second);
-            }
-        }
-    }
-    UNROLLED for (int row = 0; row < COUNT; row++) {
-        _mm512_storeu_si512(sums + row * BLOCK, low[row]);
-        _mm512_storeu_si512(sums + row * BLOCK + TILE, high[row]);
-    }
-}
-
 // Codes, or levels, of 4 inputs of each output of a tile, without sign: those in 8 bits are 128 larger than stored.
 template <Encoding ENCODING>
 inline __m512i unsigned_codes(const char* tile, int four) {
-    if (ENCODING == INT8_GROUPS) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * SLICE_BYTES), _mm512_set1_epi8((char)0x80));
+    if (!has_half_bytes(ENCODING)) return _mm512_xor_si512(_mm512_loadu_si512(tile + four * SLICE_BYTES), _mm512_set1_epi8((char)0x80));
     const __m512i both = _mm512_loadu_si512(tile + four / 2 * SLICE_BYTES);
     const __m512i codes = four % 2 ? _mm512_srli_epi16(both, 4) : both;
     if (!has_levels(ENCODING)) return _mm512_and_si512(codes, _mm512_set1_epi8(15));
@@ -103,7 +76,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
             if (CODES + tile * LINE_BYTES < BYTES) request(CODES + tile * LINE_BYTES);
             const Parameters<ENCODING> tile_parameters(parameters + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++)
-                totals[tile][row] = tile_parameters.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_values.sums[row * values.num_groups]);
+                totals[tile][row] = tile_parameters.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_values.scale(row), group_values.sum(row));
         }
     }
     UNROLLED for (int row = 0; row < COUNT; row++) {
@@ -129,7 +102,6 @@ struct VectorUnit {
     static constexpr int ROWS = 10, ROWS_IN_GROUPS = 24;
     // More than 10 rows read a block again from the second cache, and are fastest in parts of up to 8.
     static int next(int64_t left) { return left <= ROWS ? left : even_share(left, 8); }
-    static constexpr int32_t SHIFT = 128;
     static constexpr bool WIDE = false;
 
     const Values& values;
@@ -137,16 +109,8 @@ struct VectorUnit {
     explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        add_up(values.numbers + start * values.stride, values.stride, count, block, num_steps, sums);
-    }
-    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
-        add_up(values.small + start * values.stride, values.stride, count, block, num_steps, sums);
-    }
-
-    template <class Number, class Sum>
-    static void add_up(const Number* rows, int64_t stride, int count, const char* block, int64_t num_steps, Sum* sums) {
         with_count<ROWS>(count, [&](auto rows_at_once) {
-            vector_sums<decltype(rows_at_once)::value>(rows, stride, block, num_steps, sums);
+            vector_sums<decltype(rows_at_once)::value>(values.numbers + start * values.stride, values.stride, block, num_steps, sums);
         });
     }
 };

@@ -4,7 +4,7 @@
 // Codes, or levels, of 4 inputs of each output of a tile.
 template <Encoding ENCODING>
 inline Line codes_of(const char* codes, int four) {
-    if (ENCODING == INT8_GROUPS) return load_line(codes + four * SLICE_BYTES);
+    if (!has_half_bytes(ENCODING)) return load_line(codes + four * SLICE_BYTES);
     Line both = load_line(codes + four / 2 * SLICE_BYTES);
     for (auto& part : both.part) {
         const uint8x16_t bytes = vreinterpretq_u8_u32(part);

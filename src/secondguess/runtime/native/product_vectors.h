@@ -36,46 +36,32 @@ template <int COUNT, int TILES>
     }
 }
 
-// The same for 4 numbers of 8 bits of each row.
-template <int COUNT, int TILES>
-[[gnu::always_inline]] inline void add_line(Wholes (&found)[COUNT][TILES], const int8_t* rows, int64_t stride, const char* line) {
-    UNROLLED for (int tile = 0; tile < TILES; tile++) {
-        const Line weights = load_line(line + tile * LINE_BYTES);
-        UNROLLED for (int row = 0; row < COUNT; row++)
-            found[row][tile] = add_dots(found[row][tile], weights, repeat(rows + row * stride));
-    }
-}
-
-template <class Sum>
-using VectorOf = std::conditional_t<std::is_same_v<Sum, float>, Floats, Wholes>;
-
 // Add the products of COUNT rows with some steps of TILES tiles to `sums`, and prefetch as many
-// bytes from `ahead` on. One line is multiplied with NUMBERS values of a row. (Inlined, GCC spills the sums
-// of six rows.)
-template <int COUNT, int TILES, int NUMBERS, class Number, class Sum>
-[[gnu::noinline]] inline void vector_sums(const Number* rows, int64_t stride, const char* first_tile, const char* ahead, int64_t num_steps, Sum* sums) {
-    VectorOf<Sum> found[COUNT][TILES];
+// bytes from `ahead` on. (Inlined, GCC spills the sums of six rows.)
+template <int COUNT, int TILES>
+[[gnu::noinline]] inline void vector_sums(const float* rows, int64_t stride, const char* first_tile, const char* ahead, int64_t num_steps, float* sums) {
+    Floats found[COUNT][TILES];
     UNROLLED for (int row = 0; row < COUNT; row++)
         UNROLLED for (int tile = 0; tile < TILES; tile++) found[row][tile] = load(sums + row * BLOCK + tile * TILE);
     for (int64_t step = 0; step < num_steps; step++)
         for (int slice = 0; slice < 16; slice++) {
             prefetch_lines<TILES>(ahead);
-            add_line(found, rows + (step * 16 + slice) * NUMBERS, stride, first_tile + step * STEP_BYTES + slice * SLICE_BYTES);
+            add_line(found, rows + (step * 16 + slice) * 2, stride, first_tile + step * STEP_BYTES + slice * SLICE_BYTES);
         }
     UNROLLED for (int row = 0; row < COUNT; row++)
         UNROLLED for (int tile = 0; tile < TILES; tile++) store(sums + row * BLOCK + tile * TILE, found[row][tile]);
 }
 
 // Add the products of COUNT rows with a block to `sums`.
-template <int COUNT, int NUMBERS, class Number, class Sum>
-inline void block_sums(const Number* rows, int64_t stride, const char* block, int64_t num_steps, Sum* sums) {
-    if constexpr (COUNT <= 2) return vector_sums<COUNT, 2, NUMBERS>(rows, stride, block, block + PREFETCH_BYTES, num_steps, sums);
+template <int COUNT>
+inline void block_sums(const float* rows, int64_t stride, const char* block, int64_t num_steps, float* sums) {
+    if constexpr (COUNT <= 2) return vector_sums<COUNT, 2>(rows, stride, block, block + PREFETCH_BYTES, num_steps, sums);
     for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE) {
         const int64_t count = std::min<int64_t>(STEPS_AT_ONCE, num_steps - step);
         const char* tiles = block + step * STEP_BYTES;
         for (int tile = 0; tile < 2; tile++) {
             const char* ahead = tiles + tile * count * STEP_BYTES / 2 + PREFETCH_BYTES;
-            vector_sums<COUNT, 1, NUMBERS>(rows + step * 16 * NUMBERS, stride, tiles + tile * LINE_BYTES, ahead, count, sums + tile * TILE);
+            vector_sums<COUNT, 1>(rows + step * 32, stride, tiles + tile * LINE_BYTES, ahead, count, sums + tile * TILE);
         }
     }
 }
@@ -94,7 +80,7 @@ template <Encoding ENCODING, class Count>
             const Parameters<ENCODING> parameters((const uint16_t*)(data + code_bytes(ENCODING)) + tile * TILE);
             sum_group<ENCODING>(data + tile * LINE_BYTES, group_values, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
-                store(to, parameters.add_to(load(to), to_floats(whole), group_values.sums[row * group_values.num_groups]));
+                store(to, parameters.add_to(load(to), to_floats(whole), group_values.scale(row), group_values.sum(row)));
             });
         }
     }
@@ -111,7 +97,6 @@ inline void add_groups(const GroupValues& values, int count, const char* block, 
 struct VectorUnit {
     static constexpr int ROWS = MAX_ROWS, ROWS_IN_GROUPS = MAX_ROWS;
     static int next(int64_t left) { return even_share(left, ROWS); }
-    static constexpr int32_t SHIFT = 0;
     static constexpr bool WIDE = true;
 
     const Values& values;
@@ -119,18 +104,9 @@ struct VectorUnit {
     explicit VectorUnit(const Values& values) : values(values) {}
 
     void add_up(int64_t start, int count, const char* block, int64_t num_steps, float* sums) const {
-        add_rows<2>(values.wide + start * values.stride, count, block, num_steps, sums);
-    }
-
-    void add_up(int64_t start, int count, const char* block, int64_t num_steps, int32_t* sums) const {
-        add_rows<4>(values.small + start * values.stride, count, block, num_steps, sums);
-    }
-
-    template <int NUMBERS, class Number, class Sum>
-    void add_rows(const Number* rows, int count, const char* block, int64_t num_steps, Sum* sums) const {
-        std::fill_n(sums, count * BLOCK, Sum(0));
+        std::fill_n(sums, count * BLOCK, 0.0f);
         with_count<ROWS>(count, [&](auto rows_at_once) {
-            block_sums<decltype(rows_at_once)::value, NUMBERS>(rows, values.stride, block, num_steps, sums);
+            block_sums<decltype(rows_at_once)::value>(values.wide + start * values.stride, values.stride, block, num_steps, sums);
         });
     }
 };

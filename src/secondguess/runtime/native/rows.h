@@ -12,8 +12,8 @@ struct Rows {
     std::vector<bf16> numbers;
     std::vector<float> wide;
     std::vector<int8_t> small;
-    std::vector<float> scale, group_sums;
-    std::vector<int32_t> group_offsets;
+    std::vector<float> scales, sums;  // of groups
+    std::vector<int32_t> offsets;
     int64_t stride = 0;
 
     void reserve(int64_t num_rows, int64_t width) {
@@ -30,28 +30,25 @@ struct Rows {
         numbers.resize(rows * stride);
         if (VectorUnit::WIDE) wide.resize(rows * stride);
         small.resize(rows * stride);
-        scale.resize(rows);
-        group_sums.resize(rows * (stride / GROUP));
-        group_offsets.resize(rows * (stride / GROUP));
+        const int64_t num_groups = rows * (stride / GROUP);
+        scales.resize(num_groups), sums.resize(num_groups), offsets.resize(num_groups);
     }
     bf16* row(int64_t index) { return numbers.data() + index * stride; }
 
     // Return whether rows must be converted before products by `weight`.
-    static bool needs_form(const Weight& weight) { return weight.encoding != BFLOAT16 || VectorUnit::WIDE; }
+    static bool needs_form(const Weight& weight) { return weight.has_groups() || VectorUnit::WIDE; }
     void form(int64_t index, const Weight& weight) {
-        if (weight.encoding != BFLOAT16) {
-            int8_t* to = small.data() + index * stride;
-            scale[index] = quantise(row(index), stride, to);
+        if (weight.has_groups()) {
             const int64_t num_groups = stride / GROUP, first = index * num_groups;
-            if (weight.has_groups())
-                sum_groups(to, num_groups, zero_of(weight.encoding), group_sums.data() + first, group_offsets.data() + first);
+            quantise(row(index), num_groups, zero_of(weight.encoding), small.data() + index * stride, scales.data() + first,
+                     sums.data() + first, offsets.data() + first);
         } else if (VectorUnit::WIDE) {
             for (int64_t i = index * stride; i < (index + 1) * stride; i += 16) store(wide.data() + i, load(numbers.data() + i));
         }
     }
     Values values(int64_t num_rows, int64_t first = 0) const {
-        const int64_t start = first * stride;
-        return {numbers.data() + start, wide.data() + start, small.data() + start, scale.data() + first,
-                group_sums.data() + start / GROUP, group_offsets.data() + start / GROUP, stride, num_rows};
+        const int64_t start = first * stride, num_groups = stride / GROUP;
+        const GroupValues groups = {small.data(), scales.data(), sums.data(), offsets.data(), stride, num_groups};
+        return {numbers.data() + start, wide.data() + start, groups.from_row(first), stride, num_rows};
     }
 };

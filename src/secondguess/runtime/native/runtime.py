@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.core import Draft, Row, token_tensor
-from secondguess.runtime.attention import ForwardStep
 from secondguess.runtime.base import (
     ChainDecision,
     ChainRequest,
@@ -23,7 +22,6 @@ from secondguess.runtime.base import (
 from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.fused import CheckedDecoder, probe_passes
 from secondguess.runtime.layered import LayeredRuntime
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
@@ -37,22 +35,9 @@ from secondguess.runtime.native.forward import (
     uneven_layout,
 )
 from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import context_length_of, has_bfloat16, without_gradients
-from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE, WeightFormat
-
-
-def to_native(checked: CheckedDecoder, weight_format: WeightFormat = BFLOAT16) -> NativeDecoder | None:
-    """Return a fused decoder in the layout of the kernels, or None if they would not reproduce the module.
-
-    The fused decoder must not be used afterwards in either case.
-
-    Args:
-        weight_format: as in `NativeDecoder`.
-    """
-    native = NativeDecoder(checked.decoder, weight_format)
-    found = NativeRuntime(native).probe_with_experts(checked.tokens, checked.experts)
-    name = f"native ({weight_format.name})"
-    return native if probe_passes(name, found, checked.logits, PROBE_TOLERANCE[weight_format]) else None
+from secondguess.runtime.weight_format import WeightFormat
 
 
 class KernelRuntime(CachedRuntime):
@@ -62,6 +47,7 @@ class KernelRuntime(CachedRuntime):
     of a draft.
     """
 
+    kind = "native"
     min_logits = 0
     cache_class = IndexedCache
     orders_rows = False
@@ -111,7 +97,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
     """Runtime of a decoder over the compiled kernels.
 
     Args:
-        decoder: from `to_native`.
+        decoder: the packed weights.
     """
 
     def __init__(self, decoder: NativeDecoder) -> None:
@@ -133,6 +119,36 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         with self._forward.with_experts(token_experts):
             return self.probe(tokens).logits
 
+    @exclusive
+    def probe_layers(
+        self, states: Tensor, layers: range, selected: Mapping[int, Tensor], num_logits: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run some layers over whole sequences without keeping them, for a check.
+
+        Args:
+            states: `[row, token, width]`, input of the first of these layers.
+            layers: the layers; with an empty range only logits are computed.
+            selected: experts that tokens use, `[row, token, k]` by layer.
+            num_logits: last tokens of each row whose logits are returned.
+
+        Returns:
+            Logits `[row, token, vocab]`, and the output of the last layer `[row, token, width]`, not normalised.
+        """
+        num_rows, width, _ = states.shape
+        starts, experts = [0] * num_rows, {layer: each.flatten(0, 1) for layer, each in selected.items()}
+        wanted, described = (layers.stop,) if layers else (), self.decoder.described
+        described.output_is_raw = True
+        try:
+            with torch.inference_mode(), self._forward.with_experts(experts):
+                self.cache.place(starts, width, range(num_rows), width)
+                step, layout = kernel_step(starts, width), even_layout(num_rows, width, num_logits)
+                inputs = KernelInputs(None, layout, step, layers, wanted, states=states.bfloat16())
+                output = self._forward(self.cache, inputs)
+        finally:
+            described.output_is_raw = False
+        hidden = [each.view(num_rows, width, -1) for each in output.hidden.values()]
+        return output.logits, hidden[0] if hidden else None
+
     def embedding_and_head(self) -> EmbeddingAndHead:
         decoder, dtype = self.decoder, self._dtype_of_states
 
@@ -150,12 +166,12 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         Computed by the kernels. If a gradient is needed and the head is tied to the embeddings,
         torch computes them; with an untied head the result has no gradient.
         """
-        head = self.decoder.tied_head
-        if states.requires_grad and head is not None:
+        decoder = self.decoder
+        if states.requires_grad and decoder.is_tied:
             if self._differentiable_head is None:
-                self._differentiable_head = head.weight.to(self._dtype_of_states)
-            bias = None if head.bias is None else head.bias.to(states.dtype)
-            return self.decoder.logit_scaling(functional.linear(states, self._differentiable_head, bias))
+                self._differentiable_head = decoder.embedding.to(self._dtype_of_states)
+            bias = None if decoder.head_bias is None else decoder.head_bias.to(states.dtype)
+            return decoder.logit_scaling(functional.linear(states, self._differentiable_head, bias))
         with self.lock.exclusive():
             return self._forward.unembed(states)
 

@@ -109,15 +109,6 @@ inline float largest_of(Floats x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-// whole - times * other, computed in integers, as float32.
-inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
-    const auto eight = [&](int start) {
-        const __m256i less = _mm256_mullo_epi32(_mm256_loadu_si256((const __m256i*)(other + start)), _mm256_set1_epi32(times));
-        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_loadu_si256((const __m256i*)(whole + start)), less));
-    };
-    return {eight(0), eight(8)};
-}
-
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
@@ -160,14 +151,6 @@ inline Floats second_of(Line pairs) { return {second_of(pairs.low), second_of(pa
 struct Wholes {
     __m256i low, high;
 };
-inline Wholes load(const int32_t* from) {
-    const Line line = load_line(from);
-    return {line.low, line.high};
-}
-inline void store(int32_t* to, Wholes numbers) {
-    _mm256_storeu_si256((__m256i*)to, numbers.low);
-    _mm256_storeu_si256((__m256i*)to + 1, numbers.high);
-}
 inline Floats to_floats(Wholes numbers) { return {_mm256_cvtepi32_ps(numbers.low), _mm256_cvtepi32_ps(numbers.high)}; }
 
 // Add the products of the numbers of 8 bits of each lane. The instruction multiplies unsigned by signed

@@ -50,12 +50,6 @@ inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) !=
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
-// whole - times * other, computed in integers, as float32.
-inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
-    const __m512i less = _mm512_mullo_epi32(_mm512_loadu_si512(other), _mm512_set1_epi32(times));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(whole), less));
-}
-
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(numbers)));

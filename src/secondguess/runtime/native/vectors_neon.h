@@ -114,13 +114,6 @@ inline float largest_of(Floats x) {
     return a > b ? a : b;
 }
 
-// whole - times * other, computed in integers, as float32.
-inline Floats load_difference(const int32_t* whole, const int32_t* other, int32_t times) {
-    return for_parts([&](int i) {
-        return vcvtq_f32_s32(vmlsq_n_s32(vld1q_s32(whole + 4 * i), vld1q_s32(other + 4 * i), times));
-    });
-}
-
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     const auto eight = [&](int i) {
@@ -169,10 +162,6 @@ inline Floats second_of(Line pairs) {
 struct Wholes {
     int32x4_t part[4];
 };
-inline Wholes load(const int32_t* from) { return {{vld1q_s32(from), vld1q_s32(from + 4), vld1q_s32(from + 8), vld1q_s32(from + 12)}}; }
-inline void store(int32_t* to, Wholes numbers) {
-    for (int i = 0; i < 4; i++) vst1q_s32(to + 4 * i, numbers.part[i]);
-}
 inline Floats to_floats(Wholes numbers) { return for_parts([&](int i) { return vcvtq_f32_s32(numbers.part[i]); }); }
 
 // Add the products of the numbers of 8 bits of each lane.

@@ -1,77 +1,43 @@
-"""Checkpoints with the settings of loading, resolved once, and the models loaded from them."""
+"""Plans of loading: a checkpoint with settings, resolved once from headers, before any weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import re
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
-from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from secondguess.checkpoint.codes import TokenCodes
-from secondguess.checkpoint.gguf import count_stored
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import (
     MemoryEstimate,
     available_memory,
-    check_memory,
     head_memory,
     peak_memory,
-    return_freed_memory,
 )
-from secondguess.checkpoint.quantised import Encoding, read_encoding
-from secondguess.checkpoint.read import (
-    check_dtype_of_torchao,
-    check_loadable,
-    config_of_class,
-    dtype_for_torchao,
-    find_end_tokens,
-    has_text,
-    kept_quantisation,
-    one_at_a_time,
-    outline_of,
-    pick_device,
-    quantize_to_int8,
-    read_config,
-    read_module,
-    read_processor,
-    read_tokenizer,
-    require_torchao,
-    ties_embeddings,
-)
-from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime, find_checkpoint
-from secondguess.checkpoint.weights import count_in_experts, count_parameters, is_gguf, tensor_files
-from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.checkpoint.quantised import Encoding, encoding_error
+from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime
+from secondguess.checkpoint.source import FolderSource, Source, open_source
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
-from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import why_not_fused
-from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
-from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
+from secondguess.runtime.families import FAMILIES, why_not_fused
+from secondguess.runtime.graphs.runtime import why_not_graphs
 from secondguess.runtime.native.decoder import why_not_native
-from secondguess.runtime.native.runtime import NativeRuntime, to_native
-from secondguess.runtime.packing import (
-    LinearCounts,
-    can_pack,
-    can_pack_linears,
-    can_quantise,
-    count_linears,
-    few_linears_error,
-    pack_linears,
-    quantise_linears,
-)
+from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
+from secondguess.runtime.products import can_pack
+from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import (
-    autocast_dtype,
     cached_layers,
     cached_values_per_token,
+    check_class,
+    check_config,
     context_length_of,
     has_bfloat16,
-    without_defaults_of_caller,
 )
-from secondguess.runtime.transformers import remember
 from secondguess.runtime.weight_format import (
     BFLOAT16,
     INT4,
@@ -81,12 +47,21 @@ from secondguess.runtime.weight_format import (
     STORED_INT8,
     WeightFormat,
 )
-from secondguess.runtime.wrap import wrap_module
+
+if TYPE_CHECKING:
+    from secondguess.checkpoint.loaded import LoadedModel
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory with the weights by default."""
-BYTES_OF_READING = 8
-"""Bytes per weight that are in use while a weight of a GGUF file is read: in float32, and converted."""
+BYTES_OF_CHECK = 8
+"""Bytes per weight of a layer that the check at loading takes: in float32, with the padding of blocks."""
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+DEQUANTISED = ("fp8", "compressed-tensors", "mxfp4")
+"""Encodings that Transformers dequantises when it loads a checkpoint, at least on some machines."""
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+"""Part of the names of the weights of one expert."""
+MAX_REASON_LENGTH = 300
+"""Characters of a quantization that are shown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +70,8 @@ class Checkpoint:
 
     Args:
         name: name or path as given by the user.
-        path: directory of the checkpoint, or its GGUF file; the name, for a model passed to `wrap_model` whose
-            directory is unknown.
-        config: the Transformers configuration.
+        source: its files; None for a model passed to `wrap_model` that has none.
+        config: the Transformers configuration, without `quantization_config` if the weights are decoded here.
         dtype: compute dtype, also with `quantize`.
         device: device of weights and caches.
         runtime, quantize, drafts: as in `resolve`.
@@ -106,7 +80,7 @@ class Checkpoint:
     """
 
     name: str
-    path: str
+    source: Source | None
     config: Any
     dtype: torch.dtype
     device: torch.device
@@ -144,20 +118,21 @@ class Checkpoint:
         check_dtype(dtype)
         check_quantization(quantize)
         check_runtime(runtime)
-        picked = pick_device(device)
-        path = find_checkpoint(fspath(name))
-        config = read_config(path, picked)
-        check_loadable(config, path, picked)
+        picked, source = pick_device(device), open_source(fspath(name))
+        config = source.config
+        if source.encoding(picked) is not None and hasattr(config, "quantization_config"):
+            del config.quantization_config  # decoded here, not by Transformers
+        check_loadable(config, source, picked)
         needs_kernels = False
         if dtype == "auto":
             by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
             needs_kernels = by_kernels and not has_bfloat16(picked)
             fastest = torch.bfloat16 if by_kernels or has_bfloat16(picked) else torch.float32
             dtype = str(dtype_for_torchao(config, fastest)).removeprefix("torch.")
-        check_dtype_of_torchao(config, getattr(torch, dtype), path)
+        check_dtype_of_torchao(config, getattr(torch, dtype), str(source.path))
         found = cls(
             fspath(name),
-            path,
+            source,
             config,
             getattr(torch, dtype),
             picked,
@@ -167,19 +142,34 @@ class Checkpoint:
             needs_kernels,
         )
         by_kernels = "native" in found.runtimes  # raises an error if no runtime covers the model
-        if quantize is not None and not by_kernels and not found._quantises_linears:
+        if quantize is not None and not by_kernels and not found.quantises_linears:
             require_torchao()
         return found
 
     @classmethod
     def from_module(cls, model: Any) -> Checkpoint:
         """Describe a model in memory, whose directory need not exist."""
-        name = str(model.name_or_path)
-        try:
-            path = find_checkpoint(name) if name else name
-        except CheckpointError:
-            path = name
-        return cls(name, path, model.config, model.dtype, model.device)
+        name, source = str(model.name_or_path), None
+        if name:
+            with suppress(CheckpointError):
+                source = open_source(name)
+        return cls(name, source, model.config, model.dtype, model.device)
+
+    @property
+    def path(self) -> str:
+        """Directory of the checkpoint, or its GGUF file; the name, for a model without files."""
+        return self.name if self.source is None else str(self.source.path)
+
+    @property
+    def files(self) -> Source:
+        """Files of the checkpoint.
+
+        Raises:
+            CheckpointError: a model in memory alone.
+        """
+        if self.source is None:
+            raise CheckpointError(f"expected the files of {self.name}, got a model in memory alone")
+        return self.source
 
     @cached_property
     def runtimes(self) -> list[str]:
@@ -198,13 +188,13 @@ class Checkpoint:
         }
         found = [name for name, covered in covers.items() if covered and self.runtime in ("auto", name)]
         if not found:
-            raise self._not_covered()
+            raise self.not_covered()
         return found
 
     @cached_property
     def encoding(self) -> Encoding | None:
         """Encoding of a quantised checkpoint that is decoded at loading; None for any other."""
-        return read_encoding(Path(self.path), self.device)
+        return self.files.encoding(self.device)
 
     @property
     def weight_formats(self) -> list[WeightFormat]:
@@ -219,14 +209,14 @@ class Checkpoint:
             return [STORED_INT4 if is_in_4_bits else STORED_INT8, BFLOAT16]
         return [INT8, BFLOAT16] if self.drafts else [BFLOAT16]
 
-    def _not_covered(self) -> UnsupportedModelError:
+    def not_covered(self) -> UnsupportedModelError:
         kept = kept_quantisation(self.config)
         if self.quantize is not None and kept is not None:
             return UnsupportedModelError(
                 f"expected a checkpoint that is not quantised, for quantize={self.quantize!r}, got {self.name}, which is "
                 f"already quantised ({kept}); load it without quantize"
             )
-        if self._quantises_linears and self.runtime in ("auto", "transformers"):
+        if self.quantises_linears and self.runtime in ("auto", "transformers"):
             return few_linears_error(self.name, self._linear_counts)
         if self.quantize not in (None, INT8.name):
             reason = why_not_native(self.config, self.dtype, self.device)
@@ -247,11 +237,12 @@ class Checkpoint:
     @property
     def is_packed(self) -> bool:
         """True if linear layers of modules are packed for the processor."""
-        packs = can_pack_linears if self.runtimes[0] == "transformers" else can_pack
-        return self.quantize is None and packs(self.dtype, self.device)
+        if self.runtimes[0] == "transformers":
+            return self.quantize is None and self.dtype == torch.bfloat16 and can_quantise(self.device)
+        return self.quantize is None and can_pack(self.dtype, self.device)
 
     @property
-    def _quantises_linears(self) -> bool:
+    def quantises_linears(self) -> bool:
         """True if a module's linear layers are quantised for the kernels, by torchao otherwise."""
         return self.quantize is not None and can_quantise(self.device)
 
@@ -260,37 +251,58 @@ class Checkpoint:
         """True if the Transformers module runs with this quantization."""
         if self.quantize is not None and kept_quantisation(self.config) is not None:
             return False
-        if self._quantises_linears:
+        if self.quantises_linears:
             return self._linear_counts.is_majority
         return self.quantize in (None, INT8.name)
 
     @cached_property
     def _ties_embeddings(self) -> bool:
+        if self.config.model_type in FAMILIES:
+            return ties_embeddings(self.config)
+        from secondguess.checkpoint.classes import config_of_class
+
         return ties_embeddings(config_of_class(self.config))
 
     @cached_property
     def _linear_counts(self) -> LinearCounts:
-        return count_linears(outline_of(self.config, self.path))
+        return count_linears(self.outline())
 
-    @cached_property
+    def outline(self) -> Any:
+        """Return the Transformers module without memory.
+
+        Raises:
+            CheckpointError: if Transformers cannot make it.
+        """
+        from secondguess.checkpoint.classes import outline_of
+
+        with self.files.reading("a model of a configuration"):
+            return outline_of(self.config)
+
+    @property
     def tokenizer(self) -> Any:
         """Tokenizer of the checkpoint; `TokenCodes` for a model of pixels, which has none.
 
         Raises:
             CheckpointError: if there is none, or it cannot be read.
         """
-        if not has_text(self.config):
-            return TokenCodes(self.name, self.config.vocab_size)
-        return read_tokenizer(self.path)
+        return self.files.tokenizer if self._has_text else TokenCodes(self.name, self.config.vocab_size)
 
     @cached_property
+    def _has_text(self) -> bool:
+        if self.config.model_type in FAMILIES:
+            return True
+        from secondguess.checkpoint.classes import has_text
+
+        return has_text(self.config)
+
+    @property
     def processor(self) -> Any:
         """Processor of a vision-language model.
 
         Raises:
             CheckpointError: if there is none, or it cannot be read.
         """
-        return read_processor(self.path)
+        return self.files.processor
 
     @property
     def dtype_name(self) -> str:
@@ -319,7 +331,7 @@ class Checkpoint:
             CheckpointError: if a weight file is broken.
         """
         text, size = self.config.get_text_config(), self.dtype.itemsize
-        num_parameters = self._num_parameters
+        num_parameters = self.num_parameters
         num_embedded = text.vocab_size * text.hidden_size
         loading = num_parameters * size
         stored = getattr(self.config, "dtype", None)
@@ -328,19 +340,19 @@ class Checkpoint:
             loading += num_embedded * stored.itemsize
             if self.device.type == "cpu":
                 # experts are converted one by one, and then joined; the allocator keeps what they have taken
-                loading += count_in_experts(Path(self.path)) * size
+                loading += self._num_in_experts * size
         by_kernels = self.runtimes[0] == "native"
-        if by_kernels and (is_gguf(self.path) or tensor_files(Path(self.path))):
-            loading = 0  # layer by layer, from memory-mapped files
         is_packed, is_tied = by_kernels or self.is_packed, self._ties_embeddings
         if is_packed and is_tied:  # the head becomes a copy of its own
             num_parameters += num_embedded
         weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
-        if is_packed and not is_tied:
+        if by_kernels and self.files.has_single_weights:
+            # from memory-mapped files; the check takes one layer at a time
+            num_in_layers = max(0, num_parameters - 2 * num_embedded)
+            loading = weights + BYTES_OF_CHECK * num_in_layers // self.num_layers
+        elif is_packed and not is_tied:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
-        if by_kernels and is_gguf(self.path):
-            loading = max(loading, weights + BYTES_OF_READING * num_embedded)  # the head
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
 
@@ -353,7 +365,7 @@ class Checkpoint:
             by_kernels: whether the kernels run the model as a whole.
         """
         size, stored_as = self.dtype.itemsize, self.weight_formats[0]
-        if self._quantises_linears and not by_kernels:
+        if self.quantises_linears and not by_kernels:
             counts = self._linear_counts
             head = stored_as.head_format.bytes_per_weight
             if self._ties_embeddings:  # stored in addition to the embeddings
@@ -385,9 +397,9 @@ class Checkpoint:
         num_in_embeddings = text.vocab_size * text.hidden_size
         if self.runtimes[0] == "graphs":  # the head is shared, too
             num_shared = num_in_embeddings * (1 if self._ties_embeddings else 2)
-            return int((self._num_parameters - num_shared) * weight_format.bytes_per_weight)
+            return int((self.num_parameters - num_shared) * weight_format.bytes_per_weight)
         num_shared = 0 if self._ties_embeddings else num_in_embeddings
-        return self._quantised_bytes(self._num_parameters - num_shared, weight_format)
+        return self._quantised_bytes(self.num_parameters - num_shared, weight_format)
 
     @property
     def _can_be_copied(self) -> bool:
@@ -414,26 +426,28 @@ class Checkpoint:
         return available is None or peak_memory([self.memory(), copy]) + copy.total <= available
 
     @property
-    def _num_parameters(self) -> int:
-        if self.encoding is None:
-            return count_parameters(Path(self.path))
-        packed = count_parameters(Path(self.path), self.encoding.codes) if self.encoding.has_codes else 0
-        if self.encoding.scales is not None:
-            packed += count_parameters(Path(self.path), self.encoding.scales)
-        return count_parameters(Path(self.path)) - packed + sum(self._num_stored.values())
+    def num_parameters(self) -> int:
+        """Number of weights, from headers."""
+        count, encoding = self.files.count_parameters, self.encoding
+        if encoding is None:
+            return count()
+        packed = count(encoding.codes) if encoding.has_codes else 0
+        if encoding.scales is not None:
+            packed += count(encoding.scales)
+        return count() - packed + sum(self._num_stored.values())
+
+    @property
+    def _num_in_experts(self) -> int:
+        """Number of weights of experts that a folder stores one by one."""
+        source = self.files
+        if not isinstance(source, FolderSource):
+            return 0
+        return sum(each.num_elements for name, each in source.headers.items() if EXPERT_NUMBER.search(name))
 
     @cached_property
     def _num_stored(self) -> dict[WeightFormat, int]:
         """Number of weights that the checkpoint stores in the kernels' encodings."""
-        if is_gguf(self.path):
-            return count_stored(Path(self.path))
-        if self.encoding is None or not self.encoding.has_codes:
-            return {}
-        stored_as = self.encoding.weight_format
-        num_codes = count_parameters(Path(self.path), self.encoding.codes) * (
-            self.encoding.word // self.encoding.bits
-        )
-        return {stored_as: num_codes}
+        return self.files.count_stored(self.device)
 
     def _quantised_bytes(self, num_weights: int, weight_format: WeightFormat) -> int:
         """Return the bytes of the weights of all layers and the head."""
@@ -453,121 +467,149 @@ class Checkpoint:
         """
         return _vocabulary(self.tokenizer) == _vocabulary(other.tokenizer)
 
-    def read_module(self, layer_by_layer: bool = False) -> Any:
-        """Return the Transformers module with its weights, on the device.
-
-        Args:
-            layer_by_layer: as in `read.read_module`; for the kernels only.
-
-        Raises:
-            CheckpointError: if weights are missing or cannot be read.
-        """
-        module = read_module(self.path, self.dtype, layer_by_layer, self.device).to(self.device).eval()
-        return_freed_memory()
-        return module
-
-    @one_at_a_time()
     def load(self) -> LoadedModel:
-        """Load the model and its tokenizer.
+        """Load the model and its tokenizer; see `loader.load_model`."""
+        from secondguess.checkpoint.loader import load_model
 
-        Raises:
-            CheckpointError: if weights or tokenizer are missing or broken.
-            UnsupportedModelError: if the requested runtime does not reproduce the model's logits.
-            OutOfMemoryError: if weights and cache would not fit; nothing has been allocated.
-        """
-        check_memory([self.memory()], self.device)
-        tokenizer = self.tokenizer
-        model = self.read_module(layer_by_layer=self.runtimes[0] == "native")
-        end_tokens, models = find_end_tokens(model, tokenizer), [model]
-        del model  # `make_runtime` frees it when it fails its check
-        try:
-            runtime = self.make_runtime(models.pop(), self._read_again)
-        except FloatingPointError as error:
-            raise CheckpointError(
-                f"expected weights that give numbers as logits in {self.path}, got NaN; copy or download the checkpoint again"
-            ) from error
-        if self.dtype_needs_kernels and not isinstance(runtime, NativeRuntime):
-            del runtime
-            return replace(self, dtype=torch.float32, dtype_needs_kernels=False).load()
-        return LoadedModel(self, runtime, tokenizer, end_tokens)
+        return load_model(self)
 
-    def _read_again(self) -> Any:
-        """Return the whole module with its weights, after a runtime has failed its check.
+    def read_module(self) -> Any:
+        """Return the Transformers module with its weights, on the device; see `loader.read_module`."""
+        from secondguess.checkpoint.loader import read_module
 
-        Raises:
-            CheckpointError: if weights are missing or cannot be read.
-            OutOfMemoryError: if the weights would not fit as they are, not in the encoding that was tried first.
-        """
-        return_freed_memory()  # of the module that failed
-        check_memory([replace(self, runtime="transformers").memory()], self.device)
-        return self.read_module()
-
-    def make_runtime(self, model: Any, reload_model: Callable[[], Any]) -> CachedRuntime:
-        """Return the first of `runtimes` that reproduces the module's logits.
-
-        Args:
-            model: the module; it must not be used by the caller afterwards.
-            reload_model: returns another copy of the module, for use after a probe has failed.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
-        attempts = [
-            (name, weight_format)
-            for name in self.runtimes
-            for weight_format in (self.weight_formats if name == "native" else [BFLOAT16])
-        ]
-        for number, (name, weight_format) in enumerate(attempts):
-            if number:
-                model = reload_model()
-            runtime = self._try_runtime(name, weight_format, model)
-            if runtime is not None:
-                return runtime
-            del model  # before another copy is read
-        raise self._not_covered()
-
-    def _try_runtime(self, name: str, weight_format: WeightFormat, model: Any) -> CachedRuntime | None:
-        """Return a runtime of a module; None if it does not reproduce the module's logits.
-
-        Args:
-            name: name of the runtime.
-            weight_format: encoding of the weights for the kernels.
-            model: as in `make_runtime`.
-        """
-        if name == "native":
-            checked = fuse_for_kernels(model.eval())
-            native = to_native(checked, weight_format) if checked else None
-            return None if native is None else NativeRuntime(native)
-        if name == "fused":
-            fused = fuse(model.eval(), can_pack(self.dtype, self.device))
-            return None if fused is None else FusedRuntime(fused)
-        if name == "graphs":
-            checked = fuse_for_kernels(model.eval())
-            return to_graphs(checked) if checked else None
-        if self._quantises_linears:
-            quantise_linears(model.eval(), QUANTIZATIONS[str(self.quantize)])
-        elif self.quantize is not None:
-            quantize_to_int8(model)
-        elif can_pack_linears(self.dtype, self.device):
-            pack_linears(model)
-        return wrap_module(model)
+        return read_module(self.files, self.config, self.dtype, self.device).to(self.device).eval()
 
 
-@contextmanager
-def wrap_model(model: Any) -> Iterator[LoadedModel]:
-    """Wrap the user's own model as a `LoadedModel` and restore the model when the context ends.
+def check_loadable(config: Any, source: Source, device: torch.device) -> None:
+    """Check, before any weight is read, that a model is causal and can be decoded speculatively.
 
-    The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
+    Raises:
+        CheckpointError: if it is not a causal language model.
+        UnsupportedModelError: if it cannot be decoded speculatively.
     """
-    dtype, restore = autocast_dtype(model.device), remember(model)
+    name = f"{source.path} ({config.model_type})"
+    check_config(config, name)
+    _check_quantisation(config, source, device)
+    class_name = None
+    if config.model_type not in FAMILIES:
+        from secondguess.checkpoint.classes import class_of
+
+        model_class = class_of(config)
+        if model_class is None:
+            raise CheckpointError(
+                f"expected a causal language model, got {name}, which Transformers cannot load as one"
+            )
+        check_class(model_class, name)
+        class_name = model_class.__name__
+    architectures = config.architectures or []
+    if (
+        architectures
+        and class_name not in architectures
+        and not any(architecture.endswith(CAUSAL_SUFFIXES) for architecture in architectures)
+    ):
+        raise CheckpointError(
+            f"expected a causal language model, got {name} whose weights are those of {', '.join(architectures)}"
+        )
+
+
+def _check_quantisation(config: Any, source: Source, device: torch.device) -> None:
+    """Check that Transformers can decode the weights of a quantised checkpoint that is not decoded here."""
+    described = _described_quantisation(config)
+    if not described:
+        if isinstance(source, FolderSource) and source.encoding(device) is None:
+            with source.reading("a configuration"):
+                source.require_unquantised()
+        return
     try:
-        with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
-            runtime.autocast_dtype = dtype
-            checkpoint = replace(Checkpoint.from_module(model), runtime="transformers")
-            yield LoadedModel(checkpoint, runtime, None, find_end_tokens(model, tokenizer=None))
-    except BaseException:  # Ctrl-C may come before or after the runtime's own context
-        restore()
-        raise
+        with quiet():
+            from transformers.quantizers import AutoHfQuantizer
+
+            AutoHfQuantizer.from_config(described).validate_environment(device_map=None, weights_only=True)
+    except Exception as error:
+        # libraries that are not installed, processors, and unknown names raise errors of many kinds
+        names = ("quant_method", "quant_algo", "format")
+        found = " ".join(str(described[key]) for key in names if described.get(key))
+        unnamed = f"quantization_config {shorten(str(described), MAX_REASON_LENGTH, placeholder=' ...')}"
+        raise encoding_error(found or unnamed, str(error).splitlines()[0]) from error
+
+
+def kept_quantisation(config: Any) -> str | None:
+    """Return the name of the encoding whose weights Transformers keeps quantised; None without one."""
+    method = _described_quantisation(config).get("quant_method")
+    return None if method is None or method in DEQUANTISED else str(method)
+
+
+def check_dtype_of_torchao(config: Any, dtype: torch.dtype, name: str) -> None:
+    """Check that torchao multiplies the weights of a checkpoint, if they are its own, in a dtype.
+
+    Raises:
+        UnsupportedModelError: if it does not.
+    """
+    needed = dtype_for_torchao(config, dtype)
+    if needed != dtype:
+        expected, found = (str(each).removeprefix("torch.") for each in (needed, dtype))
+        raise UnsupportedModelError(
+            f"expected dtype {expected} for {name}, whose weights torchao multiplies in no other, got {found}; load it with "
+            f"dtype {expected}"
+        )
+
+
+def dtype_for_torchao(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for a checkpoint with weights of torchao: a given one, or the only one in which it multiplies them.
+
+    Weights in 8-bit integers take all, except float64 if inputs are quantised, too; others take that of their scales.
+    """
+    described = _described_quantisation(config)
+    if described.get("quant_method") != "torchao" or not isinstance(config.dtype, torch.dtype):
+        return dtype
+    kinds = described.get("quant_type")
+    default = kinds.get("default") if isinstance(kinds, dict) else None
+    kind = str(default.get("_type")) if isinstance(default, dict) else str(kinds)
+    takes_all = kind.startswith("Int8") and not (dtype == torch.float64 and "Dynamic" in kind)
+    return dtype if takes_all else config.dtype
+
+
+def _described_quantisation(config: Any) -> dict[str, Any]:
+    described = getattr(config, "quantization_config", None) or {}
+    return dict(described if isinstance(described, dict) else described.to_dict())
+
+
+def ties_embeddings(config: Any) -> bool:
+    """Return whether the head shares the weights of the input embeddings.
+
+    Transformers reads the outermost configuration of a vision-language model.
+    """
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device of a name; `auto` is the first CUDA device, or the CPU without one.
+
+    Raises:
+        BadInputError: if the device does not exist.
+    """
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(f"cuda:{index}" for index in range(num_cuda))]
+    aliases = {"auto": known[min(num_cuda, 1)]} | ({"cuda": "cuda:0"} if num_cuda else {})
+    name = aliases.get(device, device)
+    if name not in known:
+        advice = "; torch finds no CUDA device: see nvidia-smi, or install a CUDA build of torch"
+        shown = advice if "cuda" in device and not num_cuda else ""
+        raise BadInputError(f"expected device auto, {', '.join(known)}, got {device!r}{shown}")
+    return torch.device(name)
+
+
+def require_torchao() -> None:
+    """Check that torchao is installed, which quantises modules that the kernels do not run.
+
+    Raises:
+        BadInputError: if it is not.
+    """
+    try:
+        with quiet():
+            import torchao  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise BadInputError("quantize='int8' needs torchao; run `pip install secondguess[quant]`") from error
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:

@@ -1,49 +1,70 @@
-"""Configuration of GGUF files: that of Transformers, with fields that it does not read.
+"""Configuration of GGUF files.
 
-These are sizes, windows, and scaling of RoPE; all fields of gpt-oss, on which Transformers fails.
-
-Fields that llama.cpp ignores are ignored, and where it has another default than Transformers, that is used.
+For architectures that the kernels run it is made from the fields of the header. That of others is Transformers', with fields
+that it does not read. Fields that llama.cpp ignores are ignored, and where it has another default than Transformers,
+that is used.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from secondguess.checkpoint.weights import gguf_reader
+from secondguess.checkpoint.gguf.file import GgufFile
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.quiet import quiet
 
 with quiet():
-    from transformers import AutoConfig, GptOssConfig
+    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GPT_OSS = "gpt-oss"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3", "stablelm", GPT_OSS)
-"""Architectures of GGUF files among the families of the kernels."""
-FIELDS_OF_GPT_OSS = {
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "stablelm": "stablelm",
+    GPT_OSS: "gpt_oss",
+}
+"""Architectures of GGUF files among the families of the kernels, and their model types."""
+FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
-    "expert_feed_forward_length": "intermediate_size",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
+    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
 }
-ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
-ENDS_OF_TURNS = frozenset(["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>"])
-"""Tokens that end a text if the vocabulary has them, as in llama.cpp; in gpt-oss, `<|end|>` does not."""
+FIELDS_OF_GPT_OSS = {"expert_feed_forward_length": "intermediate_size", "expert_count": "num_local_experts"}
+OPTIONAL = {
+    "feed_forward_length",
+    "attention.head_count_kv",
+    "attention.sliding_window",
+    "expert_count",
+    "expert_used_count",
+}
+NAMED_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+ENDS = frozenset([
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<|endoftext|>",
+    "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    # after the end of a completion between two texts, and between files
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+])  # fmt: skip
+"""Tokens that end a text if the vocabulary has them, as in llama.cpp."""
 END_FIELDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-NUM_SPECIAL = 1200
-"""Number of last tokens of gpt-oss's vocabulary among which its special tokens are."""
+ENDS_OF_MESSAGES = {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>"}
+"""Where two of these end a text, as in gpt-oss, `<|end|>` does not."""
 SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "attention.key_length": "head_dim",
@@ -86,101 +107,94 @@ WITHOUT_EFFECT = {"type", "finetuned", "original_context_length", "yarn_attn_fac
 NEUTRAL = {"attn_factor": (1.0,), "yarn_ext_factor": (-1.0, 1.0)}
 
 
-def read_gguf_config(file: Path) -> Any:
+def read_gguf_config(file: GgufFile) -> Any:
     """Return the configuration of a GGUF file.
 
     Raises:
-        CheckpointError: if the file is broken, or a part of a model.
+        ValueError: fields are missing.
         UnsupportedModelError: if the architecture or a field is not supported.
     """
-    if is_of_gpt_oss(file):
-        config = _gpt_oss_config(file)
-    else:
-        try:
-            config = AutoConfig.from_pretrained(
-                str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
-            )
-        except ValueError as error:
-            if "is not supported yet" not in str(error):
-                raise
-            raise UnsupportedModelError(
-                f"expected a GGUF file of an architecture that Transformers reads, got {_architecture(file)} in {file}; "
-                "use the safetensors checkpoint of the model"
-            ) from error
-        _add_end_tokens(config, file)
+    config = _own_config(file) if file.architecture in ARCHITECTURES else _config_by_transformers(file)
     _complete_config(config, file)
     return config
 
 
-def is_of_gpt_oss(file: Path) -> bool:
-    """Return whether a GGUF file is one of gpt-oss, which Transformers does not read."""
-    return _architecture(file) == GPT_OSS
-
-
-def is_known(file: Path) -> bool:
-    """Return whether the weights of a GGUF file are read by us."""
-    return _architecture(file) in ARCHITECTURES
-
-
-def _architecture(file: Path) -> str | None:
-    field = gguf_reader(file).fields.get("general.architecture")
-    return None if field is None else str(field.contents())
-
-
-def _values(file: Path) -> dict[str, Any]:
-    """Return the fields of the file's architecture."""
-    prefix = f"{_architecture(file)}."
-    return {
-        name.removeprefix(prefix): field.contents()
-        for name, field in gguf_reader(file).fields.items()
-        if name.startswith(prefix)
+def _own_config(file: GgufFile) -> Any:
+    """Return the configuration of an architecture that the kernels run."""
+    architecture, values, tensors = file.architecture, file.values, file.tensors
+    epsilon = "layer_norm_epsilon" if architecture == "stablelm" else "layer_norm_rms_epsilon"
+    names = FIELDS | {
+        f"attention.{epsilon}": "layer_norm_eps" if architecture == "stablelm" else "rms_norm_eps"
     }
-
-
-def _gpt_oss_config(file: Path) -> GptOssConfig:
-    fields, values = gguf_reader(file).fields, _values(file)
-    missing = [key for key in FIELDS_OF_GPT_OSS if key not in values]
-    if missing:
-        raise ValueError(f"a file of gpt-oss without {GPT_OSS}.{missing[0]}")
-    tokens = fields["tokenizer.ggml.tokens"]
-    first = max(0, len(tokens.data) - NUM_SPECIAL)
-    special = tokens.contents(slice(first, None))
-    ends = {first + special.index(token) for token in ENDS_OF_GPT_OSS if token in special}
-    if "tokenizer.ggml.eos_token_id" in fields:
-        ends.add(int(fields["tokenizer.ggml.eos_token_id"].contents()))
-    return GptOssConfig(
-        **{name: values[key] for key, name in FIELDS_OF_GPT_OSS.items()},
-        vocab_size=len(tokens.data),
-        eos_token_id=sorted(ends),
-        rope_parameters={"rope_type": "default", "rope_theta": values["rope.freq_base"]},
-        architectures=["GptOssForCausalLM"],
+    names |= FIELDS_OF_GPT_OSS if architecture == GPT_OSS else {}
+    if missing := [key for key in names if key not in values and key not in OPTIONAL]:
+        raise ValueError(f"a file of {architecture} without {missing[0]}")
+    found = {name: values[key] for key, name in names.items() if key in values}
+    found |= {name: file.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind, name in NAMED_TOKENS.items()}
+    if architecture == "stablelm":
+        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+        found["use_qkv_bias"] = "blk.0.attn_q.bias" in tensors
+    if architecture == "qwen3moe":
+        found["norm_topk_prob"] = True  # of all files: llama.cpp knows no other
+    if architecture != "gemma3":  # which has other positions by type of layer
+        found["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": values.get("rope.freq_base", 10000.0),
+        }
+    embedding = tensors.get("token_embd.weight")
+    num_tokens = len(file.fields.get("tokenizer.ggml.tokens") or [])
+    config = AutoConfig.for_model(
+        ARCHITECTURES[architecture],
+        **found,
+        vocab_size=values.get("vocab_size", num_tokens) if embedding is None else embedding.shape[0],
+        tie_word_embeddings="output.weight" not in tensors,
     )
+    config.eos_token_id = _end_tokens(file)
+    return config
 
 
-def _add_end_tokens(config: Any, file: Path) -> None:
-    """Add the ends of turns and of messages to the end-of-sequence token, which alone Transformers reads."""
-    fields = gguf_reader(file).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents() if "tokenizer.ggml.tokens" in fields else []
-    named = {int(fields[name].contents()) for name in END_FIELDS if name in fields}
-    found = {index for index, token in enumerate(tokens) if token in ENDS_OF_TURNS or index in named}
-    if found:
-        ends = config.eos_token_id
-        config.eos_token_id = sorted(
-            found.union([] if ends is None else [ends] if isinstance(ends, int) else ends)
+def _config_by_transformers(file: GgufFile) -> Any:
+    """Return the configuration of another architecture, as Transformers reads it."""
+    try:
+        config = AutoConfig.from_pretrained(
+            str(file.path.parent), gguf_file=file.path.name, local_files_only=True, trust_remote_code=False
         )
+    except ValueError as error:
+        if "is not supported yet" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"expected a GGUF file of an architecture that Transformers reads, got {file.architecture} in {file.path}; "
+            "use the safetensors checkpoint of the model"
+        ) from error
+    config.eos_token_id = _end_tokens(file) or config.eos_token_id
+    return config
 
 
-def _complete_config(config: Any, file: Path) -> None:
-    """Set in a configuration what Transformers does not read from a GGUF file."""
-    architecture, values = _architecture(file), _values(file)
-    tensors = {tensor.name: tensor for tensor in gguf_reader(file).tensors}
+def _end_tokens(file: GgufFile) -> list[int] | None:
+    """Return the end-of-sequence tokens: those that the file names, and those known by their texts; None if there are none."""
+    tokens = file.fields.get("tokenizer.ggml.tokens") or []
+    by_text = {token: index for index, token in enumerate(tokens) if token in ENDS}
+    if len(ENDS_OF_MESSAGES & by_text.keys()) > 1:
+        by_text.pop("<|end|>", None)
+    if "<|tool_response>" in by_text:
+        by_text.pop("</s>", None)
+    named = [file.fields.get(name) for name in ("tokenizer.ggml.eos_token_id", *END_FIELDS)]
+    found = {index for index in named if isinstance(index, int) and 0 <= index < len(tokens)}
+    return sorted(found.union(by_text.values())) or None
+
+
+def _complete_config(config: Any, file: GgufFile) -> None:
+    """Set sizes, windows and rotary positions, of which configurations have defaults or Transformers reads none."""
+    architecture, values, tensors = file.architecture, file.values, file.tensors
     factors = {
-        name: torch.from_numpy(np.array(tensors[name].data)) for name in ROPE_TENSORS if name in tensors
+        name: file.bytes_of(tensors[name]).view(torch.float32).clone()
+        for name in ROPE_TENSORS
+        if name in tensors
     }
     for key, name in SIZES.items():
         if key in values and hasattr(config, name):
             setattr(config, name, values[key] or None)  # a soft cap of 0 is none
-    if architecture is not None and architecture in ARCHITECTURES:
+    if architecture in ARCHITECTURES:
         for key, name in BY_TENSOR.items():
             if hasattr(config, name):
                 setattr(config, name, f"blk.0.{key}" in tensors)

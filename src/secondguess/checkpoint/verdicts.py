@@ -1,0 +1,106 @@
+"""Verdicts of checks at loading, kept for the next time that the same files are loaded.
+
+A check compares the kernels with the module of Transformers. Its result depends on the files, the encoding, the kernels,
+the processor and the versions of the libraries; with all of them the same, a model is not checked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from secondguess.runtime.native import library
+from secondguess.runtime.native.sources import hash_sources
+from secondguess.runtime.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from secondguess.checkpoint.plan import Checkpoint
+    from secondguess.runtime.native.check import CheckedPart
+
+SETTING = "SECONDGUESS_CACHE"
+"""Environment variable with the folder of verdicts; empty to keep none."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a check.
+
+    Args:
+        part: part with the largest error.
+        error: this error, relative to that of rounding.
+        limit: largest error that passes.
+    """
+
+    part: str
+    error: float
+    limit: float
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[CheckedPart]) -> Verdict:
+        """Return the verdict on a model: that of its worst part, the first one that fails."""
+        failed = [part for part in parts if not part.passes]
+        worst = failed[0] if failed else max(parts, key=lambda part: part.error / part.limit)
+        return cls(worst.name, worst.error, worst.limit)
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.limit  # NaN does not
+
+
+def _folder() -> Path | None:
+    chosen = os.environ.get(SETTING)
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "secondguess" / "checks"
+
+
+def verdict_file(plan: Checkpoint, weight_format: WeightFormat) -> Path | None:
+    """Return the file of the verdict on a model; None if none is kept.
+
+    It is named before the model is loaded: Transformers changes the configuration.
+    """
+    folder = _folder()
+    if folder is None:
+        return None
+    stats = [(str(path.resolve()), path.stat()) for path in plan.files.weight_files]
+    about = {
+        "files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats],
+        "config": plan.config.to_dict(),
+        "encoding": weight_format.name,
+        "kept": weight_format.keeps_others,
+        "kernels": hash_sources(Path(library.__file__).parent),
+        "unit": library.units()[0].name,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+    return folder / f"{digest[:32]}.json"
+
+
+def read_verdict(file: Path | None) -> Verdict | None:
+    """Return the verdict of an earlier check of the same files; None without one."""
+    if file is not None:
+        with suppress(OSError, ValueError, TypeError):
+            return Verdict(**json.loads(file.read_bytes()))
+    return None
+
+
+def write_verdict(file: Path | None, verdict: Verdict) -> None:
+    """Keep the verdict of a check; a folder that cannot be written keeps none."""
+    if file is None:
+        return
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
+            json.dump(asdict(verdict), written)
+        Path(written.name).replace(file)
