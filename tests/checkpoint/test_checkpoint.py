@@ -143,7 +143,7 @@ def test_the_requested_dtype_is_used(checkpoint, dtype):
     assert loaded.dtype == dtype
     assert loaded.module().dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
-    assert loaded.runtime.cache.keys[0].dtype == getattr(torch, dtype)
+    assert loaded.runtime.cache.values[0].dtype == getattr(torch, dtype)
 
 
 @needs_kernels

@@ -112,8 +112,8 @@ void print_products() {
             Rows rows;
             rows.reserve(num_rows, width);
             for (int64_t row = 0; row < num_rows; row++) {
-                const auto numbers = draw.halves(width);
-                std::copy_n(numbers.data(), width, rows.row(row));
+                const auto numbers = draw.floats(width);
+                rows.at(row, 0, owned.weight, [&](auto* to) { convert(numbers.data(), width, to); });
                 rows.form(row, owned.weight);
             }
             std::vector<float> found(num_rows * owned.weight.num_blocks() * BLOCK);
@@ -162,7 +162,7 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     const int64_t width = 72, inner = 112, queries = 4, keys = 2, size = 40, vocab = 90, capacity = 128, experts = 5, selected = 2;
     const auto norms = draw.floats(width + 16, 0.5f);
     const auto sinks = draw.floats(queries);
-    const Norm norm = {norms.data(), nullptr, 1e-6f, 1}, none = {};
+    const Norm norm = {norms.data(), nullptr, 1e-6f}, none = {};
     std::vector<Owned> owned;
     owned.reserve(64);
     const auto weight = [&](int64_t num_outputs, int64_t num_inputs) { return owned.emplace_back(num_outputs, num_inputs, encoding).weight; };
@@ -189,19 +189,19 @@ void print_decoder(Encoding encoding, bool has_experts, float score_cap) {
     if (has_experts) decoder.num_experts = experts, decoder.num_selected = selected, decoder.expert_width = 32;
 
     const int64_t count = 45;
-    const auto cos_sin = draw.halves(capacity * 2 * size);
-    std::vector<bf16> cache[2][2];
-    bf16 *key_pointers[2], *value_pointers[2];
+    const auto cos_sin = draw.floats(capacity * 2 * size);
+    std::vector<uint16_t> cache[2][2];
+    uint16_t *key_pointers[2], *value_pointers[2];
     for (int i = 0; i < 2; i++) {
         for (auto& each : cache[i]) each.assign(keys * capacity * size, 0);
         key_pointers[i] = cache[i][0].data(), value_pointers[i] = cache[i][1].data();
     }
     std::vector<int64_t> tokens, places;
     for (int64_t i = 0; i < count; i++) tokens.push_back((i * 37 + 11) % vocab), places.push_back(i);
-    const void* rotaries[] = {cos_sin.data()};
+    const float* rotaries[] = {cos_sin.data()};
     std::vector<float> logits(count * vocab);
-    std::vector<bf16> last(count * width);
-    void* hidden[] = {nullptr, nullptr, last.data()};
+    std::vector<float> last(count * width);
+    float* hidden[] = {nullptr, nullptr, last.data()};
     const int64_t firsts[] = {0, count}, starts[] = {0}, slots[] = {0};
     Forward forward = {};
     forward.num_rows = 1, forward.num_tokens = count, forward.num_indices = count, forward.num_logits = count, forward.last_layer = 2;

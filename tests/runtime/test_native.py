@@ -247,23 +247,6 @@ def test_hidden_states_are_those_of_the_module(checkpoint):
         assert size(found[layer], truth[layer]) < 1.2 * size(of_module[layer], truth[layer])
 
 
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("width", [64, 200])  # a whole number of vectors, and not
-def test_hidden_states_are_equal_in_16_and_32_bits(width, unit, tmp_path, monkeypatch):
-    """The dtype that torch receives depends on the processor."""
-    config = FAMILIES["llama"]()
-    config.hidden_size = width
-    path = write_checkpoint(config, tmp_path)
-    found = {}
-    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("secondguess.runtime.native.runtime.has_bfloat16", lambda device, fast=fast: fast)
-        hidden = native_runtime(path, unit=unit, hidden_layers=(0, 1, 2, -1)).probe(TOKENS).hidden
-        assert all(states.dtype == dtype for states in hidden.values())
-        found[fast] = hidden
-    for layer, states in found[True].items():
-        assert torch.equal(states.float(), found[False][layer])
-
-
 def test_a_released_runtime_can_be_used_again(llama):
     runtime = native_runtime(llama)
     tokens = TOKENS[0].tolist()
@@ -318,7 +301,7 @@ class Product(PackedDecoder):
             blocks.tensors[-1].copy_(held)
         head = blocks.weight
         self.described = library.Decoder(width=width, head=head, amx=self.unit.has_tiles)
-        self.multiply = KernelForward(self, 0, torch.float32).unembed
+        self.multiply = KernelForward(self, 0).unembed
 
 
 def typical_error(logits, exact):
@@ -386,7 +369,7 @@ def test_sums_of_stored_codes_are_exact(bits, scale, minimum, unit):
     codes[0], codes[1] = 0, 2**bits - 1
     states = torch.randint(-127, 128, (17, 192), generator=generator)
     states[:, 31::32], states[4] = 127, 127
-    expected = (states @ (scale * codes + minimum).T).bfloat16().float()
+    expected = (states @ (scale * codes + minimum).T).float()
     parameters = (torch.full((33, 6), float(each)) for each in (scale, minimum))
     stored = GroupedWeight(codes.to(torch.uint8), bits, *parameters)
     for weight_format in (INT8_GROUPS, INT4_GROUPS)[: 2 if bits == 4 else 1]:
@@ -417,7 +400,7 @@ def test_sums_of_levels_are_exact(weight_format, levels, zero, unit):
         assert torch.equal(unpack_blocks(packed), expected)
     for num_rows in range(1, 18):
         found = multiply(states[-num_rows:].bfloat16())
-        assert torch.equal(found, (states[-num_rows:].float() @ expected.T).bfloat16().float())
+        assert torch.equal(found, states[-num_rows:].float() @ expected.T)
 
 
 def test_levels_of_mxfp4_are_those_of_the_standard():
@@ -716,7 +699,10 @@ def test_embeddings_and_head_are_shared(checkpoint, weight_format):
     runtime = native_runtime(checkpoint, weight_format, hidden_layers=(0, -1))
     read, embedding_and_head = runtime.probe(TOKENS), runtime.embedding_and_head()
     assert torch.equal(embedding_and_head.embed(TOKENS), read.hidden[0])
-    assert torch.equal(embedding_and_head.unembed(read.hidden[-1]), read.logits)
+    difference = (
+        embedding_and_head.unembed(read.hidden[-1]) - read.logits
+    )  # of hidden states rounded to bfloat16
+    assert difference.norm() < 0.02 * read.logits.norm()
     assert embedding_and_head.unembed(read.hidden[-1][:, :0]).shape == (2, 0, runtime.vocab_size)
 
 

@@ -47,7 +47,7 @@ class TokenCache:
         self.num_written += len(missing)
         if missing:
             self.cache.place([state.length], len(missing), [state.slot], len(row.tokens))
-            self.cache.allocate(1, 1, 1, torch.float)
+            self.cache.allocate(1, 1, 1, torch.float, torch.float)
             written = slice(state.length, state.length + len(missing))
             self.cache.keys[0][self.block(state), 0, written, 0] = torch.tensor(missing, dtype=torch.float)
             state.length += len(missing)
@@ -265,7 +265,7 @@ def test_memory_of_the_cache_is_not_taken_before_it_is_used():
     cache = KeyValueCache(torch.device("cpu"))
     cache.reserve(16, 4096)
     before = resident_bytes()
-    cache.allocate(8, 4, 64, torch.bfloat16)
+    cache.allocate(8, 4, 64, torch.bfloat16, torch.bfloat16)
     assert not cache.keys[0][3, 1, 100:200].any()
     allocated = sum(block.nbytes for block in (*cache.keys, *cache.values))
     assert resident_bytes() - before < allocated / 10
@@ -293,4 +293,4 @@ def test_a_cache_for_which_the_system_has_no_room_is_out_of_memory(monkeypatch):
     cache = KeyValueCache(torch.device("cpu"))
     cache.reserve(1, 64)
     with pytest.raises(OutOfMemoryError, match="Cannot allocate memory; use a smaller model, dtype or batch"):
-        cache.allocate(1, 2, 8, torch.float32)
+        cache.allocate(1, 2, 8, torch.float32, torch.float32)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from released import RELEASES, FetchError, fetch, make_folder
+from released_models import RELEASES, FetchError, fetch, make_folder
 
 
 def main() -> int:

@@ -106,9 +106,7 @@ def medusa_logits(head: MedusaHead, target: Runtime) -> MedusaLogits:
     """
     if not isinstance(target, NativeRuntime):
         return head.logits
-    forwards = [
-        KernelForward(each, 0, torch.float32) for each in PackedMedusaHead(head, target.decoder).depths()
-    ]
+    forwards = [KernelForward(each, 0) for each in PackedMedusaHead(head, target.decoder).depths()]
     vocabulary = head.vocabulary
 
     def native(states: Tensor, depth: int) -> Tensor:
@@ -135,15 +133,15 @@ def exit_logits(head: EarlyExitHead | None, target: Runtime) -> Callable[[Tensor
     finish = shared.normalise if head is None else head
 
     def plain(states: Tensor) -> Tensor:
-        return shared.unembed(finish(states))
+        return shared.unembed(finish(states.to(shared.dtype)))
 
     if not isinstance(target, NativeRuntime):
         return plain
-    forward = KernelForward(PackedExit(head, target.decoder), 0, torch.float32)
+    forward = KernelForward(PackedExit(head, target.decoder), 0)
     native = partial(forward.unembed, is_normalised=False)
     states = _probe_states(PROBE_WIDTH, shared.width)
     with torch.inference_mode():
-        expected, found = plain(states.to(shared.dtype)), native(states)
+        expected, found = plain(states), native(states)
     if not _reproduces("early exit", found, expected, target, owns_head=False):
         return plain
     if head is not None:
@@ -201,7 +199,7 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         self._vocabulary = head.vocabulary
         self._join_states = head.join_states
         self._fusion = None if head.fusion is None else PackedLinear(head.fusion, target)
-        self._forward = KernelForward(PackedFeatureHead(head, target), self.context_length, torch.bfloat16)
+        self._forward = KernelForward(PackedFeatureHead(head, target), self.context_length)
 
     def features(self, hidden: HiddenStates) -> Tensor:
         joined = self._join_states(hidden)
@@ -225,7 +223,7 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         layers, features = range(self.num_layers), self._forward_features
         inputs = KernelInputs(tokens, layout, step, layers, last, features=features)
         output = in_rows(self._forward(self.cache, inputs), tokens)
-        hidden = {FEATURE_KEY: output.hidden[self.num_layers]} if with_hidden else {}
+        hidden = {FEATURE_KEY: output.hidden[self.num_layers].bfloat16()} if with_hidden else {}
         return ForwardOutput(self._vocabulary.to_target(output.logits), hidden)
 
 
@@ -243,7 +241,7 @@ class NativeBlockRuntime(BlockRuntime):
         self._layers = range(head.config.num_layers)
         # a block may extend beyond the context
         longest = context_length + head.config.block_size
-        self._forward = KernelForward(PackedBlockHead(head, target), longest, torch.bfloat16)
+        self._forward = KernelForward(PackedBlockHead(head, target), longest)
         if head.config.markov_rank:
             self._markov_embedding = head.markov_head.markov_w1.weight.detach().bfloat16()
             self._markov_bias = PackedLinear(head.markov_head.markov_w2, target)
@@ -254,7 +252,7 @@ class NativeBlockRuntime(BlockRuntime):
         joined = torch.cat(
             [torch.cat([hidden[layer] for layer in self.hidden_layers], -1) for hidden in received]
         )
-        features = self._fusion(joined).bfloat16()
+        features = self._fusion(joined)
         counts = [len(hidden[self.hidden_layers[0]]) for hidden in received]
         starts, num_keys = self.place_new(rows, max(counts))
         self._forward.write_caches(self.cache, features, counts, kernel_step(starts, num_keys), self._layers)

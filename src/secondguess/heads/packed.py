@@ -71,7 +71,7 @@ class PackedHead(PackedDecoder):
             config.num_kv_heads,
             config.head_size,
         )
-        self.rotaries = [Rotary(*config.rotary_frequencies(), torch.bfloat16)]
+        self.rotaries = [Rotary(*config.rotary_frequencies(), torch.float32)]
         return self._describe(
             [self._layer(layer, config) for layer in layers],
             inner_width=config.mlp_size,
@@ -105,7 +105,7 @@ class PackedHead(PackedDecoder):
     def _norm(self, norm: Any) -> library.Norm:
         if isinstance(norm, nn.Identity):
             return library.Norm()
-        return self._keep_norm(norm.weight, norm.eps, rounds_first=False)
+        return self._keep_norm(norm.weight, norm.eps)
 
 
 class PackedFeatureHead(PackedHead):
@@ -204,7 +204,7 @@ class PackedLinear(PackedHead):
     def __init__(self, linear: nn.Linear, target: NativeDecoder) -> None:
         super().__init__(target)
         self.described = self._describe([], width=linear.in_features, head=self._linear(linear))
-        self._forward = KernelForward(self, 0, torch.float32)
+        self._forward = KernelForward(self, 0)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the outputs `[..., output]` in float32 of inputs `[..., input]`."""

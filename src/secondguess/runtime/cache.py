@@ -84,14 +84,21 @@ class KeyValueCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.placement.num_keys, 0
 
-    def allocate(self, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    def allocate(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_size: int,
+        dtype_of_keys: torch.dtype,
+        dtype_of_values: torch.dtype,
+    ) -> None:
         """Allocate all layers that are not yet, for runtimes that write to the tensors without `update`."""
         shape = (self.num_slots, num_heads, self.capacity, head_size)
         missing = num_layers - len(self.keys)
         if missing > 0:
             self.keys, self.values = (
                 [*blocks, *(_zeros(shape, dtype, self.device) for _ in range(missing))]
-                for blocks in (self.keys, self.values)
+                for blocks, dtype in ((self.keys, dtype_of_keys), (self.values, dtype_of_values))
             )
 
     def place(

@@ -70,6 +70,10 @@ class Rotary:
             frequencies, factor = torch.zeros_like(frequencies), 1.0
         return cls(frequencies.to(device), float(factor), dtype, is_interleaved)
 
+    def to(self, dtype: torch.dtype) -> Rotary:
+        """Return the same table in another dtype."""
+        return Rotary(self.frequencies, self.scaling, dtype, self.is_interleaved)
+
     def at(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a forward pass's queries, `[row or 1, query, 1, size]` each.
 

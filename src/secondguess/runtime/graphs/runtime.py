@@ -298,8 +298,8 @@ class GraphRuntime(FusedRuntime):
     def _reserve(self, last_slot: int, num_positions: int) -> None:
         """Make room in the cache, and drop the graphs if a tensor that they read was replaced."""
         self.reserve(last_slot + 1, num_positions)
-        heads = self.decoder.layers[0].heads
-        self.cache.allocate(self.num_layers, heads.num_keys, heads.size, self.decoder.embedding.dtype)
+        heads, dtype = self.decoder.layers[0].heads, self.decoder.embedding.dtype
+        self.cache.allocate(self.num_layers, heads.num_keys, heads.size, dtype, dtype)
         captured = None if self._captured_cache is None else self._captured_cache()
         # A runtime that shares the decoder may have made longer tables.
         tables = [rotary.table(self.cache.capacity) for rotary in self.decoder.rotaries.values()]

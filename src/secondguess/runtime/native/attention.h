@@ -1,5 +1,5 @@
-// Root-mean-square norm, rotary embedding, and attention of a few queries over cached keys and
-// values `[position][size]`.
+// Root-mean-square norm, rotary embedding, and attention of a few queries over cached keys in float16 and values in
+// bfloat16 `[position][size]`. Some models have keys of several hundred, whose errors in bfloat16 change the output.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@ struct Norm {
     const float* weight;  // null if the layer has no such norm
     const float* bias;    // of a layer norm, which also subtracts the mean; null for a root-mean-square norm
     float eps;
-    int32_t rounds_first;  // round before applying the weight (Llama), or after (Gemma)
 };
 
 // Layer norm (Ba, Kiros and Hinton, arXiv 1607.06450) of one row; `to` may be `from`.
-inline void normalise_around_mean(const bf16* from, int64_t size, const Norm& norm, bf16* to) {
+template <class From, class To>
+inline void normalise_around_mean(const From* from, int64_t size, const Norm& norm, To* to) {
     Floats sum = zeros(), squares = zeros();
     for (int64_t i = 0; i < size; i += 16) sum = sum + load(from + i, lanes(size - i));
     const Floats mean = all(sum_of(sum) / size);
@@ -35,7 +35,8 @@ inline void normalise_around_mean(const bf16* from, int64_t size, const Norm& no
 }
 
 // Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467) of one row; `to` may be `from`.
-inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to) {
+template <class From, class To>
+inline void normalise(const From* from, int64_t size, const Norm& norm, To* to) {
     if (norm.bias) return normalise_around_mean(from, size, norm, to);
     Floats squares = zeros();
     for (int64_t i = 0; i < size; i += 16) {
@@ -45,50 +46,52 @@ inline void normalise(const bf16* from, int64_t size, const Norm& norm, bf16* to
     const Floats factor = all(1.0f / std::sqrt(sum_of(squares) / size + norm.eps));
     for (int64_t i = 0; i < size; i += 16) {
         const Lanes part = lanes(size - i);
-        Floats x = load(from + i, part) * factor;
-        if (norm.rounds_first) x = rounded(x);
-        store(to + i, x * load(norm.weight + i, part), part);
+        store(to + i, load(from + i, part) * factor * load(norm.weight + i, part), part);
     }
 }
 
-// Normalise one row, or copy it if there is no norm; `to` may be `from`.
-inline void normalise_if(const Norm& norm, const bf16* from, int64_t size, bf16* to) {
+// Convert one row.
+template <class From, class To>
+inline void convert(const From* from, int64_t size, To* to) {
+    for (int64_t i = 0; i < size; i += 16) store(to + i, load(from + i, lanes(size - i)), lanes(size - i));
+}
+
+// Normalise one row, or convert it if there is no norm; `to` may be `from`.
+template <class From, class To>
+inline void normalise_if(const Norm& norm, const From* from, int64_t size, To* to) {
     if (norm.weight)
         normalise(from, size, norm, to);
-    else if (to != from)
-        std::memcpy(to, from, size * sizeof(bf16));
+    else
+        convert(from, size, to);
 }
 
 constexpr int64_t LARGEST_HEAD = 512;
 
-// Rotary embedding of the first `size` numbers of a head, rounded where the Transformers modules
-// round: after each operation, or once if the table is float32. `cos_sin` holds the cosines, then
-// the sines, negated for the first number of each pair. A pair is one number of each half or, with
-// `is_interleaved`, two neighbours.
-template <class Number>
-inline void rotate(const bf16* from, int64_t size, bool is_interleaved, const Number* cos_sin, bf16* to) {
-    bf16 other[LARGEST_HEAD], rotated_part[LARGEST_HEAD];  // `other`: the other number of each pair; `to` may be `from`
+// Rotary embedding of the first `size` numbers of a head. `cos_sin` holds the cosines, then the sines, negated for the
+// first number of each pair. A pair is one number of each half or, with `is_interleaved`, two neighbours.
+inline void rotate(const float* from, int64_t size, bool is_interleaved, const float* cos_sin, float* to) {
+    float other[LARGEST_HEAD];  // number of each pair; `to` may be `from`
     const int64_t half = size / 2;
     if (is_interleaved) {
         for (int64_t i = 0; i < size; i++) other[i] = from[i ^ 1];
     } else {
-        std::memcpy(other, from + half, half * sizeof(bf16));
-        std::memcpy(other + half, from, half * sizeof(bf16));
+        std::memcpy(other, from + half, half * sizeof(float));
+        std::memcpy(other + half, from, half * sizeof(float));
     }
-    constexpr bool is_exact = std::is_same_v<Number, float>;
     for (int64_t i = 0; i < size; i += 16) {
         const Lanes part = lanes(size - i);
         const Floats straight = load(from + i, part) * load(cos_sin + i, part);
-        const Floats crossed = load(other + i, part) * load(cos_sin + size + i, part);
-        store(rotated_part + i, is_exact ? straight + crossed : rounded(straight) + rounded(crossed), part);
+        store(to + i, add_product(straight, load(other + i, part), load(cos_sin + size + i, part)), part);
     }
-    std::memcpy(to, rotated_part, size * sizeof(bf16));
 }
 
-// Soft cap, which keeps numbers between -cap and cap; `round` rounds the result of each operation.
-template <class Round>
-inline Floats capped(Floats x, float cap, Round round) {
-    return round(round(hyperbolic_tangent(round(x / all(cap)))) * all(cap));
+// Soft cap, which keeps numbers between -cap and cap.
+inline Floats capped(Floats x, float cap) { return hyperbolic_tangent(x / all(cap)) * all(cap); }
+
+// Write numbers in float16. Those beyond its range become the largest ones; NaN stays NaN.
+inline void store_cached(uint16_t* to, Floats numbers, Lanes part) {
+    const Floats limit = all(65504);
+    store_halves(to, largest(zeros() - limit, smallest(limit, numbers)), part);
 }
 
 constexpr int QUERIES_AT_ONCE = NUM_SUMS >= 16 ? 4 : 2;
@@ -104,21 +107,21 @@ constexpr int64_t MAX_QUERIES = 64;                        // queries that read 
 class Attention {
     int64_t size = 0, padded = 0;  // of a head; `padded` to 64
     float scaling, cap;            // on scores; a soft cap unless 0
-    std::vector<Pairs> packed_keys;    // [pair of numbers][group of 16 keys]
+    std::vector<float> packed_keys;    // [number][key]
     std::vector<Pairs> packed_values;  // [pair of keys][16 numbers]
-    std::vector<bf16> queries;         // [query][padded]
+    std::vector<float> queries;        // [query][padded]
     std::vector<float> sums;           // [query][padded], weighted values
     alignas(64) float totals[MAX_QUERIES][16], scores[MAX_QUERIES][BLOCK_KEYS];
     bf16 shares[MAX_QUERIES][BLOCK_KEYS];
     float maxima[MAX_QUERIES], factors[MAX_QUERIES];
 
-    void pack(const bf16* keys, const bf16* values, const int32_t* positions, int64_t count) {
+    void pack(const uint16_t* keys, const bf16* values, const int32_t* positions, int64_t count) {
         const auto place = [&](int64_t i) { return positions[std::min(i, count - 1)] * size; };
         for (int64_t group = 0; group * 16 < count; group++)
             for (int64_t n = 0; n < size; n += 32) {
-                const bf16* rows[16];
+                const uint16_t* rows[16];
                 for (int64_t i = 0; i < 16; i++) rows[i] = keys + place(group * 16 + i) + n;
-                transpose_pairs(rows, size - n, &packed_keys[n / 2 * NUM_PARTS + group], NUM_PARTS);
+                transpose_halves(rows, size - n, &packed_keys[n * BLOCK_KEYS + group * 16], BLOCK_KEYS);
             }
         for (int64_t i = 0; i < count; i += 2)
             for (int64_t n = 0; n < size; n += 32)
@@ -126,22 +129,23 @@ class Attention {
     }
 
     // Request some lines of memory, so that reading the next block overlaps with the arithmetic on this one.
-    static void prefetch(const bf16* from) {
+    static void prefetch(const uint16_t* from) {
         for (int line = 0; line < NUM_PARTS; line++) __builtin_prefetch(from + 32 * line, 0, 2);
     }
 
     template <int COUNT>
-    void score(int64_t first, const bf16* next) {
+    void score(int64_t first, const uint16_t* next) {
         Floats found[COUNT][NUM_PARTS];
         for (auto& query_values : found)
             for (Floats& each : query_values) each = zeros();
-        const Pairs* keys = packed_keys.data();
-        const bf16* numbers = &queries[first * padded];
-        for (int64_t n = 0; n < size; n += 2, keys += NUM_PARTS) {
-            if (next) prefetch(next + n * BLOCK_KEYS);
-            for (int64_t group = 0; group < NUM_PARTS; group++)
-                for (int i = 0; i < COUNT; i++)
-                    found[i][group] = add_pair_products(found[i][group], numbers + i * padded + n, keys[group]);
+        const float* keys = packed_keys.data();
+        const float* numbers = &queries[first * padded];
+        for (int64_t n = 0; n < size; n++, keys += BLOCK_KEYS) {
+            if (next && n % 2 == 0) prefetch(next + n * BLOCK_KEYS);
+            for (int i = 0; i < COUNT; i++) {
+                const Floats number = all(numbers[i * padded + n]);
+                for (int64_t group = 0; group < NUM_PARTS; group++) found[i][group] = add_product(found[i][group], number, load(keys + group * 16));
+            }
         }
         for (int i = 0; i < COUNT; i++)
             for (int64_t group = 0; group < NUM_PARTS; group++) store(scores[first + i] + group * 16, found[i][group] * all(scaling));
@@ -152,7 +156,7 @@ class Attention {
         Floats seen[NUM_PARTS], highest = all(maxima[query]);
         for (int64_t group = 0; group < NUM_PARTS; group++) {
             Floats found = load(scores[query] + group * 16);
-            if (cap) found = capped(found, cap, [](Floats x) { return x; });
+            if (cap) found = capped(found, cap);
             seen[group] = keep(lanes(count - group * 16), found, all(-INFINITY));
             highest = largest(highest, seen[group]);
         }
@@ -194,13 +198,13 @@ class Attention {
         this->scaling = scaling, this->cap = cap;
         if (size == head_size) return;
         size = 0, padded = (head_size + 63) / 64 * 64;
-        packed_keys.resize(padded / 2 * NUM_PARTS), packed_values.resize(BLOCK_KEYS / 2 * padded / 16);
+        packed_keys.resize(padded * BLOCK_KEYS), packed_values.resize(BLOCK_KEYS / 2 * padded / 16);
         queries.assign(MAX_QUERIES * padded, 0), sums.resize(MAX_QUERIES * padded);
         size = head_size;
     }
 
     // Begin a query; returns where to write it. `sink` is the score of a key without a value, -infinity for none.
-    bf16* begin(int64_t query, float sink) {
+    float* begin(int64_t query, float sink) {
         maxima[query] = sink;
         store(totals[query], zeros());
         if (sink != -INFINITY) totals[query][0] = 1;
@@ -210,13 +214,13 @@ class Attention {
 
     // Attend to the keys `start` to `end - 1` of a list of cache positions; `start` is the first of a block.
     // Of the queries `first` to `last - 1`, each attends to the first `counts[query]` keys of the list.
-    void attend(const bf16* keys, const bf16* values, const int32_t* positions, int64_t start, int64_t end, int64_t first,
+    void attend(const uint16_t* keys, const bf16* values, const int32_t* positions, int64_t start, int64_t end, int64_t first,
                 int64_t last, const int64_t* counts) {
         for (; start < end; start += BLOCK_KEYS) {
             const int64_t count = std::min(BLOCK_KEYS, end - start);
             pack(keys, values, positions + start, count);
             const int64_t next = (positions[start] + BLOCK_KEYS) * size;  // of most blocks
-            const auto ahead = [&](const bf16* from, int64_t query) { return query == first ? from + next : nullptr; };
+            const auto ahead = [&](const uint16_t* from, int64_t query) { return query == first ? from + next : nullptr; };
             for_each_few(first, last, [&](auto few, int64_t query) { score<decltype(few)::value>(query, ahead(keys, query)); });
             for (int64_t query = first; query < last; query++) weigh(query, std::max<int64_t>(0, std::min(count, counts[query] - start)));
             for (int64_t n = 0; n < size; n += BLOCK_KEYS)
@@ -227,7 +231,8 @@ class Attention {
     }
 
     // Write the result of a query.
-    void end(int64_t query, bf16* to) const {
+    template <class To>
+    void end(int64_t query, To* to) const {
         const Floats factor = all(1.0f / sum_of(load(totals[query])));
         for (int64_t n = 0; n < size; n += 16) store(to + n, load(&sums[query * padded + n]) * factor, lanes(size - n));
     }

@@ -127,7 +127,7 @@ class Drawing {
             starts[place] = ends[row]++, slots[place] = first.slots[row];
             tokens[place] = chains.tokens[row * chains.num_nodes + depth];
             if (decoder.joins_features)
-                std::copy_n((const bf16*)first.hidden[decoder.num_layers] + last_tokens[row] * width, width, features.data() + place * width);
+                convert(first.hidden[decoder.num_layers] + last_tokens[row] * width, width, features.data() + place * width);
             last_tokens[row] = place;
         }
         forward.num_rows = forward.num_tokens = forward.num_logits = count;

@@ -361,10 +361,10 @@ def _set(module: Any, name: str, value: Tensor) -> None:
 
 
 def _prepare(states: Tensor, num_rows: int) -> Tensor:
-    """Give the second copies the exact inputs, rounded, and round the third ones; return the inputs of the second."""
+    """Give the second copies the exact inputs, rounded, and round the third ones; return the exact inputs."""
     states[num_rows : 2 * num_rows] = states[:num_rows]
     states[num_rows:] = states[num_rows:].bfloat16().float()
-    return states[num_rows : 2 * num_rows].clone()
+    return states[:num_rows].clone()
 
 
 def _rounded(values: Tensor, num_rows: int) -> Tensor:

@@ -2,8 +2,8 @@
 // two products, and threads are synchronised five times a dense layer. Compiled once for each kind of
 // processor (see `vectors.h`).
 //
-// Numbers are rounded to bfloat16 where the modules of Transformers round, so that a probe can
-// compare the logits of the two.
+// Weights in bfloat16, their inputs where the processor multiplies bfloat16, cached values and weights of attention are
+// in bfloat16, cached keys in float16, and all other numbers in float32.
 
 #pragma once
 
@@ -50,7 +50,6 @@ struct Decoder {
     // Differences of families from Llama; 0 for none.
     int64_t rotary_size;           // numbers of a head that are rotated, 0 for all
     int64_t is_interleaved;        // rotary layout with pairs of neighbours, not half-split
-    int64_t rotary_is_float32;     // dtype of `Forward::cos_sin`
     int64_t joins_heads_in_norms;  // query and key norms are over all heads together
     int64_t is_parallel;           // attention and feed-forward read the same states
     int64_t has_no_gates;          // `Layer::gate_up` has no gates
@@ -60,7 +59,6 @@ struct Decoder {
     // Mixtures of experts, all with as many experts of one size; 0 for none.
     int64_t num_experts, num_selected, expert_width;
     int64_t normalises_routing_weights;  // those of a token's experts are divided by their sum
-    int64_t rounds_routing_weights;
     // Clamped SwiGLU instead of the activation, `gate * sigmoid(alpha * gate) * (value + 1)`; 0 for none.
     float gate_alpha, gate_limit;
 };
@@ -72,9 +70,8 @@ struct Forward {
     int64_t num_rows, num_tokens, num_known, num_indices, num_logits, first_layer, last_layer, capacity, context_length;
     int64_t num_threads;
     int64_t caches_only;         // only write keys and values of `states`, which every layer reads, normalised by `feature_norm`
-    int64_t hidden_is_float32;   // `hidden` is float32, for processors with slow bfloat16 in torch
     const int64_t* tokens;       // [token]
-    const bf16* states;          // [token][width], input of the first layer; null: embeddings
+    const float* states;         // [token][width], input of the first layer; null: embeddings
     const bf16* features;        // [token][width], read with the tokens
     const int64_t* firsts;       // [row + 1], first token of each row, then the number of tokens
     const int64_t* starts;       // [row], cached positions before index 0
@@ -82,22 +79,13 @@ struct Forward {
     const int64_t* selected;     // [num_logits], tokens whose logits are computed
     const int64_t* places;       // [num_logits], where they are written
     const uint8_t* closure;      // [row][num_indices][num_indices], 1 at ancestors and itself; null for chains
-    const void* const* cos_sin;  // rotary tables [position][2 * rotary_size], cosines then sines
-    bf16* const* keys;           // per layer [slot][head][capacity][size]
+    const float* const* cos_sin;  // rotary tables [position][2 * rotary_size], cosines then sines
+    uint16_t* const* keys;       // per layer [slot][head][capacity][size], in float16
     bf16* const* values;
-    void* const* hidden;         // per level 0..num_layers the output [token][width], or null
+    float* const* hidden;        // per level 0..num_layers the output [token][width], or null
     float* logits;               // [place][vocabulary]
     const int32_t* const* experts;  // per layer [token][num_selected], which tokens select instead of the largest logits; or null
 };
-
-// Widen the bfloat16 numbers in the first half of a buffer to float32, from the last to the first,
-// so that none is overwritten before it is read.
-static void widen_in_place(float* numbers, int64_t size) {
-    for (int64_t i = round_up(size, 16) - 16; i >= 0; i -= 16) {
-        const Lanes part = lanes(size - i);
-        store(numbers + i, load((const bf16*)numbers + i, part), part);
-    }
-}
 
 static Floats activate(Floats x, int64_t activation) {
     const Floats one = all(1.0f);
@@ -117,7 +105,8 @@ static Floats activate(Floats x, int64_t activation) {
 // normalised rows are computed by each thread for itself, which is cheaper than a barrier.
 struct Workspace {
     int64_t num_rows = 0, num_threads = 0, num_keys = 0;
-    Rows joined, states, qkv, mixed, gated, added;
+    FloatRows states, qkv, added;
+    Rows joined, mixed, gated;
     Selection selection;
     Rows expert_inputs, expert_gated;  // inputs of the experts' two products, by assignment
     std::vector<Rows> normalised;  // per thread
@@ -186,7 +175,7 @@ struct Worker {
     Values read_states(const Norm& norm, const Weight& weight) const {
         Rows& to = normalised_rows();
         for (int64_t row = first_row(); row < last_row(); row++) {
-            normalise_if(norm, space.states.row(row), decoder.width, to.row(row));
+            to.at(row, 0, weight, [&](auto* at) { normalise_if(norm, space.states.row(row), decoder.width, at); });
             to.form(row, weight);
         }
         if (!normalises_all) wait();
@@ -204,11 +193,11 @@ struct Worker {
         return rows.values(num_rows);
     }
 
-    void write(Rows& to, const Values& values, const Weight& weight, int64_t first_block = 0) const {
+    void write(FloatRows& to, const Values& values, const Weight& weight, int64_t first_block = 0) const {
         product(
             values, weight,
             [&](int64_t row, int64_t block, Floats low, Floats high) {
-                bf16* at = to.row(row) + block * BLOCK;
+                float* at = to.row(row) + block * BLOCK;
                 store(at, low, lanes(to.stride - block * BLOCK));
                 store(at + TILE, high, lanes(to.stride - block * BLOCK - TILE));
             },
@@ -220,17 +209,15 @@ struct Worker {
     void add_each(const Values& values, const Weight& weight, Function function) const {
         product(values, weight, [&](int64_t row, int64_t block, Floats low, Floats high) {
             const int64_t column = block * BLOCK;
-            bf16* at = space.states.row(row) + column;
+            float* at = space.states.row(row) + column;
             const Lanes first = lanes(decoder.width - column), second = lanes(decoder.width - column - TILE);
-            store(at, load(at, first) + function(rounded(low), row, column), first);
-            store(at + TILE, load(at + TILE, second) + function(rounded(high), row, column + TILE), second);
+            store(at, load(at, first) + function(low, row, column), first);
+            store(at + TILE, load(at + TILE, second) + function(high, row, column + TILE), second);
         });
         wait();
     }
 
-    Floats scaled(Floats added) const {
-        return decoder.residual_scale ? rounded(added * all(decoder.residual_scale)) : added;
-    }
+    Floats scaled(Floats added) const { return decoder.residual_scale ? added * all(decoder.residual_scale) : added; }
 
     // Add the product to the states, normalised first if the family has an output norm.
     void add(const Values& values, const Weight& weight, const Norm& norm) const {
@@ -238,7 +225,7 @@ struct Worker {
         write(space.added, values, weight);
         wait();
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-            bf16 *added = space.added.row(row), *at = space.states.row(row);
+            float *added = space.added.row(row), *at = space.states.row(row);
             normalise(added, decoder.width, norm, added);
             for (int64_t i = 0; i < decoder.width; i += 16) {
                 const Lanes part = lanes(decoder.width - i);
@@ -277,7 +264,8 @@ struct Worker {
     }
 
     struct Block {
-        bf16 *keys, *values;
+        uint16_t* keys;
+        bf16* values;
     };
 
     // Cached keys and values of one key head of one row in layer `index`.
@@ -286,23 +274,19 @@ struct Worker {
         return {forward.keys[index] + offset, forward.values[index] + offset};
     }
 
-    void rotate_head(const Layer& layer, bf16* from, const Norm& norm, int64_t row, int64_t index, bf16* to) const {
+    void rotate_head(const Layer& layer, float* from, const Norm& norm, int64_t row, int64_t index, float* to) const {
         if (norm.weight && !decoder.joins_heads_in_norms) normalise(from, decoder.head_size, norm, from);
         const int64_t size = decoder.rotary_size ? decoder.rotary_size : decoder.head_size;
         const int64_t at = std::min(position(row, index), forward.context_length - 1) * 2 * size;
-        const void* table = forward.cos_sin[layer.rotary];
-        if (decoder.rotary_is_float32)
-            rotate(from, size, decoder.is_interleaved, (const float*)table + at, to);
-        else
-            rotate(from, size, decoder.is_interleaved, (const bf16*)table + at, to);
-        if (to != from) std::memcpy(to + size, from + size, (decoder.head_size - size) * sizeof(bf16));
+        rotate(from, size, decoder.is_interleaved, forward.cos_sin[layer.rotary] + at, to);
+        std::memcpy(to + size, from + size, (decoder.head_size - size) * sizeof(float));
     }
 
     // Normalise the queries of each token, all heads together, and its keys.
     void normalise_joined_heads(const Layer& layer) const {
         const int64_t num_queries = decoder.num_queries * decoder.head_size, num_keys = decoder.num_keys * decoder.head_size;
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-            bf16 *query = space.qkv.row(row), *key = query + num_queries;
+            float *query = space.qkv.row(row), *key = query + num_queries;
             normalise(query, num_queries, layer.query_norm, query);
             normalise(key, num_keys, layer.key_norm, key);
         }
@@ -314,10 +298,11 @@ struct Worker {
         const int64_t size = decoder.head_size;
         const Block at = block_of(index, row, head);
         for (int64_t token = 0; token < num_tokens_of(row); token++) {
-            bf16* qkv = space.qkv.row(forward.firsts[row] + token);
+            float key[LARGEST_HEAD], *qkv = space.qkv.row(forward.firsts[row] + token);
             const int64_t index_of_token = forward.num_known + token, place = (forward.starts[row] + index_of_token) * size;
-            rotate_head(layer, qkv + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, at.keys + place);
-            std::memcpy(at.values + place, qkv + (decoder.num_queries + decoder.num_keys + head) * size, size * sizeof(bf16));
+            rotate_head(layer, qkv + (decoder.num_queries + head) * size, layer.key_norm, row, index_of_token, key);
+            for (int64_t i = 0; i < size; i += 16) store_cached(at.keys + place + i, load(key + i, lanes(size - i)), lanes(size - i));
+            convert(qkv + (decoder.num_queries + decoder.num_keys + head) * size, size, at.values + place);
         }
     }
 
@@ -357,7 +342,8 @@ struct Worker {
             std::fill(counts + query - first, counts + next - first, count);
             attention.attend(at.keys, at.values, positions, common, count, query - first, next - first, counts);
         }
-        for (int64_t query = first; query < last; query++) attention.end(query - first, space.mixed.row(line(query)) + column(query));
+        for (int64_t query = first; query < last; query++)
+            space.mixed.at(line(query), column(query), layer.output, [&](auto* to) { attention.end(query - first, to); });
     }
 
     // Attention of all rows. Key heads are divided among the threads. If they cannot be divided
@@ -415,18 +401,18 @@ struct Worker {
 
     // Product of values and their activated gates.
     Floats open_gate(Floats gate, Floats value) const {
-        if (!decoder.gate_alpha) return rounded(activate(gate, decoder.activation)) * value;
+        if (!decoder.gate_alpha) return activate(gate, decoder.activation) * value;
         const Floats one = all(1.0f), limit = all(decoder.gate_limit);
         gate = smallest(limit, gate), value = smallest(limit, largest(zeros() - limit, value));
-        const Floats share = rounded(one / (one + exponential(zeros() - rounded(gate * all(decoder.gate_alpha)))));
-        return rounded(value + one) * rounded(gate * share);
+        const Floats share = one / (one + exponential(zeros() - gate * all(decoder.gate_alpha)));
+        return (value + one) * (gate * share);
     }
 
-    // Write products of gates and values, from a row on. A block holds 16 gates and the 16 values that
-    // they multiply.
-    void write_gated(const Values& values, const Weight& weight, Rows& to, int64_t first) const {
+    // Write products of gates and values as inputs of a product by `next`, from a row on. A block holds 16 gates and the
+    // 16 values that they multiply.
+    void write_gated(const Values& values, const Weight& weight, Rows& to, const Weight& next, int64_t first) const {
         product(values, weight, [&, first](int64_t row, int64_t block, Floats gate, Floats up) {
-            store(to.row(first + row) + block * TILE, open_gate(rounded(gate), rounded(up)));
+            to.at(first + row, block * TILE, next, [&](auto* at) { store(at, open_gate(gate, up)); });
         });
     }
 
@@ -438,15 +424,14 @@ struct Worker {
             if (const int64_t count = firsts[expert + 1] - firsts[expert]) function(layer.experts[expert], firsts[expert], count);
     }
 
-    // Form this thread's share of the inputs of one of the experts' products; returns whether there are any to form.
-    template <class Select>
-    bool form_assignments(const Layer& layer, Rows& rows, Select weight_of) const {
+    // Form this thread's share of the inputs of the experts' second products; returns whether there are any to form.
+    bool form_gated(const Layer& layer) const {
         bool has_any = false;
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
-            if (!Rows::needs_form(weight_of(expert))) return;
+            if (!Rows::needs_form(expert.down)) return;
             has_any = true;
             for (int64_t i = first; i < first + count; i++)
-                if (i % num_threads == thread) rows.form(i, weight_of(expert));
+                if (i % num_threads == thread) space.expert_gated.form(i, expert.down);
         });
         return has_any;
     }
@@ -457,8 +442,8 @@ struct Worker {
         const Values values = read_states(layer.mlp_norm, layer.router);
         product(values, layer.router, [&](int64_t row, int64_t block, Floats low, Floats high) {
             float* at = selection.logits.data() + row * decoder.num_experts + block * BLOCK;
-            store(at, rounded(low), lanes(decoder.num_experts - block * BLOCK));
-            store(at + TILE, rounded(high), lanes(decoder.num_experts - block * BLOCK - TILE));
+            store(at, low, lanes(decoder.num_experts - block * BLOCK));
+            store(at + TILE, high, lanes(decoder.num_experts - block * BLOCK - TILE));
         });
         wait();
         const int32_t* given = forward.experts ? forward.experts[index] : nullptr;
@@ -467,9 +452,14 @@ struct Worker {
         wait();
         if (thread == 0) selection.sort(num_rows);
         wait();
-        for (int64_t i = thread; i < num_rows * decoder.num_selected; i += num_threads)
-            std::memcpy(space.expert_inputs.row(i), values.numbers + selection.tokens[i] * values.stride, values.stride * sizeof(bf16));
-        form_assignments(layer, space.expert_inputs, [](const Expert& expert) -> const Weight& { return expert.gate_up; });
+        for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
+            for (int64_t i = first; i < first + count; i++) {
+                if (i % num_threads != thread) continue;
+                const float* states = space.states.row(selection.tokens[i]);
+                space.expert_inputs.at(i, 0, expert.gate_up, [&](auto* at) { normalise_if(layer.mlp_norm, states, decoder.width, at); });
+                space.expert_inputs.form(i, expert.gate_up);
+            }
+        });
         wait();
     }
 
@@ -479,28 +469,27 @@ struct Worker {
     void run_experts(const Layer& layer, int64_t index) const {
         select_experts(layer, index);
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
-            write_gated(space.expert_inputs.values(count, first), expert.gate_up, space.expert_gated, first);
+            write_gated(space.expert_inputs.values(count, first), expert.gate_up, space.expert_gated, expert.down, first);
         });
         wait();
-        if (form_assignments(layer, space.expert_gated, [](const Expert& expert) -> const Weight& { return expert.down; })) wait();
+        if (form_gated(layer)) wait();
         const int64_t num_blocks = (decoder.width + BLOCK - 1) / BLOCK;
         const int64_t start = thread * num_blocks / num_threads * BLOCK;
         const int64_t end = std::min((thread + 1) * num_blocks / num_threads * BLOCK, decoder.width);
         for (int64_t row = 0; row < num_rows; row++) std::fill(space.added.row(row) + start, space.added.row(row) + end, 0);
         for_each_expert(layer, [&](const Expert& expert, int64_t first, int64_t count) {
             product(space.expert_gated.values(count, first), expert.down, [&](int64_t row, int64_t block, Floats low, Floats high) {
-                const float weight = space.selection.weights[first + row];
-                const Floats factor = decoder.rounds_routing_weights ? rounded(all(weight)) : all(weight);
+                const Floats factor = all(space.selection.weights[first + row]);
                 const int64_t column = block * BLOCK;
-                bf16* at = space.added.row(space.selection.tokens[first + row]) + column;
+                float* at = space.added.row(space.selection.tokens[first + row]) + column;
                 const Lanes parts[2] = {lanes(decoder.width - column), lanes(decoder.width - column - TILE)};
-                store(at, load(at, parts[0]) + rounded(rounded(low) * factor), parts[0]);
-                store(at + TILE, load(at + TILE, parts[1]) + rounded(rounded(high) * factor), parts[1]);
+                store(at, add_product(load(at, parts[0]), low, factor), parts[0]);
+                store(at + TILE, add_product(load(at + TILE, parts[1]), high, factor), parts[1]);
             });
         });
         for (int64_t row = 0; row < num_rows; row++)
             for (int64_t i = start; i < end; i += 16) {
-                bf16* at = space.states.row(row) + i;
+                float* at = space.states.row(row) + i;
                 const Lanes part = lanes(end - i);
                 store(at, load(at, part) + load(space.added.row(row) + i, part), part);
             }
@@ -514,22 +503,22 @@ struct Worker {
             const Values values = read_states(layer.mlp_norm, layer.down);
             wait();  // other threads still read the states
             return add_each(values, layer.down,
-                            [&](Floats added, int64_t, int64_t) { return rounded(activate(added, decoder.activation)); });
+                            [&](Floats added, int64_t, int64_t) { return activate(added, decoder.activation); });
         }
         const Values values = read_states(layer.mlp_norm, layer.gate_up);
         if (decoder.has_no_gates)
             product(values, layer.gate_up, [&](int64_t row, int64_t block, Floats low, Floats high) {
-                bf16* at = space.gated.row(row) + block * BLOCK;
-                store(at, activate(rounded(low), decoder.activation));
-                store(at + TILE, activate(rounded(high), decoder.activation));
+                space.gated.at(row, block * BLOCK, layer.down, [&](auto* at) {
+                    store(at, activate(low, decoder.activation)), store(at + TILE, activate(high, decoder.activation));
+                });
             });
         else
-            write_gated(values, layer.gate_up, space.gated, 0);
+            write_gated(values, layer.gate_up, space.gated, layer.down, 0);
         wait();
         const Values gated = read_shared(space.gated, layer.down);
         if (decoder.is_parallel)
             add_each(gated, layer.down, [&](Floats added, int64_t row, int64_t column) {
-                return rounded(added + load(space.added.row(row) + column));
+                return added + load(space.added.row(row) + column);
             });
         else
             add(gated, layer.down, layer.mlp_output_norm);
@@ -538,11 +527,11 @@ struct Worker {
     // Start from hidden states that the caller passes in.
     void load_states() const {
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
-            std::memcpy(space.states.row(row), forward.states + row * decoder.width, decoder.width * sizeof(bf16));
+            std::memcpy(space.states.row(row), forward.states + row * decoder.width, decoder.width * sizeof(float));
         wait();
     }
 
-    void embed_token(int64_t row, bf16* to) const {
+    void embed_token(int64_t row, float* to) const {
         const Floats scale = all(decoder.embedding_scale);
         const bf16* from = decoder.embedding + forward.tokens[row] * decoder.width;
         for (int64_t i = 0; i < decoder.width; i += 16) {
@@ -560,14 +549,16 @@ struct Worker {
     // Start from tokens and features.
     void join_features() const {
         const int64_t width = decoder.width;
+        const Weight& next = decoder.projection.num_outputs ? decoder.projection : decoder.layers[0].qkv;
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-            bf16 *token = space.joined.row(row), *feature = token + width;
-            embed_token(row, token);
-            normalise_if(decoder.token_norm, token, width, token);
-            normalise_if(decoder.feature_norm, forward.features + row * width, width, feature);
-            if (!decoder.projection.num_outputs)
-                std::memcpy(space.states.row(row), decoder.residual_is_normalised ? feature : forward.features + row * width,
-                            width * sizeof(bf16));
+            float* const states = space.states.row(row);
+            const bf16* const feature = forward.features + row * width;
+            embed_token(row, states);
+            space.joined.at(row, 0, next, [&](auto* at) {
+                normalise_if(decoder.token_norm, states, width, at);
+                normalise_if(decoder.feature_norm, feature, width, at + width);
+                decoder.residual_is_normalised ? convert(at + width, width, states) : convert(feature, width, states);
+            });
         }
         wait();
         if (decoder.projection.num_outputs) {
@@ -579,12 +570,9 @@ struct Worker {
     // Copy the hidden states of all tokens to the caller if this level was requested.
     void copy_hidden(int64_t level) const {
         if (!forward.hidden[level]) return;
-        const int64_t size = decoder.width * (forward.hidden_is_float32 ? sizeof(float) : sizeof(bf16));
         for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++) {
-            void* to = (char*)forward.hidden[level] + row * size;
             const bool is_last = level == decoder.num_layers && !decoder.output_is_raw;
-            normalise_if(is_last ? decoder.norm : Norm{}, space.states.row(row), decoder.width, (bf16*)to);
-            if (forward.hidden_is_float32) widen_in_place((float*)to, decoder.width);
+            normalise_if(is_last ? decoder.norm : Norm{}, space.states.row(row), decoder.width, forward.hidden[level] + row * decoder.width);
         }
     }
 
@@ -595,21 +583,21 @@ struct Worker {
         const int64_t last = normalises_all ? num_selected : (thread + 1) * num_selected / num_threads;
         for (int64_t selected = first; selected < last; selected++) {
             const int64_t row = forward.selected[selected];
-            normalise_if(decoder.norm, space.states.row(row), decoder.width, rows.row(selected));
+            rows.at(selected, 0, decoder.head, [&](auto* at) { normalise_if(decoder.norm, space.states.row(row), decoder.width, at); });
             rows.form(selected, decoder.head);
         }
         if (!normalises_all) wait();
         const int64_t vocab = decoder.head.num_outputs;
         product(rows.values(num_selected), decoder.head, [&](int64_t selected, int64_t block, Floats low, Floats high) {
             float* at = forward.logits + forward.places[selected] * vocab + block * BLOCK;
-            store(at, scaled_logits(rounded(low)), lanes(vocab - block * BLOCK));
-            store(at + TILE, scaled_logits(rounded(high)), lanes(vocab - block * BLOCK - TILE));
+            store(at, scaled_logits(low), lanes(vocab - block * BLOCK));
+            store(at + TILE, scaled_logits(high), lanes(vocab - block * BLOCK - TILE));
         });
     }
 
     Floats scaled_logits(Floats logits) const {
-        if (decoder.logit_divisor) logits = rounded(logits / all(decoder.logit_divisor));
-        return decoder.logit_cap ? capped(logits, decoder.logit_cap, rounded) : logits;
+        if (decoder.logit_divisor) logits = logits / all(decoder.logit_divisor);
+        return decoder.logit_cap ? capped(logits, decoder.logit_cap) : logits;
     }
 
     void run_layers() const {
@@ -696,7 +684,7 @@ int secondguess_run(const Decoder* decoder, const Forward* forward, void* worksp
 // Logits [row][vocabulary] of hidden states: after the last norm if `is_normalised`, else of inputs of
 // the first layer of a decoder without attention. Returns 0 on success, 1 if memory could not be
 // allocated.
-int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_rows, int64_t is_normalised, float* logits,
+int secondguess_unembed(const Decoder* decoder, const float* states, int64_t num_rows, int64_t is_normalised, float* logits,
                         int64_t num_threads, void* workspace) {
     Decoder head = *decoder;
     if (is_normalised) head.num_layers = 0, head.norm.weight = nullptr;
@@ -707,7 +695,7 @@ int secondguess_unembed(const Decoder* decoder, const bf16* states, int64_t num_
     try {
         std::vector<int64_t> each(num_rows);
         std::iota(each.begin(), each.end(), 0);
-        const std::vector<void*> hidden(head.num_layers + 1, nullptr);
+        const std::vector<float*> hidden(head.num_layers + 1, nullptr);
         forward.selected = forward.places = each.data(), forward.hidden = hidden.data();
         return secondguess_run(&head, &forward, workspace);
     } catch (const std::exception&) {

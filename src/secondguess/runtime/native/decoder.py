@@ -97,13 +97,11 @@ class PackedDecoder:
         self._kept.append(blocks)
         return blocks
 
-    def _keep_norm(
-        self, weight: Tensor, eps: float, rounds_first: bool, bias: Tensor | None = None
-    ) -> library.Norm:
+    def _keep_norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> library.Norm:
         kept = [each.detach().float().contiguous() for each in (weight, bias) if each is not None]
         self._kept.append(kept)
         addresses = [each.data_ptr() for each in kept]
-        return library.Norm(addresses[0], addresses[1] if bias is not None else None, eps, rounds_first)
+        return library.Norm(addresses[0], addresses[1] if bias is not None else None, eps)
 
 
 class NativeDecoder(PackedDecoder):
@@ -125,7 +123,7 @@ class NativeDecoder(PackedDecoder):
         super().__init__(unit)
         self.config = decoder.config
         self.weight_format = weight_format
-        self.rotaries = list(decoder.rotaries.values())
+        self.rotaries = [rotary.to(torch.float32) for rotary in decoder.rotaries.values()]
         self.num_layers = len(decoder.layers)
         self.embedding = decoder.embedding
         self.embedding_scale = decoder.embedding_scale
@@ -163,7 +161,6 @@ class NativeDecoder(PackedDecoder):
             head=self.head.weight,
             rotary_size=2 * len(rotary.frequencies),
             is_interleaved=rotary.is_interleaved,
-            rotary_is_float32=rotary.dtype == torch.float32,
             joins_heads_in_norms=first.query_norm is not None and len(first.query_norm.weight) != heads.size,
             is_parallel=first.is_parallel,
             residual_scale=first.residual_scale or 0,
@@ -308,7 +305,7 @@ class NativeDecoder(PackedDecoder):
     def _norm(self, norm: Norm | None) -> library.Norm:
         if norm is None:
             return library.Norm()
-        return self._keep_norm(norm.weight, norm.eps, norm.rounds_first, norm.bias)
+        return self._keep_norm(norm.weight, norm.eps, norm.bias)
 
 
 def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, float]:
@@ -327,6 +324,5 @@ def _feed_forward_sizes(parts: Sequence[FeedForward | Experts]) -> dict[str, flo
             "num_selected": mixture.num_selected,
             "expert_width": mixture.experts[0].output.num_inputs,
             "normalises_routing_weights": int(mixture.normalises_routing_weights),
-            "rounds_routing_weights": int(mixture.rounds_routing_weights),
         }
     return found

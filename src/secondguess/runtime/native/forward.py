@@ -137,7 +137,7 @@ class KernelInputs(NamedTuple):
         wanted: layers whose hidden states are returned: the input of the first of `layers`, or
             any of their outputs.
         num_known: number of preceding tokens of each row that these layers have run already.
-        states: input of the first of `layers`; None for the embeddings of `tokens`.
+        states: input of the first of `layers` in float32; None for the embeddings of `tokens`.
         features: `[..., width]` in bfloat16, read with the tokens by a drafter head.
     """
 
@@ -173,13 +173,12 @@ class KernelForward:
     Args:
         decoder: the weights.
         context_length: largest number of positions.
-        dtype_of_states: dtype of the returned hidden states, bfloat16 or float32.
 
     Raises:
         OutOfMemoryError: no memory for the workspace.
     """
 
-    def __init__(self, decoder: PackedDecoder, context_length: int, dtype_of_states: torch.dtype) -> None:
+    def __init__(self, decoder: PackedDecoder, context_length: int) -> None:
         self.decoder = decoder
         self._kernels = kernels = decoder.unit.kernels
         self._workspace = c_void_p(kernels.secondguess_workspace())
@@ -191,13 +190,11 @@ class KernelForward:
         self._tables = (c_void_p * len(decoder.rotaries))()
         self._no_levels = (c_void_p * (decoder.num_layers + 1))()
         self._in_order = torch.arange(NUM_PREALLOCATED_SLOTS)
-        self._dtype_of_states = dtype_of_states
         self._arguments = library.Forward(
             context_length=context_length,
             cos_sin=ctypes.addressof(self._tables),
             keys=ctypes.addressof(self._keys),
             values=ctypes.addressof(self._values),
-            hidden_is_float32=dtype_of_states == torch.float32,
         )
         # Not the tensor itself: a cache that nothing else uses is freed.
         self._reached: Callable[[], Tensor | None] = lambda: None
@@ -229,7 +226,7 @@ class KernelForward:
         Raises:
             OutOfMemoryError: no memory for the workspace.
         """
-        flat = states.to(torch.bfloat16).contiguous()
+        flat = states.float().contiguous()
         num_rows = flat.numel() // flat.shape[-1]
         logits = library.float32_buffer(*states.shape[:-1], self.decoder.described.head.num_outputs)
         to_logits = (int(is_normalised), logits.data_ptr(), num_threads(), self._workspace)
@@ -245,7 +242,7 @@ class KernelForward:
 
         Args:
             cache: written at its placement.
-            states: `[token, width]` in bfloat16, of all rows in order.
+            states: `[token, width]` in float32, of all rows in order.
             counts: number of tokens of each row.
             step: starts of the rows.
 
@@ -260,7 +257,7 @@ class KernelForward:
             self._arguments.caches_only = False
 
     def __call__(self, cache: KeyValueCache, inputs: KernelInputs) -> ForwardOutput:
-        """Run some layers in one call of the kernels; return hidden states `[token, width]`.
+        """Run some layers in one call of the kernels; return hidden states `[token, width]` in float32.
 
         Args:
             cache: keys and values, written at its placement.
@@ -380,7 +377,7 @@ class KernelForward:
         """
         addresses = (c_void_p * (self.decoder.num_layers + 1))()
         width = self.decoder.embedding.shape[1]
-        states = torch.empty(len(asked), num_tokens, width, dtype=self._dtype_of_states)
+        states = library.float32_buffer(len(asked), num_tokens, width)
         address, size = states.data_ptr(), states.nbytes // len(asked)
         for number, level in enumerate(asked):
             addresses[level] = address + number * size
@@ -393,7 +390,8 @@ class KernelForward:
     def _reach_cache(self, cache: KeyValueCache) -> None:
         """Update the addresses of keys and values, which change when the cache grows."""
         decoder = self.decoder
-        cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, torch.bfloat16)
+        dtypes = torch.float16, torch.bfloat16
+        cache.allocate(decoder.num_layers, decoder.num_key_heads, decoder.head_size, *dtypes)
         # Every tensor of a cache is replaced when it grows.
         if self._reached() is not cache.keys[0]:
             for index in range(decoder.num_layers):

@@ -17,7 +17,6 @@ from ctypes import (
     c_double,
     c_float,
     c_int,
-    c_int32,
     c_int64,
     c_uint64,
     c_void_p,
@@ -60,7 +59,7 @@ class Source(Structure):
 
 
 class Norm(Structure):
-    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float), ("rounds_first", c_int32)]
+    _fields_ = [*_fields(c_void_p, "weight bias"), ("eps", c_float)]
 
 
 class Expert(Structure):
@@ -90,11 +89,10 @@ class Decoder(Structure):
         *_fields(c_int64, "joins_features residual_is_normalised output_is_raw"),
         *_fields(Norm, "token_norm feature_norm"),
         ("projection", Weight),
-        *_fields(c_int64, "is_bidirectional rotary_size is_interleaved rotary_is_float32"),
+        *_fields(c_int64, "is_bidirectional rotary_size is_interleaved"),
         *_fields(c_int64, "joins_heads_in_norms is_parallel has_no_gates"),
         *_fields(c_float, "residual_scale score_cap logit_cap logit_divisor"),
         *_fields(c_int64, "num_experts num_selected expert_width normalises_routing_weights"),
-        *_fields(c_int64, "rounds_routing_weights"),
         *_fields(c_float, "gate_alpha gate_limit"),
     ]
 
@@ -102,7 +100,7 @@ class Decoder(Structure):
 class Forward(Structure):
     _fields_ = [
         *_fields(c_int64, "num_rows num_tokens num_known num_indices num_logits first_layer last_layer"),
-        *_fields(c_int64, "capacity context_length num_threads caches_only hidden_is_float32"),
+        *_fields(c_int64, "capacity context_length num_threads caches_only"),
         *_fields(c_void_p, "tokens states features firsts starts slots selected places closure cos_sin keys"),
         *_fields(c_void_p, "values hidden logits experts"),
     ]

@@ -15,7 +15,9 @@ inline Values linear_inputs(const bf16* from, int64_t num_rows, int64_t width, c
     static thread_local Rows rows;
     rows.resize(num_rows, weight.num_inputs);
     for (int64_t row = 0; row < num_rows; row++) {
-        for (int64_t i = 0; i < rows.stride; i += 16) store(rows.row(row) + i, load(from + row * width + i, lanes(width - i)));
+        rows.at(row, 0, weight, [&](auto* to) {
+            for (int64_t i = 0; i < rows.stride; i += 16) store(to + i, load(from + row * width + i, lanes(width - i)));
+        });
         rows.form(row, weight);
     }
     return rows.values(num_rows);

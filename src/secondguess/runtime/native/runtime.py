@@ -110,7 +110,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         self.decoder = decoder
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
-        self._forward = KernelForward(decoder, self.context_length, self._dtype_of_states)
+        self._forward = KernelForward(decoder, self.context_length)
         self._differentiable_head: Tensor | None = None
 
     def probe_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
@@ -142,7 +142,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             with torch.inference_mode(), self._forward.with_experts(experts):
                 self.cache.place(starts, width, range(num_rows), width)
                 step, layout = kernel_step(starts, width), even_layout(num_rows, width, num_logits)
-                inputs = KernelInputs(None, layout, step, layers, wanted, states=states.bfloat16())
+                inputs = KernelInputs(None, layout, step, layers, wanted, states=states)
                 output = self._forward(self.cache, inputs)
         finally:
             described.output_is_raw = False
@@ -185,7 +185,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
         copy = self.decoder.requantised(weight_format)
-        return QuantisedCopy(self, KernelForward(copy, self.context_length, torch.bfloat16))
+        return QuantisedCopy(self, KernelForward(copy, self.context_length))
 
     @exclusive
     def run_copy(self, model: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
@@ -230,7 +230,12 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         wanted = self.hidden_layers if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         inputs = KernelInputs(tokens, layout, step, range(self.num_layers), wanted)
-        return in_rows(self._forward(self.cache, inputs), tokens)
+        output = in_rows(self._forward(self.cache, inputs), tokens)
+        return ForwardOutput(output.logits, self._returned(output.hidden))
+
+    def _returned(self, hidden: HiddenStates) -> HiddenStates:
+        """Return hidden states in the dtype of drafters."""
+        return {layer: states.to(self._dtype_of_states) for layer, states in hidden.items()}
 
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
@@ -247,8 +252,8 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         layout = uneven_layout(tuple(counts), tuple(lengths), draft.num_nodes)
         inputs = KernelInputs(tokens, layout, step, range(self.num_layers), self.hidden_layers)
         output = self._forward(self.cache, inputs)
-        hidden = {layer: in_columns(each, layout) for layer, each in output.hidden.items()}
-        return output.logits, hidden
+        hidden = {layer: in_columns(states, layout) for layer, states in output.hidden.items()}
+        return output.logits, self._returned(hidden)
 
     def _prepare_chains(
         self, states: Sequence[CachedRow], draft: Draft, counts: Sequence[int], lengths: Sequence[int]
@@ -274,11 +279,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
         layers = range(num_layers, self.num_layers)
         layout = even_layout(*tokens.shape, tokens.shape[1])
-        inputs = KernelInputs(tokens, layout, step, layers, wanted, states=states.to(torch.bfloat16))
+        inputs = KernelInputs(tokens, layout, step, layers, wanted, states=states)
         output = in_rows(self._forward(self.cache, inputs), tokens)
         embedded = {
             layer: self.embedding_and_head().embed(tokens)
             for layer in self.hidden_layers
             if layer not in wanted
         }
-        return ForwardOutput(output.logits, output.hidden | embedded)
+        return ForwardOutput(output.logits, self._returned(output.hidden) | embedded)

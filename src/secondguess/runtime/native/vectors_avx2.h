@@ -122,6 +122,10 @@ inline Floats load_small(const int8_t* from) {
 }
 
 // Numbers in float16.
+inline void store_halves(uint16_t* to, Floats numbers) {
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(numbers.low, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(to + 8), _mm256_cvtps_ph(numbers.high, _MM_FROUND_TO_NEAREST_INT));
+}
 inline Floats load_halves(const uint16_t* from) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)))};
 }
@@ -187,23 +191,30 @@ inline void transpose(__m256 rows[8]) {
     }
 }
 
-// Transpose the first `count` of 32 numbers of 16 rows: `to[i * stride]` has the i-th pair of each row.
-inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, long stride) {
+// The low halves of 8 lanes, in float16.
+inline __m256 from_halves(__m256i lanes) {
+    const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(lanes, _mm256_set1_epi32(0xFFFF)), _mm256_setzero_si256());
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xD8)));
+}
+
+// Transpose the first `count` of 32 numbers in float16 of 16 rows: the i-th number of each row is at `to + i * stride`.
+inline void transpose_halves(const uint16_t* const rows[16], long count, float* to, long stride) {
     for (int start = 0; start < 32; start += 16)
         for (int half = 0; half < 2; half++) {
             __m256 eight[8];
             for (int i = 0; i < 8; i++) {
-                bf16 some[16] = {};
+                uint16_t some[16] = {};
                 const long left = count - start;
-                if (left < 16 && left > 0) std::memcpy(some, rows[8 * half + i] + start, left * sizeof(bf16));
-                const bf16* from = left < 16 ? some : rows[8 * half + i] + start;
+                if (left < 16 && left > 0) std::memcpy(some, rows[8 * half + i] + start, left * sizeof(uint16_t));
+                const uint16_t* from = left < 16 ? some : rows[8 * half + i] + start;
                 eight[i] = _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i*)from));
             }
             transpose(eight);
             for (int i = 0; i < 8; i++) {
-                Pairs& pairs = to[(start / 2 + i) * stride];
-                (half ? pairs.first.high : pairs.first.low) = first_of(_mm256_castps_si256(eight[i]));
-                (half ? pairs.second.high : pairs.second.low) = second_of(_mm256_castps_si256(eight[i]));
+                const __m256i pairs = _mm256_castps_si256(eight[i]);
+                float* const at = to + (start + 2 * i) * stride + 8 * half;
+                _mm256_storeu_ps(at, from_halves(pairs));
+                _mm256_storeu_ps(at + stride, from_halves(_mm256_srli_epi32(pairs, 16)));
             }
         }
 }

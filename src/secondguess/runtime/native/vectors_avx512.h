@@ -65,6 +65,9 @@ inline void look_up(const uint8_t* table, int8_t* numbers) {
 }
 
 // Numbers in float16.
+inline void store_halves(uint16_t* to, Floats numbers, Lanes part) {
+    _mm256_mask_storeu_epi16(to, part.mask, _mm512_cvtps_ph(numbers, _MM_FROUND_TO_NEAREST_INT));
+}
 inline Floats load_halves(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 
 // 16 pairs of numbers.
@@ -92,8 +95,8 @@ inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs t
     to[1] = {_mm512_permutex2var_epi16(a, _mm512_add_epi16(places, _mm512_set1_epi16(16)), b)};
 }
 
-// Transpose the first `count` of 32 numbers of 16 rows: `to[i * stride]` has the i-th pair of each row.
-inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, long stride) {
+// Transpose the first `count` of 32 numbers in float16 of 16 rows: the i-th number of each row is at `to + i * stride`.
+inline void transpose_halves(const uint16_t* const rows[16], long count, float* to, long stride) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
         const __m512i first = load_part(rows[i], count), second = load_part(rows[i + 1], count);
@@ -104,14 +107,16 @@ inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, l
             b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + half + 2]);
             b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + half + 2]);
         }
+    const auto write = [&](int pair, __m512i numbers) {
+        store(to + 2 * pair * stride, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(numbers)));
+        store(to + (2 * pair + 1) * stride, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(numbers, 16))));
+    };
     // each quarter of b[i + j] has pair 4 * quarter + j of rows i to i + 3
     for (int j = 0; j < 4; j++) {
         const __m512i even[] = {_mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88)};
         const __m512i odd[] = {_mm512_shuffle_i32x4(b[j], b[4 + j], 0xDD), _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xDD)};
-        to[j * stride] = {_mm512_shuffle_i32x4(even[0], even[1], 0x88)};
-        to[(4 + j) * stride] = {_mm512_shuffle_i32x4(odd[0], odd[1], 0x88)};
-        to[(8 + j) * stride] = {_mm512_shuffle_i32x4(even[0], even[1], 0xDD)};
-        to[(12 + j) * stride] = {_mm512_shuffle_i32x4(odd[0], odd[1], 0xDD)};
+        write(j, _mm512_shuffle_i32x4(even[0], even[1], 0x88)), write(4 + j, _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
+        write(8 + j, _mm512_shuffle_i32x4(even[0], even[1], 0xDD)), write(12 + j, _mm512_shuffle_i32x4(odd[0], odd[1], 0xDD));
     }
 }
 constexpr int NUM_SUMS = 16;  // vectors of sums that the registers hold

@@ -131,8 +131,12 @@ inline Floats load_small(const int8_t* from) {
 }
 
 // Numbers in float16.
+inline float32x4_t from_halves(uint16x4_t halves) { return vcvt_f32_f16(vreinterpret_f16_u16(halves)); }
 inline Floats load_halves(const uint16_t* from) {
-    return for_parts([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * i))); });
+    return for_parts([&](int i) { return from_halves(vld1_u16(from + 4 * i)); });
+}
+inline void store_halves(uint16_t* to, Floats numbers) {
+    for (int i = 0; i < 4; i++) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(numbers.part[i])));
 }
 
 // 64 bytes: a pair of bfloat16, or 4 numbers of 8 bits, per lane.
@@ -177,15 +181,15 @@ struct Pairs {
     Floats first, second;
 };
 
-// Transpose the first `count` of 32 numbers of 16 rows: `to[i * stride]` has the i-th pair of each row.
-inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, long stride) {
+// Transpose the first `count` of 32 numbers in float16 of 16 rows: the i-th number of each row is at `to + i * stride`.
+inline void transpose_halves(const uint16_t* const rows[16], long count, float* to, long stride) {
     for (int quarter = 0; quarter < 4; quarter++)
         for (int start = 0; start < 32; start += 8) {
             uint32x4_t a[4];
             for (int i = 0; i < 4; i++) {
-                bf16 some[8] = {};
+                uint16_t some[8] = {};
                 const long left = count - start;
-                if (left > 0) std::memcpy(some, rows[4 * quarter + i] + start, std::min(left, 8L) * sizeof(bf16));
+                if (left > 0) std::memcpy(some, rows[4 * quarter + i] + start, std::min(left, 8L) * sizeof(uint16_t));
                 a[i] = vreinterpretq_u32_u16(vld1q_u16(some));
             }
             const uint32x4x2_t b = vtrnq_u32(a[0], a[1]), c = vtrnq_u32(a[2], a[3]);
@@ -196,9 +200,9 @@ inline void transpose_pairs(const bf16* const rows[16], long count, Pairs* to, l
                 vcombine_u32(vget_high_u32(b.val[1]), vget_high_u32(c.val[1])),
             };
             for (int i = 0; i < 4; i++) {
-                Pairs& found = to[(start / 2 + i) * stride];
-                found.first.part[quarter] = vreinterpretq_f32_u32(vshlq_n_u32(pairs[i], 16));
-                found.second.part[quarter] = vreinterpretq_f32_u32(vandq_u32(pairs[i], vdupq_n_u32(0xFFFF0000)));
+                float* const at = to + (start + 2 * i) * stride + 4 * quarter;
+                vst1q_f32(at, from_halves(vmovn_u32(pairs[i])));
+                vst1q_f32(at + stride, from_halves(vshrn_n_u32(pairs[i], 16)));
             }
         }
 }

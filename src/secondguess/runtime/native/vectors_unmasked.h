@@ -22,6 +22,12 @@ inline void store(Number* to, Floats numbers, Lanes part) {
     store(some, numbers);
     std::memcpy(to, some, part.count * sizeof(Number));
 }
+inline void store_halves(uint16_t* to, Floats numbers, Lanes part) {
+    if (part.full()) return store_halves(to, numbers);
+    uint16_t some[16];
+    store_halves(some, numbers);
+    std::memcpy(to, some, part.count * sizeof(uint16_t));
+}
 inline Floats keep(Lanes part, Floats numbers, Floats otherwise) {
     return part.full() ? numbers : first_lanes(part.count, numbers, otherwise);
 }
