@@ -31,6 +31,7 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.packing import why_not_copied
+from secondguess.runtime.support import cache_parameter
 from secondguess.runtime.transformers import TransformersRuntime
 from tree_drafter import DistTreeDrafter
 
@@ -168,9 +169,10 @@ def test_a_model_of_recurrent_layers_alone_is_decoded(made):
     model = made(made.config_class(**sizes, state_size=8, eos_token_id=1)).eval()
     settings = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(ours(model, PROMPT, **settings), model.generate(PROMPT, **settings))
-    used = model(PROMPT, use_cache=True).cache_params
-    with pytest.raises(secondguess.BadInputError, match="cache_params"):
-        ours(model, PROMPT, cache_params=used, **settings)
+    name = cache_parameter(made)
+    used = model(PROMPT, use_cache=True)[name]
+    with pytest.raises(secondguess.BadInputError, match=f"expected {name} "):
+        ours(model, PROMPT, **{name: used}, **settings)
 
 
 def test_a_model_with_another_head_is_decoded(model):

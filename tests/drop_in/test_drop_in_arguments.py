@@ -1,5 +1,6 @@
 """Every parameter of `generate` and every field of `GenerationConfig`: as Transformers does, or refused by name."""
 
+import functools
 import inspect
 import warnings
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from transformers import (
     GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
     WatermarkingConfig,
@@ -22,6 +24,7 @@ from transformers import (
 import secondguess
 from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
 from secondguess.drop_in import arguments
+from secondguess.runtime.support import cache_parameter
 from test_images import gemma3, qwen3_vl
 
 ENDING = {"eos_token_id": END, **LENGTH}
@@ -212,7 +215,7 @@ def test_a_parameter_has_the_effect_that_it_has_in_transformers(model, name):
 
 
 INPUTS_REFUSED = {
-    "past_key_values": lambda model: DynamicCache(config=model.config),
+    cache_parameter(LlamaForCausalLM): lambda model: DynamicCache(config=model.config),
     "inputs_embeds": lambda model: model.get_input_embeddings()(PROMPT).detach(),
     "position_ids": lambda model: PROMPT * 0,
     "use_cache": lambda model: False,
@@ -236,6 +239,19 @@ def test_an_input_that_would_change_the_text_or_the_result_is_refused_by_name(mo
     prompt = () if name == "inputs_embeds" else (PROMPT,)  # embeddings replace the tokens
     with pytest.raises(secondguess.BadInputError, match=f"expected {name} "):
         ours(model, *prompt, **{name: INPUTS_REFUSED[name](model)}, **LENGTH)
+
+
+def test_arguments_are_found_under_further_decorators(model, monkeypatch):
+    """As those that rename arguments, since Transformers 5.24."""
+    generate = GenerationMixin.generate
+
+    @functools.wraps(generate)
+    def decorated(*args, **kwargs):
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", decorated)
+    with pytest.raises(secondguess.BadInputError, match="expected assistant_tokenizer "):
+        ours(model, PROMPT, assistant_tokenizer=object(), **LENGTH)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, 0, 1)])

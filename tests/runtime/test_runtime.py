@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -24,6 +26,7 @@ from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache
 from secondguess.runtime.native.forward import KernelForward
+from secondguess.runtime.support import cache_parameter
 from secondguess.runtime.transformers import TransformersRuntime, last_norm
 
 NODES = random_tokens(4, seed=5)
@@ -223,6 +226,29 @@ def test_an_interrupted_release_restores_the_model(checkpoint, monkeypatch):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "mems"])
+def test_the_cache_has_the_name_that_its_class_gives_it(name):
+    """Transformers 5.24 has another one than earlier releases."""
+
+    class Made:
+        def forward(self, **inputs): ...
+
+    Made.forward.__signature__ = Signature(
+        [Parameter(each, Parameter.KEYWORD_ONLY) for each in ("labels", name)]
+    )
+    assert cache_parameter(Made) == ("" if name == "mems" else name)
+
+
+def test_layers_may_pass_further_arguments_to_the_cache():
+    """As those of Transformers 5.24."""
+    entries = cache.KeyValueCache(torch.device("cpu"))
+    entries.place([0], 3, [0], 3)
+    new = torch.randn(1, 2, 3, 4)
+    keys, values = entries.update(new, -new, 0, kwargs={"position_ids": torch.arange(3)})
+    assert torch.equal(keys, new)
+    assert torch.equal(values, -new)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_borrowed_model_can_be_called_by_its_owner(name, tmp_path):
     """Our attention without a step of ours: causal, with a cache, and with padding."""
@@ -230,9 +256,9 @@ def test_a_borrowed_model_can_be_called_by_its_owner(name, tmp_path):
     plain, model = plain_model(path), plain_model(path)
     tokens = random_tokens(20, seed=6)
     with TransformersRuntime(model), torch.no_grad():
-        past = DynamicCache(config=model.config)
-        start = model(torch.tensor([tokens[:12]]), past_key_values=past).logits[0]
-        rest = model(torch.tensor([tokens[12:]]), past_key_values=past).logits[0]
+        cache = {cache_parameter(type(model)): DynamicCache(config=model.config)}
+        start = model(torch.tensor([tokens[:12]]), **cache).logits[0]
+        rest = model(torch.tensor([tokens[12:]]), **cache).logits[0]
         assert_near(torch.cat([start, rest]), plain_logits(plain, tokens))
         padded = model(
             torch.tensor([[0, 0, *tokens]]), attention_mask=torch.tensor([[0, 0] + [1] * 20])

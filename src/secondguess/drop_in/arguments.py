@@ -90,9 +90,13 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     function given as `custom_generate`: it collects them and then overwrites the collection with
     the function's own parameters. They are therefore read from the stack: from the frame of
     `GenerationMixin.generate`, and from that of the `torch.no_grad` decorator around it, which
-    still holds the keyword arguments as given.
+    still holds the keyword arguments as given. There may be more decorators around this one.
     """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
+    generate = inspect.unwrap(GenerationMixin.generate)
+    decorated = inspect.unwrap(
+        GenerationMixin.generate, stop=lambda outer: vars(outer)["__wrapped__"] is generate
+    )
+    code = generate.__code__
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     assert caller is not None
     frame = caller.f_back
@@ -106,7 +110,7 @@ def arguments_of_generate(model: Any) -> dict[str, Any]:
     }
     arguments |= arguments.get("kwargs") or {}
     decorator = frame.f_back
-    if decorator is not None and decorator.f_code is GenerationMixin.generate.__code__:
+    if decorator is not None and decorator.f_code is decorated.__code__:
         arguments = (decorator.f_locals.get("kwargs") or {}) | arguments
     return arguments
 
@@ -134,7 +138,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         BadInputError: an unsupported argument is set; the message names it.
     """
     parameters = inspect.signature(GenerationMixin.generate).parameters
-    not_carried_out = {*parameters, "assistant_tokenizer", "past_key_values"} - _PASSED_THROUGH
+    not_carried_out = {*parameters, "assistant_tokenizer", *CACHE_PARAMETERS} - _PASSED_THROUGH
     for name in sorted(not_carried_out):
         if not _is_off(name, arguments.get(name), {}):
             raise not_supported(name)

@@ -137,7 +137,9 @@ class KeyValueCache:
         keys = torch.cat((torch.arange(start, device=self.device), index))
         self.placement = replace(placement, positions=index[None, -num_queries:], keys=keys)
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values, and return all keys and values that are read.
 
         Args:

@@ -24,6 +24,7 @@ from transformers import (
 
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.support import cache_parameter
 
 HEADS = ("student_t", "normal")
 """Distribution heads with a density."""
@@ -63,7 +64,8 @@ class ForecastRuntime:
         self._features = torch.cat((static, future), -1)
         self._loc, self._scale = (each.reshape(len(each), 1, self.dim) for each in (loc, scale))
         self._encoded = encoded.encoder_last_hidden_state
-        self._cross_attention = encoded.past_key_values.cross_attention_cache
+        self._cache_parameter = cache_parameter(type(model))
+        self._cross_attention = encoded[self._cache_parameter].cross_attention_cache
         self._encoder_keys = [(layer, layer.keys, layer.values) for layer in self._cross_attention.layers]
         self._series: Tensor | None = None
         self._lags = torch.tensor(model.config.lags_sequence, device=self._past.device)
@@ -104,8 +106,8 @@ class ForecastRuntime:
             attention_mask=self._place(rows, known, steps),
             # Only the shape is read, since the cache has the keys and values.
             encoder_hidden_states=self._encoded[:1].expand(num_rows, -1, -1),
-            past_key_values=self._caches(series),
             use_cache=True,
+            **{self._cache_parameter: self._caches(series)},
         ).last_hidden_state
         wanted = ((starts - known)[:, None] + torch.arange(num_queries)).clamp(max=width - 1).to(device)
         params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], wanted])
@@ -167,17 +169,19 @@ class _Positions(nn.Module):
 
     Args:
         embeddings: position embeddings of the model's decoder.
+        num_past: number of positions before the first step.
 
     Attributes:
         steps: `[row, query]`.
     """
 
-    def __init__(self, embeddings: nn.Embedding) -> None:
+    def __init__(self, embeddings: nn.Embedding, num_past: int) -> None:
         super().__init__()
         self.weight, self.steps = embeddings.weight, torch.zeros(1, 1, dtype=torch.long)
+        self.num_past = num_past
 
-    def forward(self, shape: torch.Size, past_key_values_length: int) -> Tensor:
-        return self.weight[past_key_values_length + self.steps]
+    def forward(self, *_: object, **__: object) -> Tensor:
+        return self.weight[self.num_past + self.steps]
 
 
 def _with_positions(model: ForecastModel) -> tuple[nn.Module, _Positions]:
@@ -186,7 +190,7 @@ def _with_positions(model: ForecastModel) -> tuple[nn.Module, _Positions]:
     The decoder numbers its positions from the beginning of its input, whatever the cache holds.
     """
     decoder = copy.copy(model.model.get_decoder())
-    positions = _Positions(decoder.embed_positions)
+    positions = _Positions(decoder.embed_positions, model.config.context_length)
     decoder._modules = decoder._modules | {"embed_positions": positions}
     return decoder, positions
 

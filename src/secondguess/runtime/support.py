@@ -31,8 +31,8 @@ UNCROPPABLE_LAYER_TYPES = {
     "heavily_compressed_attention": "summaries of several tokens",
 }
 """Layer types whose cache cannot forget rejected tokens, and what they cache."""
-CACHE_PARAMETERS = ("past_key_values", "cache_params")
-"""Names that modules have for their cache."""
+CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
+"""Names that modules have for their cache: the first since Transformers 5.24, the others before and in remote code."""
 MAX_THREADS = 1023
 """Largest number of threads of the kernels (see `native/team.h`)."""
 POSITION_LIMITS = {"mpt": "max_seq_len", "whisper": "max_target_positions"}
@@ -67,8 +67,14 @@ def check_supported(model: Any) -> None:
 
 def check_class(model_class: Any, name: str) -> None:
     """Run the checks of `check_supported` that need only the model class."""
-    if not any(each in inspect.signature(model_class.forward).parameters for each in CACHE_PARAMETERS):
+    if not cache_parameter(model_class):
         raise unsupported(name, "it takes no KV cache")
+
+
+def cache_parameter(model_class: Any) -> str:
+    """Return the name that a class has for its cache, as an argument and in its output; empty if it takes none."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return next((name for name in CACHE_PARAMETERS if name in parameters), "")
 
 
 def check_config(config: Any, name: str) -> None:

@@ -24,7 +24,7 @@ from secondguess.runtime.packing import copy_quantised, why_not_copied
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import (
-    CACHE_PARAMETERS,
+    cache_parameter,
     check_supported,
     context_length_of,
     takes_masks,
@@ -73,7 +73,7 @@ class TransformersRuntime(CachedRuntime):
         self._can_skip_logits = "logits_to_keep" in parameters
         self.takes_images = model.config.model_type in MODELS_WITH_IMAGES
         self._position_offsets: Tensor | None = None
-        self._cache_parameter = next(name for name in CACHE_PARAMETERS if name in parameters)
+        self._cache_parameter = cache_parameter(type(model))
         self._restore_model = remember(model)
         try:
             self._set_up_attention()
