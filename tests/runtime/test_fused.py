@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from families import (
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime import fused_decoder, rotary
+from secondguess.runtime import families, fused_decoder, rotary
 from secondguess.runtime.families import why_not_fused
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.products import can_pack
@@ -37,6 +38,15 @@ from secondguess.runtime.scores import masked_attention
 
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
+
+
+def test_numbers_that_modules_of_earlier_releases_have_are_the_defaults():
+    """Configurations of gpt-oss have no `swiglu_alpha` before Transformers 5.19."""
+    assert families.FAMILIES["gpt_oss"].gate_clamp(SimpleNamespace(swiglu_limit=3.0)) == families.GateClamp(
+        1.702, 3.0
+    )
+    assert families.FAMILIES["gpt_oss"].gate_clamp(SimpleNamespace()) == families.GateClamp(1.702, 7.0)
+    assert families.FAMILIES["llama"].gate_clamp(SimpleNamespace()) is None
 
 
 @pytest.fixture(scope="module", params=[*COVERED, *SIMILAR])

@@ -260,6 +260,21 @@ def test_a_prompt_for_single_tokens_runs_in_one_pass_beyond_the_limit_of_the_cal
     assert_near(logits, plain_logits(plain_model(path), row.tokens)[-1:])
 
 
+def test_the_states_of_a_pass_are_also_those_of_the_layers():
+    """Modules read them there before Transformers 5.21."""
+    state = torch.ones(1, 2, 3)
+    cache = RecurrentCache(torch.device("cpu"))
+    cache.begin({}, 2)
+    assert not cache.has_previous_state()
+    cache.begin({("conv", 4, 0): state, ("recurrent", 4, 1): 2 * state}, 2)
+    assert cache.has_previous_state()
+    assert [cache.has_previous_state(layer, 0) for layer in (3, 4)] == [False, True]
+    assert torch.equal(cache.layers[4].conv_states[0], state)
+    assert torch.equal(cache.layers[4].recurrent_states[1], 2 * state)
+    assert not cache.layers[4].record_past
+    assert [*cache.layers] == []
+
+
 def test_a_module_with_states_elsewhere_is_refused():
     config = transformers.RecurrentGemmaConfig(
         **LLAMA_LIKE | {"num_hidden_layers": 3}, lru_width=32, head_dim=8, attention_window_size=8

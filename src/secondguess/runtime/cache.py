@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,10 @@ class KeyValueCache:
     # Modules of Transformers read these from any cache, for positions and masks of their own. With `step_mask`
     # and explicit positions the values have no effect.
     is_compileable = False
-    layers = ()  # cached states of an encoder, of which a text alone has none
+
+    @property
+    def layers(self) -> Any:
+        return ()  # cached states of an encoder, of which a text alone has none
 
     @property
     def is_initialized(self) -> bool:

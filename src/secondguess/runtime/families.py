@@ -267,8 +267,10 @@ class Family:
 
     def gate_clamp(self, config: Any) -> GateClamp | None:
         """Return the clamps of the gated feed-forward networks, if the family has them."""
-        alpha, limit = self.number(config, "swiglu_alpha"), self.number(config, "swiglu_limit")
-        return None if alpha is None or limit is None else GateClamp(alpha, limit)
+        if "swiglu_limit" not in self.own_fields:
+            return None
+        # Before Transformers 5.19 the module has both numbers, and the configuration may have none.
+        return GateClamp(getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0))
 
     def has_experts(self, config: Any) -> list[bool]:
         """Return whether each layer has a mixture of experts."""

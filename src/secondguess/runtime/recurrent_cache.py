@@ -8,9 +8,11 @@ them as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,22 @@ class Snapshot:
         states = self.compute_states()
         self.compute_states = lambda: states  # frees what they were computed from
         return states
+
+
+@dataclass(frozen=True)
+class ByIndex:
+    """Values that a function returns for indices; empty for loops, as `KeyValueCache.layers`."""
+
+    get: Callable[[int], Any]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(index)
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 @dataclass(eq=False)
@@ -143,6 +161,20 @@ class RecurrentCache(KeyValueCache):
         self.snapshots.clear()
 
     # Methods of Transformers' caches that linear layers call.
+
+    @property
+    def layers(self) -> Any:
+        """States of each layer, which modules read here before Transformers 5.21."""
+        return ByIndex(
+            lambda layer_idx: SimpleNamespace(
+                conv_states=ByIndex(partial(self.get_conv_state, layer_idx)),
+                recurrent_states=ByIndex(partial(self.get_recurrent_state, layer_idx)),
+                record_past=False,
+            )
+        )
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return bool(self._before) if layer_idx is None else ("conv", layer_idx, state_idx) in self._before
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -18,8 +18,9 @@ from secondguess.runtime.cgroup import cpu_quota
 
 MASKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layer types that a mask describes."""
-INDEXED_LAYER_TYPES = frozenset({"indexed_attention"})
-"""Layer types that choose the keys of each query with an index of their own in the cache."""
+INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+"""Layer types that choose the keys of each query with an index of their own in the cache: both names of one, the second
+that of Transformers 5.17."""
 RECURRENT_LAYER_TYPES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 """Layer types with recurrent states, which are kept in snapshots."""
 STATES_ONLY_LAYER_TYPES = frozenset({"conv", "linear_attention"})
