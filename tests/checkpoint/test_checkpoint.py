@@ -216,6 +216,10 @@ REFUSED = {
         ),
         "llama.*summaries of several tokens",
     ),
+    "cache of the last loop": (
+        lambda: tiny(transformers.LlamaConfig, intermediate_size=16, recurrent_kv_cache_mode="last_loop"),
+        "llama.*first loops read the cache of the last one",
+    ),
 }  # fmt: skip
 
 

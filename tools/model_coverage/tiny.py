@@ -21,6 +21,7 @@ GAINS = (1.0, 2.0, 4.0, 0.5)
 WINDOW = 8
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
+    "unpadded_vocab_size": VOCAB_SIZE - 4,
     "hidden_size": 32,
     "d_model": 32,
     "n_embd": 32,
@@ -90,6 +91,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {
         "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 32, "adapter_out_dim": 32},
@@ -116,6 +118,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"] * 2},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},

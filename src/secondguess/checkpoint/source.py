@@ -234,8 +234,11 @@ class FolderSource(Source):
                 raise ValueError("trust_remote_code is needed")
             raise ValueError(f"model type {kind!r:.60}: Transformers does not recognize this architecture")
         config = CONFIG_MAPPING[kind].from_dict(values)
+        if config.is_encoder_decoder:  # refused by name later; it may have several text configurations
+            return config
+        text = config.get_text_config()
         for name in ("num_hidden_layers", "max_position_embeddings"):
-            number = getattr(config.get_text_config(), name, None)
+            number = vars(text).get(text.attribute_map.get(name, name))  # XLNet computes -1, for no limit
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}, not 1 or more")
         return config

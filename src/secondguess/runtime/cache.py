@@ -70,6 +70,7 @@ class KeyValueCache:
     # Modules of Transformers read these from any cache, for positions and masks of their own. With `step_mask`
     # and explicit positions the values have no effect.
     is_compileable = False
+    is_sliding = ()  # layers that drop keys behind a window: none does
 
     @property
     def layers(self) -> Any:

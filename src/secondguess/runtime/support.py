@@ -84,6 +84,10 @@ def check_config(config: Any, name: str) -> None:
         raise unsupported(name, "it is an encoder-decoder; secondguess decodes decoder-only models")
     if getattr(config.get_text_config(), "num_hidden_layers", None) is None:
         raise unsupported(name, "its configuration does not name one stack of layers (num_hidden_layers)")
+    if getattr(config.get_text_config(), "recurrent_kv_cache_mode", "") == "last_loop":
+        raise unsupported(
+            name, "its first loops read the cache of the last one (recurrent_kv_cache_mode='last_loop')"
+        )
     found = _layer_types(config)
     if kept := sorted(found & UNCROPPABLE_LAYER_TYPES.keys()):
         described = ", ".join(f"{kind} ({UNCROPPABLE_LAYER_TYPES[kind]})" for kind in kept)
