@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from pydantic import RootModel
+import numpy
 
 from secondguess.prompts import EncodedPrompt, processor_template, with_list_contents
 from secondguess.server.errors import ApiError, refused
@@ -30,8 +30,9 @@ from secondguess.server.schemas import (
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 Messages = list[dict[str, Any]]
 
-NULL = RootModel[None](None)
-"""Value that a template sees as null; Transformers removes None from a message, with its key."""
+EMPTY = ("", None, numpy.datetime64("NaT"))
+"""Forms of an empty content: text and null. Transformers 5.23 removes None from a message, with its key, and passes the
+third value to the template as null."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def _forms(messages: Messages, suffix: str = "") -> Iterator[Messages]:
         messages: those of a `Conversation`.
         suffix: text that is added to the names of called functions.
     """
-    for empty in ("", NULL):
+    for empty in EMPTY:
         for read_arguments in (json.loads, str):
             yield [_with_form(message, read_arguments, empty, suffix) for message in messages]
 
