@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: setup demo test check format bench fuzz
+# The oldest and the newest release that pyproject.toml allows.
+TRANSFORMERS = 5.17.0 5.24.0
+
+.PHONY: setup demo test test-transformers check format bench fuzz
 setup: .venv/.ready
 
 NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/native/*.cpp)
@@ -20,6 +23,20 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-transformers: $(TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%: .venv-transformers-%/.ready
+	OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n 2 --dist worksteal -m transformers
+
+# Packages that are not installed here are those of .venv.
+.PRECIOUS: .venv-transformers-%/.ready
+.venv-transformers-%/.ready: .venv/.ready
+	$(PYTHON) -m venv --clear .venv-transformers-$*
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
+	    > $$(.venv-transformers-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	.venv-transformers-$*/bin/python -m pip install -q transformers==$*
+	touch $@
 
 check: setup
 	$(BIN)/ruff format --check src tests tools examples benchmarks setup.py

@@ -12,6 +12,8 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.sampling.params import MAX_SAMPLES
 
+pytestmark = pytest.mark.transformers
+
 PROMPT = "def quicksort(items):"
 OTHER_PROMPT = "class Stack:\n"
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 1}

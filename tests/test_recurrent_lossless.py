@@ -26,6 +26,8 @@ from secondguess.runtime.wrap import wrap_module
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
+pytestmark = pytest.mark.transformers
+
 PROMPT = (1, 0, 1)
 PROMPTS = [[3, 5, 7, 5, 7, 5, 7, 5], [1], [9, 9, 9, 9, 2, 9, 9], [4, 8, 15]]
 VOCAB_SIZE = 24

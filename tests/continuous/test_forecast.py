@@ -10,6 +10,8 @@ from secondguess.continuous.kalman import KalmanDrafter
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.forecaster import ForecastRuntime
 
+pytestmark = pytest.mark.transformers
+
 DRAFTERS = [None, "autoregression", "trend", "level", "crude", "model"]
 
 

@@ -27,6 +27,8 @@ from secondguess.drop_in import arguments
 from secondguess.runtime.support import cache_parameter
 from test_images import gemma3, qwen3_vl
 
+pytestmark = pytest.mark.transformers
+
 ENDING = {"eos_token_id": END, **LENGTH}
 
 SAME_GREEDY_TEXT = {

@@ -71,6 +71,7 @@ AS_OBJECT = "{% for c in m.tool_calls %}[{{ c.function.arguments.a }}{{ c.functi
 IF_NULL = "{% if m.content is none %}CALLS{% else %}{{ m.content }}|{% endif %}"
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize(
     ("turn", "expected"),
