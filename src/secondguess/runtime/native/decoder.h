@@ -152,7 +152,8 @@ struct Worker {
     Workspace& space;
     const int thread, num_threads;
     const int64_t num_rows = forward.num_tokens;  // of the matrices: all tokens of all rows
-    const bool normalises_all = num_rows <= TILE;  // each thread normalises all rows for itself
+    // Each thread normalises all rows for itself where that is cheaper than a barrier.
+    const bool normalises_all = num_rows <= TILE && (num_rows == 1 || num_rows * decoder.width <= 4096);
 
     int64_t num_tokens_of(int64_t row) const { return forward.firsts[row + 1] - forward.firsts[row]; }
 
@@ -185,9 +186,7 @@ struct Worker {
     // Return rows that all threads have written as inputs of a product by `weight`.
     Values read_shared(Rows& rows, const Weight& weight) const {
         if (Rows::needs_form(weight)) {
-            // conversion needs whole rows, so each is done by one thread
-            for (int64_t row = thread * num_rows / num_threads; row < (thread + 1) * num_rows / num_threads; row++)
-                rows.form(row, weight);
+            rows.form_share(num_rows, weight, thread, num_threads);
             wait();
         }
         return rows.values(num_rows);

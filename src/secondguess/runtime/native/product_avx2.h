@@ -44,7 +44,7 @@ template <Encoding ENCODING, class Finish>
             const int8_t* from = values.numbers + row * values.stride + half * 16;
             __m256i narrow[2], wide[2];  // sums in 16 and in 32 bits
             UNROLLED for (int part = 0; part < 2; part++)
-                narrow[part] = wide[part] = half ? before[row][part] : _mm256_set1_epi32(values.offset(row));
+                narrow[part] = wide[part] = half ? before[row][part] : _mm256_set1_epi32(values.of_row(row).offset);
             UNROLLED for (int four = 0; four < 4; four++) {
                 const __m256i each = _mm256_set1_epi32(four_bytes(from + four * 4));
                 const bool begins = NUM_FOURS < 8 && four % NUM_FOURS == 0, ends = (half * 4 + four + 1) % NUM_FOURS == 0;

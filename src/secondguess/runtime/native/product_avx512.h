@@ -46,8 +46,8 @@ inline __m512i unsigned_codes(const char* tile, int four) {
 }
 
 // Products of `COUNT` rows with a block in groups. The sums of both tiles stay in registers, as do the whole sums
-// of a group: numbers of a row are read once for both tiles. One or two rows only wait for memory and
-// request nothing; more rows request lines into the second cache, as requests into the first hold up the products.
+// of a group: numbers of a row are read once for both tiles. Lines are requested into the second cache, as requests into
+// the first hold up the products.
 template <Encoding ENCODING, int COUNT>
 inline void sum_products_of_groups(const GroupValues& values, const char* block, int64_t num_groups, float* sums) {
     constexpr int64_t BYTES = group_bytes(ENCODING), CODES = code_bytes(ENCODING);
@@ -57,11 +57,11 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
         const char* data = block + group * BYTES;
         const GroupValues group_values = values.at_group(group);
         const auto request = [data](int64_t place) {
-            if (COUNT > 2) _mm_prefetch(data + PREFETCH_BYTES + place, _MM_HINT_T1);
+            _mm_prefetch(data + PREFETCH_BYTES + place, _MM_HINT_T1);
         };
         __m512i whole[2][COUNT];
         UNROLLED for (int row = 0; row < COUNT; row++)
-            whole[0][row] = whole[1][row] = _mm512_set1_epi32(group_values.offset(row));
+            whole[0][row] = whole[1][row] = _mm512_set1_epi32(group_values.of_row(row).offset);
         UNROLLED for (int four = 0; four < 8; four++) {
             UNROLLED for (int64_t line = four * CODES / 8; line < (four + 1) * CODES / 8; line += LINE_BYTES) request(line);
             const __m512i first = unsigned_codes<ENCODING>(data, four), second = unsigned_codes<ENCODING>(data + LINE_BYTES, four);
@@ -76,7 +76,7 @@ inline void sum_products_of_groups(const GroupValues& values, const char* block,
             if (CODES + tile * LINE_BYTES < BYTES) request(CODES + tile * LINE_BYTES);
             const Parameters<ENCODING> tile_parameters(parameters + tile * TILE);
             UNROLLED for (int row = 0; row < COUNT; row++)
-                totals[tile][row] = tile_parameters.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_values.scale(row), group_values.sum(row));
+                totals[tile][row] = tile_parameters.add_to(totals[tile][row], _mm512_cvtepi32_ps(whole[tile][row]), group_values.of_row(row));
         }
     }
     UNROLLED for (int row = 0; row < COUNT; row++) {

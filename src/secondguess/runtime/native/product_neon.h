@@ -18,7 +18,7 @@ template <Encoding ENCODING, int COUNT, class Finish>
 inline void sum_group_of_rows(const char* codes, const GroupValues& values, Finish finish) {
     Wholes whole[COUNT];
     UNROLLED for (int row = 0; row < COUNT; row++)
-        for (auto& part : whole[row].part) part = vdupq_n_s32(has_levels(ENCODING) ? values.offset(row) : 0);
+        for (auto& part : whole[row].part) part = vdupq_n_s32(has_levels(ENCODING) ? values.of_row(row).offset : 0);
     UNROLLED for (int four = 0; four < 8; four++) {
         const Line weights = codes_of<ENCODING>(codes, four);
         UNROLLED for (int row = 0; row < COUNT; row++)

@@ -80,7 +80,7 @@ template <Encoding ENCODING, class Count>
             const Parameters<ENCODING> parameters((const uint16_t*)(data + code_bytes(ENCODING)) + tile * TILE);
             sum_group<ENCODING>(data + tile * LINE_BYTES, group_values, count, [&](int row, Wholes whole) {
                 float* to = sums + row * BLOCK + tile * TILE;
-                store(to, parameters.add_to(load(to), to_floats(whole), group_values.scale(row), group_values.sum(row)));
+                store(to, parameters.add_to(load(to), to_floats(whole), group_values.of_row(row)));
             });
         }
     }

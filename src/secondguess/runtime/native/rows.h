@@ -25,8 +25,7 @@ struct Rows {
     std::vector<bf16> numbers;
     std::vector<float> wide;
     std::vector<int8_t> small;
-    std::vector<float> scales, sums;  // of groups
-    std::vector<int32_t> offsets;
+    std::vector<ValueGroup> groups;
     int64_t stride = 0;
 
     void reserve(int64_t num_rows, int64_t width) {
@@ -43,8 +42,7 @@ struct Rows {
         if (!VectorUnit::WIDE) numbers.resize(rows * stride);
         wide.resize(rows * stride);
         small.resize(rows * stride);
-        const int64_t num_groups = rows * (stride / GROUP);
-        scales.resize(num_groups), sums.resize(num_groups), offsets.resize(num_groups);
+        groups.resize(rows * (stride / GROUP));
     }
 
     // Call `write` with the address of a column of a row, in the type that products by `weight` are formed from.
@@ -59,14 +57,23 @@ struct Rows {
     // Return whether rows must be formed before products by `weight`.
     static bool needs_form(const Weight& weight) { return weight.has_groups(); }
     void form(int64_t index, const Weight& weight) {
-        if (!needs_form(weight)) return;
-        const int64_t num_groups = stride / GROUP, first = index * num_groups, start = index * stride;
-        quantise(wide.data() + start, num_groups, zero_of(weight.encoding), small.data() + start, scales.data() + first, sums.data() + first,
-                 offsets.data() + first);
+        if (needs_form(weight)) form_groups(index * (stride / GROUP), (index + 1) * (stride / GROUP), weight);
+    }
+    // Form a thread's share of the groups of all rows.
+    void form_share(int64_t num_rows, const Weight& weight, int thread, int num_threads) {
+        const int64_t num_groups = num_rows * (stride / GROUP);
+        form_groups(thread * num_groups / num_threads, (thread + 1) * num_groups / num_threads, weight);
     }
     Values values(int64_t num_rows, int64_t first = 0) const {
-        const int64_t start = first * stride, num_groups = stride / GROUP;
-        const GroupValues groups = {small.data(), scales.data(), sums.data(), offsets.data(), stride, num_groups};
-        return {numbers.data() + start, wide.data() + start, groups.from_row(first), stride, num_rows};
+        const int64_t start = first * stride;
+        const GroupValues all = {small.data(), groups.data(), stride, stride / GROUP};
+        return {numbers.data() + start, wide.data() + start, all.from_row(first), stride, num_rows};
+    }
+
+  private:
+    // Form groups; `first` and `last` count those of all rows.
+    void form_groups(int64_t first, int64_t last, const Weight& weight) {
+        for (int64_t group = first; group < last; group++)
+            groups[group] = quantise(wide.data() + group * GROUP, zero_of(weight.encoding), small.data() + group * GROUP);
     }
 };

@@ -109,6 +109,13 @@ inline float largest_of(Floats x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
+// Store the sum of each of four vectors.
+inline void store_four_sums(float* to, const Floats four[4]) {
+    const auto eight = [&](int i) { return _mm256_add_ps(four[i].low, four[i].high); };
+    const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(eight(0), eight(1)), _mm256_hadd_ps(eight(2), eight(3)));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
+
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));

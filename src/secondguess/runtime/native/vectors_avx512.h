@@ -49,6 +49,16 @@ inline Floats where_less(Floats a, Floats b, Floats if_less, Floats otherwise) {
 inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
+inline Floats distance_from_whole(Floats x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+
+// Store the sum of each of four vectors.
+inline void store_four_sums(float* to, const Floats four[4]) {
+    const auto in_pairs = [](Floats a, Floats b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
+    const __m512d first = (__m512d)in_pairs(four[0], four[1]), second = (__m512d)in_pairs(four[2], four[3]);
+    const Floats quarters = (__m512)_mm512_unpacklo_pd(first, second) + (__m512)_mm512_unpackhi_pd(first, second);
+    const __m256 halves = _mm512_castps512_ps256(quarters) + _mm512_extractf32x8_ps(quarters, 1);
+    _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
 
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
@@ -107,9 +117,12 @@ inline void transpose_halves(const uint16_t* const rows[16], long count, float* 
             b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + half + 2]);
             b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + half + 2]);
         }
+    const __m512i places = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22, 20, 18, 16, 14, 12,
+                                            10, 8, 6, 4, 2, 0);
     const auto write = [&](int pair, __m512i numbers) {
-        store(to + 2 * pair * stride, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(numbers)));
-        store(to + (2 * pair + 1) * stride, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(numbers, 16))));
+        const __m512i apart = _mm512_permutexvar_epi16(places, numbers);  // the first numbers of all pairs, then the second
+        store(to + 2 * pair * stride, _mm512_cvtph_ps(_mm512_castsi512_si256(apart)));
+        store(to + (2 * pair + 1) * stride, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(apart, 1)));
     };
     // each quarter of b[i + j] has pair 4 * quarter + j of rows i to i + 3
     for (int j = 0; j < 4; j++) {

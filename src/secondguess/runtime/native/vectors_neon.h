@@ -114,6 +114,15 @@ inline float largest_of(Floats x) {
     return a > b ? a : b;
 }
 
+// Store the sum of each of four vectors, added in the order of AVX2.
+inline void store_four_sums(float* to, const Floats four[4]) {
+    const auto sums_of_half = [&](int half) {
+        const auto eight = [&](int i) { return vaddq_f32(four[i].part[half], four[i].part[half + 2]); };
+        return vpaddq_f32(vpaddq_f32(eight(0), eight(1)), vpaddq_f32(eight(2), eight(3)));
+    };
+    vst1q_f32(to, vaddq_f32(sums_of_half(0), sums_of_half(1)));
+}
+
 // Store the nearest integers as 8-bit numbers.
 inline void store_small(int8_t* to, Floats numbers) {
     const auto eight = [&](int i) {

@@ -50,3 +50,5 @@ inline void pair_rows(const bf16* first, const bf16* second, long count, Pairs t
 inline void look_up(const uint8_t* table, int8_t* numbers) {
     for (int i = 0; i < 16; i++) numbers[i] = (int8_t)table[numbers[i]];
 }
+
+inline Floats distance_from_whole(Floats x) { return x - nearest_whole(x); }
