@@ -169,7 +169,7 @@ def measure_load(options: argparse.Namespace, release: Release) -> dict[str, Any
                     name = f"{when}, {'file' if model == str(release.path) else 'folder'}"
                     seconds = seconds_until_output(generate, SECONDGUESS_CACHE=cache)
                     found.setdefault(name, []).append(seconds)
-            inspect = [*command, "inspect", "--model", str(release.path)]
+            inspect = [*command, "inspect", str(release.path)]
             found.setdefault("inspect", []).append(seconds_until_output(inspect, SECONDGUESS_CACHE=cache))
         if options.peer:
             start = time.perf_counter()

@@ -29,6 +29,10 @@ torch.set_num_threads(_num_threads)
 gc.set_threshold(50_000)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--released", nargs="+", default=["smollm2"], help="released models that take part")
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target: a Llama of 2 layers, width 32, 300 tokens, 256 positions."""

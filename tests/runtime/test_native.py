@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import shutil
 import weakref
 from dataclasses import replace
 
@@ -568,9 +569,13 @@ def test_weights_are_held_once(llama):
     assert all(reference() is None for reference in released)
 
 
-def test_weights_packed_from_the_files_are_those_of_the_module(checkpoint):
+def test_weights_packed_from_the_files_are_those_of_the_module(checkpoint, tmp_path):
     """But of gpt-oss in bfloat16, whose experts are joined in its files."""
-    source = open_source(str(checkpoint))
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("*.safetensors"):
+        rounded = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+        save_file(rounded, file, metadata={"format": "pt"})
+    checkpoint, source = tmp_path, open_source(str(tmp_path))
     weights = source.weights(torch.device("cpu"))
     assert bool(missing_weights(source.config, weights)) == (source.config.model_type == "gpt_oss")
     if source.config.model_type == "gpt_oss":
@@ -578,6 +583,14 @@ def test_weights_packed_from_the_files_are_those_of_the_module(checkpoint):
     decoder = FusedDecoder(StoredModel(source.config, weights, torch.bfloat16), packed=False)
     found = NativeRuntime(NativeDecoder(decoder)).probe(TOKENS).logits
     assert torch.equal(found, native_runtime(checkpoint).probe(TOKENS).logits)
+
+
+def test_vectors_of_files_are_not_rounded(tmp_path):
+    """Norms and biases are in float32 in GGUF files."""
+    source = open_source(str(write_varied("qwen2", tmp_path)))
+    model = StoredModel(source.config, source.weights(torch.device("cpu")), torch.bfloat16)
+    assert model.model.norm.weight.dtype == model.model.layers[0].self_attn.q_proj.bias.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def test_an_expert_of_another_size_is_refused(tmp_path):

@@ -202,7 +202,7 @@ class StoredModule:
     Args:
         source: weights of the model.
         prefix: first part of the names of this module's weights; empty for the whole model.
-        dtype: dtype of tensors that are read.
+        dtype: dtype of matrices that are read; vectors, such as weights of norms, stay in that of the file.
     """
 
     def __init__(self, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:
@@ -213,7 +213,8 @@ class StoredModule:
             raise AttributeError(name)
         path = f"{self._prefix}{name}"
         if self._source.has(path):
-            return self._source.read(path, self._dtype)
+            is_vector = len(self._source.shape(path)) == 1
+            return self._source.read(path, None if is_vector else self._dtype)
         return None if name == "bias" else StoredModule(self._source, f"{path}.", self._dtype)
 
     def __getitem__(self, index: int) -> StoredModule:

@@ -1,17 +1,19 @@
 """Check of a packed decoder against the module of Transformers, on ordinary text.
 
 The module runs in float32 on the weights that the kernels hold, one layer at a time, so that one layer's weights are in
-memory. Three copies of each text run together: one exactly; one from the exact inputs of each layer, rounded where a
-module in bfloat16 rounds, with inputs quantised as the kernels do; and one rounded throughout. The second copy shows
-how far rounding alone moves the output of a layer, the third how far it moves the logits. The errors of the kernels are
-compared with these: relative to rounding, a correct layer has an error of about 1 on any model.
+memory. Three copies of each text run together: one exactly; one from the exact inputs of each layer, with the inputs of
+products rounded or quantised as the kernels do; and one rounded throughout. The kernels run each layer from its exact
+inputs, and must give the output of the second copy but for a part of what rounding has changed; over all layers their
+logits must be as near to the exact ones as those of the third copy.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,13 +25,21 @@ from secondguess.runtime.native.decoder import LayerBlocks
 from secondguess.runtime.native.library import ENCODINGS, float32_buffer
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.native.weights import Blocks, interleaved, unpack_blocks
+from secondguess.runtime.quiet import quiet
 from secondguess.runtime.weight_format import BFLOAT16
 
-LAYER_LIMIT, LOGIT_LIMIT = 2.0, 3.0
+LAYER_LIMIT, LOGIT_LIMIT = 1.0, 2.0
 """Largest errors, relative to those of rounding, of the output of a layer and of logits."""
 HEAD_OUTPUTS = 4096
 """Number of logits that are compared."""
 GROUP = 32
+LIMITS = (127, 126, 125, 124)
+"""Largest magnitudes of quantised inputs that the kernels try."""
+
+ATTENTION = "secondguess-check"
+"""Name of our attention in Transformers' registry."""
+
+Rounding = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class _Checker:
     ) -> None:
         self.runtime, self.decoder, self.module, self.read = runtime, runtime.decoder, module, read
         decoder = runtime.decoder
+        module.config._attn_implementation = _register_attention()
         self.tokens, self.num_rows = tokens, len(tokens)
         self.family: Family = FAMILIES[self.decoder.config.model_type]
         self.recorded = _Recorded()
@@ -119,8 +130,7 @@ class _Checker:
         with ExitStack() as hooks:
             for index, layer in enumerate(body.layers):
                 hooks.enter_context(self._hooked(layer, index))
-            hooks.enter_context(_rounding(norm, rows, {}))
-            hooks.enter_context(_rounding(head, rows, {head: _is_quantised(decoder.head)}))
+            hooks.enter_context(_rounding(rows, {head: self._rounding_of(decoder.head)}))
             last: list[Tensor] = []
             hook = norm.register_forward_pre_hook(
                 lambda _, arguments: last.append(_prepare(arguments[0], rows))
@@ -136,7 +146,7 @@ class _Checker:
             last[0], range(decoder.num_layers, decoder.num_layers), {}, logits.shape[1]
         )
         parts.append(
-            CheckedPart("head", _relative_error(found[..., :num_outputs], exact, local), LAYER_LIMIT)
+            CheckedPart("head", _relative_error(found[..., :num_outputs], local, exact), LAYER_LIMIT)
         )
         found = self.runtime.probe_with_experts(self.tokens, self.recorded.experts)
         parts.append(
@@ -170,7 +180,7 @@ class _Checker:
             for own, other in zip((cos, sin), expected, strict=True):
                 difference = (own - other[0, :, :half].float()).abs().max() / other.abs().max().clamp_min(1)
                 worst = max(worst, float(difference) / 2**-8)
-        return CheckedPart("rotary positions", worst, 1.0)
+        return CheckedPart("rotary positions", worst, 0.1)
 
     @contextmanager
     def _hooked(self, layer: Any, index: int) -> Iterator[None]:
@@ -181,24 +191,18 @@ class _Checker:
             _: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             self._fill(layer, index)
-            rounding.enter_context(_rounding(layer, self.num_rows, self._quantised(layer, index)))
+            rounding.enter_context(_rounding(self.num_rows, self._roundings(layer, index)))
             states = arguments[0] if arguments else options["hidden_states"]
             inputs.append(_prepare(states, self.num_rows))
-            tables = options.get("position_embeddings")
-            if tables is not None and not self.family.rotates_in_float32:
-                options = options | {
-                    "position_embeddings": tuple(_rounded(table, self.num_rows) for table in tables)
-                }
             return arguments, options
 
         def after(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             rounding.close()
             states = output[0] if isinstance(output, tuple) else output
-            states[self.num_rows :] = states[self.num_rows :].bfloat16().float()
             exact, local, _ = torch.split(states, self.num_rows)
             _, found = self.runtime.probe_layers(inputs.pop(), range(index, index + 1), self.recorded.experts)
             assert found is not None
-            error = _relative_error(found.float(), exact, local)
+            error = _relative_error(found, local, exact)
             self.recorded.parts.append(CheckedPart(f"layer {index}", error, LAYER_LIMIT))
             for name, parameter in list(layer.named_parameters()):
                 _set(layer, name, parameter.to("meta"))
@@ -268,18 +272,21 @@ class _Checker:
         self._num_used += size
         return unpack_blocks(blocks, found, _padded(order, blocks))
 
-    def _quantised(self, layer: Any, index: int) -> dict[Any, bool]:
-        """Return whether the inputs of a layer's linear layers are quantised."""
-        blocks, names, attention = (
-            self.decoder.blocks[index],
-            self.family.linears,
-            getattr(layer, self.family.attention),
-        )
-        found = {getattr(attention, name): _is_quantised(blocks.qkv) for name in names.attention_inputs}
-        found[getattr(attention, names.attention_output)] = _is_quantised(blocks.output)
+    def _rounding_of(self, blocks: Blocks) -> Rounding:
+        """Return how the kernels round the inputs of a product."""
+        if ENCODINGS[blocks.weight.encoding] != BFLOAT16.name:
+            return quantised_inputs
+        return _in_bfloat16 if self.decoder.unit.rounds_inputs else _exact
+
+    def _roundings(self, layer: Any, index: int) -> dict[Any, Rounding]:
+        """Return how the inputs of a layer's linear layers are rounded."""
+        blocks, names = self.decoder.blocks[index], self.family.linears
+        attention = getattr(layer, self.family.attention)
+        found = {getattr(attention, name): self._rounding_of(blocks.qkv) for name in names.attention_inputs}
+        found[getattr(attention, names.attention_output)] = self._rounding_of(blocks.output)
         if blocks.inner is not None and blocks.down is not None:
-            found |= {getattr(layer.mlp, name): _is_quantised(blocks.inner) for name in names.mlp_inputs}
-            found[getattr(layer.mlp, names.mlp_output)] = _is_quantised(blocks.down)
+            found |= {getattr(layer.mlp, name): self._rounding_of(blocks.inner) for name in names.mlp_inputs}
+            found[getattr(layer.mlp, names.mlp_output)] = self._rounding_of(blocks.down)
         return found
 
 
@@ -290,6 +297,7 @@ class _UnpackedExperts(nn.Module):
         super().__init__()
         self._index, self._blocks, self._shape = index, blocks, checker.tokens.shape
         self._recorded = [checker.recorded]  # in a list, as it is not a part of this module
+        self._rounding_of = checker._rounding_of
         config, family = checker.decoder.config, checker.family
         self._width: int = checker.decoder.described.expert_width
         self._clamp = family.gate_clamp(config)
@@ -310,12 +318,8 @@ class _UnpackedExperts(nn.Module):
         """Return the outputs of an expert for some tokens, rounded for some of them."""
 
         def product(values: Tensor, weight: Tensor, blocks: Blocks, bias: Tensor | None) -> Tensor:
-            inputs = values.bfloat16().float()
-            inputs = torch.where(
-                is_rounded, quantised_inputs(inputs) if _is_quantised(blocks) else inputs, values
-            )
-            output = functional.linear(inputs, weight, bias)
-            return torch.where(is_rounded, output.bfloat16().float(), output)
+            inputs = torch.where(is_rounded, self._rounding_of(blocks)(values), values)
+            return functional.linear(inputs, weight, bias)
 
         width, inner_width = states.shape[-1], self._width
         order = _padded(_gated_order(inner_width), inner)
@@ -349,10 +353,6 @@ def _first_outputs(blocks: Blocks, count: int) -> Tensor:
     return unpack_blocks(fewer, float32_buffer(count, blocks.weight.num_inputs))
 
 
-def _is_quantised(blocks: Blocks) -> bool:
-    return ENCODINGS[blocks.weight.encoding] != BFLOAT16.name
-
-
 def _set(module: Any, name: str, value: Tensor) -> None:
     """Replace a parameter of a module or of one of its parts."""
     path, _, leaf = name.rpartition(".")
@@ -361,42 +361,41 @@ def _set(module: Any, name: str, value: Tensor) -> None:
 
 
 def _prepare(states: Tensor, num_rows: int) -> Tensor:
-    """Give the second copies the exact inputs, rounded, and round the third ones; return the exact inputs."""
+    """Give the second copies the exact inputs, and return them."""
     states[num_rows : 2 * num_rows] = states[:num_rows]
-    states[num_rows:] = states[num_rows:].bfloat16().float()
     return states[:num_rows].clone()
 
 
-def _rounded(values: Tensor, num_rows: int) -> Tensor:
-    """Round all but the exact copies."""
-    return torch.cat((values[:num_rows], values[num_rows:].bfloat16().float()))
+def _exact(values: Tensor) -> Tensor:
+    return values
+
+
+def _in_bfloat16(values: Tensor) -> Tensor:
+    return values.bfloat16().float()
 
 
 def quantised_inputs(values: Tensor) -> Tensor:
-    """Return inputs `[..., input]` with the numbers that the kernels quantise them to."""
+    """Return inputs `[..., input]` with the numbers that the kernels quantise them to.
+
+    Of the scales of a group that put the largest magnitude at one of `LIMITS`, the one of the least squared error.
+    """
     padded = functional.pad(values, (0, -values.shape[-1] % GROUP))
     groups = padded.view(*padded.shape[:-1], -1, GROUP)
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    return ((groups / scale).round() * scale).flatten(-2)[..., : values.shape[-1]]
+    magnitude = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    found = torch.stack([(groups * (limit / magnitude)).round() * (magnitude / limit) for limit in LIMITS])
+    best = (found - groups).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+    return found.take_along_dim(best, 0)[0].flatten(-2)[..., : values.shape[-1]]
 
 
 @contextmanager
-def _rounding(module: Any, num_rows: int, quantised: Mapping[Any, bool]) -> Iterator[None]:
-    """Round inputs and outputs of the linear layers, norms and activations in a module, but for the exact copies."""
+def _rounding(num_rows: int, roundings: Mapping[Any, Rounding]) -> Iterator[None]:
+    """Round the inputs of linear layers, but for the exact copies."""
 
     def before(part: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        values = _rounded(arguments[0], num_rows)
-        if quantised[part]:
-            values = torch.cat((values[:num_rows], quantised_inputs(values[num_rows:])))
-        return (values, *arguments[1:])
+        exact, others = arguments[0][:num_rows], arguments[0][num_rows:]
+        return (torch.cat((exact, roundings[part](others))), *arguments[1:])
 
-    def after(_: Any, __: Any, output: Any) -> Any:
-        is_batch = isinstance(output, Tensor) and output.is_floating_point() and len(output) == 3 * num_rows
-        return _rounded(output, num_rows) if is_batch else output
-
-    leaves = [part for part in module.modules() if not any(True for _ in part.children())]
-    hooks = [part.register_forward_hook(after) for part in leaves]
-    hooks += [part.register_forward_pre_hook(before) for part in leaves if part in quantised]
+    hooks = [part.register_forward_pre_hook(before) for part in roundings]
     try:
         yield
     finally:
@@ -404,12 +403,43 @@ def _rounding(module: Any, num_rows: int, quantised: Mapping[Any, bool]) -> Iter
             hook.remove()
 
 
-def _relative_error(found: Tensor, exact: Tensor, rounded: Tensor) -> float:
-    """Return the typical error of numbers `[row, token, channel]` relative to that of rounded ones.
+def _attend(
+    part: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the module does, with keys and values rounded as in the cache of the kernels, but for the exact copies.
+
+    Args:
+        part: the module's attention layer.
+        query, key, value: `[copy and row, head, token, size]`; a third of the rows are exact copies.
+        mask, settings: of the module.
+    """
+    num_rows = len(key) // 3
+    limit = torch.finfo(torch.float16).max
+    keys = torch.cat((key[:num_rows], key[num_rows:].clamp(-limit, limit).half().float()))
+    values = torch.cat((value[:num_rows], _in_bfloat16(value[num_rows:])))
+    attend = sys.modules[type(part).__module__].eager_attention_forward
+    found: tuple[Tensor, Tensor | None] = attend(part, query, keys, values, mask, **settings)
+    return found
+
+
+@cache
+def _register_attention() -> str:
+    """Register our attention in Transformers, whose modules are imported here, and return its name."""
+    with quiet():
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import eager_mask
+    AttentionInterface.register(ATTENTION, _attend)
+    AttentionMaskInterface.register(ATTENTION, eager_mask)
+    return ATTENTION
+
+
+def _relative_error(found: Tensor, expected: Tensor, other: Tensor) -> float:
+    """Return the typical error of numbers `[row, token, channel]` relative to the distance of others from the expected.
 
     By channel the medians over tokens are compared: a few channels and tokens have activations that are hundreds of
-    times larger than the others.
+    times larger than the others. The distance is at least the rounding of the expected numbers to bfloat16.
     """
-    errors, noise = ((values - exact).abs().flatten(0, 1).median(0).values for values in (found, rounded))
-    floor = noise.median() / 4 + torch.finfo(torch.float32).tiny
-    return float((errors / noise.clamp_min(floor)).square().mean().sqrt())
+    errors, noise = ((values - expected).abs().flatten(0, 1).median(0).values for values in (found, other))
+    rounding = expected.abs().flatten(0, 1).median(0).values * 2**-10
+    floor = torch.maximum(noise.median() / 4, rounding) + torch.finfo(torch.float32).tiny
+    return float((errors / torch.maximum(noise, floor)).square().mean().sqrt())

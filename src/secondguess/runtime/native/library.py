@@ -207,6 +207,11 @@ class Unit:
     def has_tiles(self) -> bool:
         return self.name == "amx"
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """True if inputs of products with weights in bfloat16 are rounded to it; else they are in float32."""
+        return self.name in ("amx", "avx512")
+
 
 @lru_cache(maxsize=1)
 def units() -> tuple[Unit, ...]:
