@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import write_llama
+from families import FAMILIES, needs_kernels, write_checkpoint
 from secondguess import load
 from secondguess.builtin import head_path
 from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
 from secondguess.checkpoint.memory import check_memory
 from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.verdicts import Verdict, verdict_file, write_verdict
 from secondguess.checkpoint.weight_files import count_parameters
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
@@ -375,3 +377,16 @@ def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_check
     other = secondguess_command("inspect", "builtin", "--config", path)
     assert (other.code, other.err.count("\n")) == (2, 1)
     assert "give no --model" in other.err
+
+
+@needs_kernels
+def test_kernels_that_a_check_has_refused_are_not_promised(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(FAMILIES["llama"](), tmp_path / "model")
+    monkeypatch.setenv("SECONDGUESS_CACHE", str(tmp_path / "verdicts"))
+    plan = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu")
+    assert describe(plan).runtime == "native"
+    for weight_format in plan.weight_formats:
+        write_verdict(verdict_file(plan, weight_format), Verdict("layer 1", 3.0, 1.0))
+    described = describe(plan)
+    assert described.runtime == plan.load().kind == "fused"
+    assert "layer 1 has 3 times the error of rounding" in described.not_native

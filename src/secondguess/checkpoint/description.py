@@ -11,6 +11,7 @@ import torch
 
 from secondguess.checkpoint.memory import MemoryEstimate, available_memory, head_memory, peak_memory
 from secondguess.checkpoint.plan import DEFAULT_CONTEXT, Checkpoint, require_torchao
+from secondguess.checkpoint.verdicts import read_verdict, verdict_file
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.families import FAMILIES, missing_weights, why_not_described
@@ -93,7 +94,10 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)
     attention = _count_attention_types(text)
     runtime, not_native = checkpoint.runtimes[0], ""
-    if runtime != "native":
+    refusals = _refusals(checkpoint) if runtime == "native" and checkpoint.runtime == "auto" else []
+    if refusals:
+        runtime, not_native = checkpoint.runtimes[1], refusals[0]
+    elif runtime != "native":
         obstacle = why_not_native(config, checkpoint.dtype, checkpoint.device)
         not_native = obstacle or f"runtime {checkpoint.runtime} was asked for"
     return ModelDescription(
@@ -159,6 +163,14 @@ def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
             f"expected weights of {num_parameters:,} parameters in {checkpoint.path}, as its configuration says, "
             f"got {stored:,}; copy or download the checkpoint again"
         )
+
+
+def _refusals(checkpoint: Checkpoint) -> list[str]:
+    """Return why earlier checks at loading refused the kernels; empty unless they did in every encoding."""
+    verdicts = [read_verdict(verdict_file(checkpoint, kind)) for kind in checkpoint.weight_formats]
+    if any(verdict is None or verdict.passes for verdict in verdicts):
+        return []
+    return [f"its check at loading failed: {verdict.description}" for verdict in verdicts if verdict]
 
 
 def _count_attention_types(config: Any) -> dict[str, int]:

@@ -193,7 +193,7 @@ def _checked_tokens(plan: Checkpoint) -> Tensor:
 def _log_refusal(plan: Checkpoint, weight_format: WeightFormat, verdict: Verdict) -> None:
     """Say that the kernels are not used, or are used although their check has failed."""
     role = "draft model" if plan.drafts else "model"
-    found = f"{verdict.part} of {plan.name} has {verdict.error:.3g} times the error of rounding, more than {verdict.limit:g}"
+    found = f"in {plan.name} {verdict.description}"
     if plan.runtime == "native":
         logger.warning(
             "the kernels run the %s in %s although their check failed: %s", role, weight_format.name, found

@@ -56,6 +56,10 @@ class Verdict:
     def passes(self) -> bool:
         return self.error <= self.limit  # NaN does not
 
+    @property
+    def description(self) -> str:
+        return f"{self.part} has {self.error:.3g} times the error of rounding, more than {self.limit:g}"
+
 
 def _folder() -> Path | None:
     chosen = os.environ.get(SETTING)
@@ -80,6 +84,7 @@ def verdict_file(plan: Checkpoint, weight_format: WeightFormat) -> Path | None:
         "encoding": weight_format.name,
         "kept": weight_format.keeps_others,
         "kernels": hash_sources(Path(library.__file__).parent),
+        "check": Path(library.__file__).with_name("check.py").read_text(encoding="utf-8"),
         "unit": library.units()[0].name,
         "versions": [torch.__version__, transformers.__version__],
     }
