@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -171,8 +170,9 @@ def make_folder(release: Release) -> Path:
         quantization_config=GgufConfig(dequantize=True),
         local_files_only=True,
     )
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+    with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
+        folder = Path(temporary) / release.folder.name
         model.save_pretrained(folder)
         open_source(str(file)).tokenizer.save_pretrained(folder)
-        shutil.copytree(folder, release.folder)
+        folder.rename(release.folder)
     return release.folder

@@ -94,9 +94,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     need = checkpoint.memory(checkpoint.context_length or DEFAULT_CONTEXT)
     attention = _count_attention_types(text)
     runtime, not_native = checkpoint.runtimes[0], ""
-    refusals = _refusals(checkpoint) if runtime == "native" and checkpoint.runtime == "auto" else []
-    if refusals:
-        runtime, not_native = checkpoint.runtimes[1], refusals[0]
+    if runtime == "native" and checkpoint.runtime == "auto" and (refusal := _refusal(checkpoint)):
+        runtime, not_native = checkpoint.runtimes[1], refusal
     elif runtime != "native":
         obstacle = why_not_native(config, checkpoint.dtype, checkpoint.device)
         not_native = obstacle or f"runtime {checkpoint.runtime} was asked for"
@@ -165,12 +164,15 @@ def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
         )
 
 
-def _refusals(checkpoint: Checkpoint) -> list[str]:
-    """Return why earlier checks at loading refused the kernels; empty unless they did in every encoding."""
-    verdicts = [read_verdict(verdict_file(checkpoint, kind)) for kind in checkpoint.weight_formats]
-    if any(verdict is None or verdict.passes for verdict in verdicts):
-        return []
-    return [f"its check at loading failed: {verdict.description}" for verdict in verdicts if verdict]
+def _refusal(checkpoint: Checkpoint) -> str | None:
+    """Return why an earlier check at loading refused the kernels; None unless it did in every encoding."""
+    found = ""
+    for weight_format in checkpoint.weight_formats:
+        verdict = read_verdict(verdict_file(checkpoint, weight_format))
+        if verdict is None or verdict.passes:
+            return None
+        found = f"its check at loading failed: {verdict.description}"
+    return found
 
 
 def _count_attention_types(config: Any) -> dict[str, int]:

@@ -101,6 +101,8 @@ static Floats activate(Floats x, int64_t activation) {
     return half * (one + load(each));
 }
 
+constexpr int64_t MOST_NORMALISED = 4096;  // numbers that each thread normalises for itself
+
 // Buffers of one decoder's forward passes. Buffers that several threads read are shared. A few
 // normalised rows are computed by each thread for itself, which is cheaper than a barrier.
 struct Workspace {
@@ -152,8 +154,8 @@ struct Worker {
     Workspace& space;
     const int thread, num_threads;
     const int64_t num_rows = forward.num_tokens;  // of the matrices: all tokens of all rows
-    // Each thread normalises all rows for itself where that is cheaper than a barrier.
-    const bool normalises_all = num_rows <= TILE && (num_rows == 1 || num_rows * decoder.width <= 4096);
+    // Each thread normalises, and quantises, all rows for itself where that is cheaper than a barrier.
+    const bool normalises_all = num_rows == 1 || (num_rows <= TILE && num_rows * decoder.width <= MOST_NORMALISED);
 
     int64_t num_tokens_of(int64_t row) const { return forward.firsts[row + 1] - forward.firsts[row]; }
 

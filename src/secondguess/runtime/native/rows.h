@@ -59,11 +59,13 @@ struct Rows {
     void form(int64_t index, const Weight& weight) {
         if (needs_form(weight)) form_groups(index * (stride / GROUP), (index + 1) * (stride / GROUP), weight);
     }
+
     // Form a thread's share of the groups of all rows.
     void form_share(int64_t num_rows, const Weight& weight, int thread, int num_threads) {
         const int64_t num_groups = num_rows * (stride / GROUP);
         form_groups(thread * num_groups / num_threads, (thread + 1) * num_groups / num_threads, weight);
     }
+
     Values values(int64_t num_rows, int64_t first = 0) const {
         const int64_t start = first * stride;
         const GroupValues all = {small.data(), groups.data(), stride, stride / GROUP};
