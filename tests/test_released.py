@@ -25,7 +25,9 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
 from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.packing import pack_linears
 
 pytestmark = [needs_kernels, pytest.mark.released]
 
@@ -92,6 +94,21 @@ def test_text_with_every_drafter_is_that_of_plain_decoding(release, encoding, ca
         assert isinstance(llm.target.runtime, NativeRuntime), drafter
         assert texts(llm) == expected, drafter
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("runtime", ["fused", "transformers"])
+def test_other_runtimes_take_models_that_amplify_rounding(release, runtime):
+    model = load(str(make_folder(release)), "none", dtype="bfloat16", runtime=runtime).target
+    assert model.kind == runtime
+    if runtime == "transformers":
+        assert any(isinstance(part, KernelLinear) for part in model.runtime.module.modules())
+
+
+def test_a_module_with_wrong_products_is_not_packed(smollm2, monkeypatch):
+    model = Checkpoint.resolve(str(make_folder(smollm2)), dtype="bfloat16", device="cpu").read_module()
+    forward = KernelLinear.forward
+    monkeypatch.setattr(KernelLinear, "forward", lambda self, values: 1.1 * forward(self, values))
+    assert not pack_linears(model)
 
 
 Plant = Callable[[NativeDecoder], None]

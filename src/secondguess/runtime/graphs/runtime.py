@@ -88,9 +88,8 @@ def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
             error,
         )
         return None
-    tolerance = PROBE_TOLERANCE[checked.decoder.embedding.dtype]
     expected = checked.logits.expand_as(found)
-    return runtime if probe_passes("graphs", found, expected, tolerance) else None
+    return runtime if probe_passes("graphs", found, expected, checked.tolerance) else None
 
 
 class ScoringPass(NamedTuple):
