@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,12 @@ from checkpoints import random_llama
 from families import needs_kernels, row_of
 from gguf_files import WIDTH, blocks, finish, write_model, writer_for
 from gguf_files import write_llama as write
+from secondguess.checkpoint.gguf.file import GgufFile
 from secondguess.checkpoint.gguf.weights import GgufWeights
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
-from secondguess.errors import CheckpointError
+from secondguess.errors import CheckpointError, SecondGuessError
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8, INT8_GROUPS
@@ -258,6 +262,59 @@ def test_a_truncated_file_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"expected .*model\.gguf.*got") as refused:
             Checkpoint.resolve(file, device="cpu").load()
         assert "\n" not in str(refused.value)
+
+
+EXTREMES = [number.to_bytes(8, "little") for number in (0, 2**32, 2**40, 2**63 - 1, 2**64 - 1)]
+
+
+def mutated(whole: bytes, num_in_header: int, generator: random.Random) -> bytes:
+    """Return a file with other, extreme or missing bytes in its header."""
+    changed = bytearray(whole)
+    for _ in range(generator.choice((1, 1, 2, 8))):
+        place, kind = generator.randrange(num_in_header), generator.randrange(4)
+        if kind == 0:
+            changed[place] = generator.randrange(256)
+        elif kind == 1:
+            changed[place] ^= 1 << generator.randrange(8)
+        elif kind == 2:
+            changed[place : place + 8] = generator.choice(EXTREMES)
+        else:
+            del changed[place : place + generator.randrange(1, 9)]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_broken_headers_give_one_clear_error(seed, tmp_path):
+    """10,000 files, over all seeds."""
+    file, _ = write(tmp_path, "Q4_0")
+    whole, generator = file.read_bytes(), random.Random(seed)
+    start = min(tensor.offset for tensor in open_source(str(file)).file.tensors.values())
+    num_refused = 0
+    for _ in range(2500):
+        file.write_bytes(mutated(whole, start, generator))
+        try:
+            plan = Checkpoint.resolve(file, device="cpu")
+            plan.memory()
+            _ = plan.tokenizer
+        except SecondGuessError as refused:
+            num_refused += 1
+            assert "expected" in str(refused) and "\n" not in str(refused)
+    assert num_refused > 2000
+
+
+@pytest.mark.parametrize("value", EXTREMES[1:])
+def test_lengths_beyond_the_file_take_no_memory(value, tmp_path):
+    """Each 8 bytes of the header are such a length once; a value of a byte takes 8 bytes in a list."""
+    file, _ = write(tmp_path, "Q4_0")
+    whole = file.read_bytes()
+    start = min(tensor.offset for tensor in open_source(str(file)).file.tensors.values())
+    tracemalloc.start()
+    for place in range(0, start, 40):
+        file.write_bytes(whole[:place] + value + whole[place + 8 :])
+        with suppress(CheckpointError):
+            GgufFile(file)
+    assert tracemalloc.get_traced_memory()[1] < 10 * len(whole)
+    tracemalloc.stop()
 
 
 def test_a_part_of_a_model_is_refused(tmp_path):

@@ -48,6 +48,7 @@ from secondguess.runtime.weight_format import WeightFormat
 with quiet():
     from transformers import CONFIG_MAPPING
 
+MAX_LAYERS = 10_000
 MAX_REASON_LENGTH = 300
 """Characters of a library's error that are shown."""
 TOKENIZER_FILES = ("tokeniz*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "tekken.json")
@@ -133,7 +134,10 @@ class Source(ABC):
     @cached_property
     def config(self) -> Any:
         with self.reading("a configuration"):
-            return self._read_config()
+            config = self._read_config()
+            if not config.is_encoder_decoder:  # refused by name later; it may have several text configurations
+                _require_sizes(config.get_text_config())
+            return config
 
     @abstractmethod
     def _read_config(self) -> Any: ...
@@ -233,15 +237,7 @@ class FolderSource(Source):
             if values.get("auto_map"):
                 raise ValueError("trust_remote_code is needed")
             raise ValueError(f"model type {kind!r:.60}: Transformers does not recognize this architecture")
-        config = CONFIG_MAPPING[kind].from_dict(values)
-        if config.is_encoder_decoder:  # refused by name later; it may have several text configurations
-            return config
-        text = config.get_text_config()
-        for name in ("num_hidden_layers", "max_position_embeddings"):
-            number = vars(text).get(text.attribute_map.get(name, name))  # XLNet computes -1, for no limit
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}, not 1 or more")
-        return config
+        return CONFIG_MAPPING[kind].from_dict(values)
 
     def _read_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -330,6 +326,16 @@ class FolderSource(Source):
 
     def close(self) -> None:
         self.__dict__.pop("tensors", None)
+
+
+def _require_sizes(config: Any) -> None:
+    """Refuse a configuration without layers or positions."""
+    for name in ("num_hidden_layers", "max_position_embeddings"):
+        number = vars(config).get(config.attribute_map.get(name, name))  # XLNet computes -1, for no limit
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}, not 1 or more")
+    if (num_layers := getattr(config, "num_hidden_layers", 0)) > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {num_layers:,}, not up to {MAX_LAYERS:,}")
 
 
 def _special_float(found: dict[str, Any]) -> Any:
