@@ -28,6 +28,19 @@ def test_verify_shows_a_bar_from_the_start(secondguess_command):
     assert "loading" not in done.out
 
 
+@pytest.mark.usefixtures("_terminal")
+def test_loading_shows_the_bytes_of_the_weights(secondguess_command):
+    done = secondguess_command("generate", "def", "--max-tokens", 1)
+    assert "loading builtin" in done.err
+    assert "MB" in done.err
+    assert "loading" not in done.out
+
+
+def test_loading_without_a_terminal_prints_lines(secondguess_command, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
+    assert "loading builtin: 0.0 of 0.0 GB" in secondguess_command("generate", "def", "--max-tokens", 1).err
+
+
 def test_verify_without_a_terminal_prints_lines(secondguess_command, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
     done = secondguess_command(*VERIFY, "--json")

@@ -754,9 +754,12 @@ def test_layers_can_be_left_out(some_checkpoint):
             runtime.skip_layers(wrong)
 
 
-def test_without_kernels_torch_is_used(llama, monkeypatch):
+def test_without_kernels_torch_is_used_with_a_warning(llama, monkeypatch, caplog):
     monkeypatch.setattr(library, "units", lambda: ())
     assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "fused"
+    (warning,) = caplog.messages
+    assert "the kernels were not built" in warning
+    assert "install secondguess again" in warning
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
         Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", runtime="native").load()
 
@@ -764,8 +767,8 @@ def test_without_kernels_torch_is_used(llama, monkeypatch):
 def test_kernels_with_other_results_are_not_used(llama, monkeypatch):
     made = NativeDecoder.__init__
 
-    def slightly_off(self, *arguments):
-        made(self, *arguments)
+    def slightly_off(self, *arguments, **options):
+        made(self, *arguments, **options)
         self.described.scaling *= 3
 
     monkeypatch.setattr(NativeDecoder, "__init__", slightly_off)

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import check_memory, return_freed_memory
 from secondguess.checkpoint.plan import Checkpoint, require_torchao
+from secondguess.checkpoint.progress import report_bytes
 from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source, one_at_a_time
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.families import missing_weights, weight_shapes
 from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
-from secondguess.runtime.native.decoder import NativeDecoder
+from secondguess.runtime.native.decoder import MISSING_KERNELS, NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.products import can_pack
@@ -64,6 +66,13 @@ def load_model(plan: Checkpoint) -> LoadedModel:
     """
     check_memory([plan.memory()], plan.device)
     tokenizer = plan.tokenizer
+    if plan.device.type == "cpu" and not library.units() and not plan.drafts:
+        logger.warning(
+            "torch computes %s, several times slower than the compiled kernels: %s; with a C++ compiler, install secondguess "
+            "again",
+            plan.name,
+            MISSING_KERNELS,
+        )
     attempts = [
         (name, weight_format)
         for name in plan.runtimes
@@ -156,17 +165,24 @@ def _packed_decoder(
 ) -> tuple[NativeDecoder, Callable[[str], Tensor]]:
     """Return a decoder with the weights of a checkpoint, and a function that returns its vectors by their names."""
     source, config = plan.files, plan.config
+    num_bytes = sum(file.stat().st_size for file in source.weight_files)
+
+    def report(num_packed: int) -> None:
+        report_bytes(num_bytes * num_packed // plan.num_layers, num_bytes, plan.name)
+
     if source.has_single_weights:
         with source.reading("weights"):
             weights = source.weights(plan.device)
             if not missing_weights(config, weights):
                 _refuse_layers(plan.num_layers, weight_shapes(config), weights.names)
                 model = StoredModel(config, weights, torch.bfloat16)
-                return NativeDecoder(FusedDecoder(model, packed=False), weight_format), weights.read
+                fused = FusedDecoder(model, packed=False)
+                return NativeDecoder(fused, weight_format, report=report), weights.read
     module = plan.read_module()
     parameters = module.named_parameters()
     vectors = {name: weight.detach().clone() for name, weight in parameters if weight.dim() == 1}
-    return NativeDecoder(FusedDecoder(module, packed=False), weight_format), vectors.__getitem__
+    fused = FusedDecoder(module, packed=False)
+    return NativeDecoder(fused, weight_format, report=report), vectors.__getitem__
 
 
 def _outline(plan: Checkpoint) -> Any:

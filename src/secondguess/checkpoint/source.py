@@ -135,7 +135,9 @@ class Source(ABC):
     def config(self) -> Any:
         with self.reading("a configuration"):
             config = self._read_config()
-            if not config.is_encoder_decoder:  # refused by name later; it may have several text configurations
+            if (
+                not config.is_encoder_decoder
+            ):  # refused by name later; it may have several text configurations
                 _require_sizes(config.get_text_config())
             return config
 

@@ -64,13 +64,13 @@ def chat(
     statistics. /help lists the commands. Messages can also come from a pipe, one per
     line; --json prints one object per reply.
     """
-    from secondguess.api import load
+    from secondguess.cli.progress import load_with_progress
 
     params = sampling_params(context.params)
     template = read_template(chat_template)
     settings = options.load_settings_and_tuned(context, config)[0]
     options.refuse_unused(context, settings, [params])
-    llm = load(**settings)
+    llm = load_with_progress(settings)
     _set_template(llm, template)
     conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
     interactive = sys.stdin.isatty()

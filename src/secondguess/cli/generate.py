@@ -133,7 +133,8 @@ def generate(
 
     base = sampling_params(context.params)  # before the slow imports
 
-    from secondguess.api import LLM, load
+    from secondguess.api import LLM
+    from secondguess.cli.progress import load_with_progress
 
     params = []
     for request in requests:
@@ -146,7 +147,7 @@ def generate(
                 )
     settings = options.load_settings_and_tuned(context, config)[0]
     options.refuse_unused(context, settings, params)
-    llm = load(**settings)
+    llm = load_with_progress(settings)
     return answer(llm, requests, params, batch_size or 1, JsonWriter if json else TerminalWriter)
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from secondguess.cli.output import print_note
+
+if TYPE_CHECKING:
+    from secondguess.api import LLM
+
+Unit = Literal["steps", "percent", "bytes"]
 
 SECONDS_PER_LINE = 10.0
 """Interval between progress lines when standard error is not a terminal."""
 
 
 @contextmanager
-def progress_bar(what: str, *, percent: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(what: str, unit: Unit = "steps") -> Iterator[Callable[[int, int, str], None]]:
     """Show a progress bar inside the context.
 
     Without a terminal, print a line every `SECONDS_PER_LINE` seconds instead, so that logs show
@@ -23,18 +29,19 @@ def progress_bar(what: str, *, percent: bool = False) -> Iterator[Callable[[int,
 
     Args:
         what: the first description.
-        percent: whether to show a percentage instead of two numbers.
+        unit: how progress is shown: as two numbers, as a percentage or in bytes.
 
     Yields:
         A function to call with (done, total, description).
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(percent)
+        yield _lines(unit)
         return
 
     from rich.progress import (
         BarColumn,
+        DownloadColumn,
         MofNCompleteColumn,
         Progress,
         TaskProgressColumn,
@@ -42,21 +49,35 @@ def progress_bar(what: str, *, percent: bool = False) -> Iterator[Callable[[int,
         TimeRemainingColumn,
     )
 
-    amount = TaskProgressColumn() if percent else MofNCompleteColumn()
-    columns = (BarColumn(), amount, TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns_of_units = {"steps": MofNCompleteColumn, "percent": TaskProgressColumn, "bytes": DownloadColumn}
+    columns = (BarColumn(), columns_of_units[unit](), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total, now: bars.update(task, completed=done, total=total, description=now)
 
 
-def _lines(percent: bool) -> Callable[[int, int, str], None]:
+def _lines(unit: Unit) -> Callable[[int, int, str], None]:
     last = time.monotonic()
 
     def show(done: int, total: int, now: str) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_PER_LINE:
             last = time.monotonic()
-            amount = f"{done / max(1, total):.0%}" if percent else f"{done:,} of {total:,}"
-            print_note(f"{now}: {amount}" if total else now)
+            amounts = {
+                "steps": f"{done:,} of {total:,}",
+                "percent": f"{done / max(1, total):.0%}",
+                "bytes": f"{done / 1e9:.1f} of {total / 1e9:.1f} GB",
+            }
+            print_note(f"{now}: {amounts[unit]}" if total else now)
 
     return show
+
+
+def load_with_progress(settings: Mapping[str, Any]) -> LLM:
+    """Load a target and its drafter with a progress bar of the bytes of their weights."""
+    with progress_bar("loading", "bytes") as show:
+        from secondguess.api import load
+        from secondguess.checkpoint.progress import watching_loading
+
+        with watching_loading(lambda done, total, model: show(done, total, f"loading {model}")):
+            return load(**settings)

@@ -115,8 +115,8 @@ def serve(
     # Opened first: a port in use is cheap to find, libraries and weights are expensive to load.
     opened = open_socket(host, port)
     try:
-        from secondguess.api import load
         from secondguess.checkpoint.source import open_source
+        from secondguess.cli.progress import load_with_progress
         from secondguess.engine import Engine
         from secondguess.server.app import create_app
         from secondguess.server.convert import OPENAI_SAMPLING
@@ -128,7 +128,7 @@ def serve(
             recommended_sampling(open_source(loading["model"]))  # raises an error before weights are loaded
 
         def make_engine() -> Engine:
-            llm = load(**loading)
+            llm = load_with_progress(loading)
             print_note(describe_components(llm))
             loading["drafter"] = llm.drafter.name  # a default depends on free memory; wake-ups keep the first
             return Engine(llm, max_waiting)

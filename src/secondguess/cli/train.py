@@ -100,7 +100,7 @@ def layer_skip(
     answers = AnswerSettings(
         tuple(temperature or DEFAULT_TEMPERATURES), max_tokens=max_tokens, length=length, seed=seed
     )
-    with DeferredInterrupt() as interruption, progress_bar("loading", percent=True) as bar:
+    with DeferredInterrupt() as interruption, progress_bar("loading", "percent") as bar:
         show = ProgressDisplay(bar, interruption.raise_if_interrupted)
         found = search_layers(out, model, dtype, device, data or (), num_prompts, answers, show)
     print(f"skipped layers: {', '.join(map(str, found.skipped))}")
@@ -199,7 +199,7 @@ def _train(kind: str, given: dict[str, Any]) -> int:
     for name in ("data", "changes"):
         given[name] = tuple(given[name] or ())
     job = HeadJob(kind, answers=answers, budget=budget, **given)
-    with DeferredInterrupt() as interruption, progress_bar("loading", percent=True) as bar:
+    with DeferredInterrupt() as interruption, progress_bar("loading", "percent") as bar:
         try:
             provenance = train_head(job, ProgressDisplay(bar, interruption.raise_if_interrupted))
         except KeyboardInterrupt:

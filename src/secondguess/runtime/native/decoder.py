@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 MAX_HEAD_SIZE = 512
 
 
+MISSING_KERNELS = (
+    "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
+)
+
+
 def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernels cannot run a model, in bfloat16 or quantised from it; None if they can."""
     if obstacle := why_not_fused(config, device):
@@ -33,7 +38,7 @@ def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not library.units():
-        return "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
+        return MISSING_KERNELS
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_size % 2 or head_size > MAX_HEAD_SIZE:
@@ -112,6 +117,7 @@ class NativeDecoder(PackedDecoder):
         weight_format: encoding of the weights of linear layers; that of the LM head is its
             `head_format`. With a quantised one their inputs are quantised to 8 bits, with a scale per 32 inputs.
         unit: as in `PackedDecoder`.
+        report: called after each layer with the number of packed layers.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class NativeDecoder(PackedDecoder):
         decoder: FusedDecoder,
         weight_format: WeightFormat = BFLOAT16,
         unit: library.Unit | None = None,
+        report: Callable[[int], None] = lambda num_packed: None,
     ) -> None:
         super().__init__(unit)
         self.config = decoder.config
@@ -140,6 +147,7 @@ class NativeDecoder(PackedDecoder):
         for index, layer in enumerate(decoder.layers):
             self.blocks.append(self._pack_layer(layer))
             layers[index] = self._layer(layer, kinds, self.blocks[-1])
+            report(index + 1)
         rotary = self.rotaries[0]
         self.head = self._weight(decoder.head, weight_format.head_format)
         packed = [each.weight.encoding for each in self._kept if isinstance(each, Blocks)]
