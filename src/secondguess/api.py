@@ -22,6 +22,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.spec import DrafterSpec
 from secondguess.engine.generation import (
     MAX_ROWS,
     Generation,
@@ -32,7 +33,7 @@ from secondguess.engine.generation import (
 )
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError, suggestion
-from secondguess.pairing import DrafterInfo, confirm_default, require_drafter_of_history, resolve_pair
+from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
 from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
@@ -297,7 +298,7 @@ def load(
     if controller is not None:
         make_controller(controller)
     if share_history and drafter is not None:
-        require_drafter_of_history(drafter)
+        require_drafter_of_history(DrafterSpec.parse(drafter))
     pair = resolve_pair(
         model,
         drafter,
@@ -307,24 +308,25 @@ def load(
         drafter_quantize=drafter_quantize,
         runtime=runtime,
     )
-    check_verifier(chosen_verifier, pair.drafter)
-    choose_controller(controller, pair.drafter)
+    spec = pair.drafter
+    check_verifier(chosen_verifier, spec)
+    chosen_controller = choose_controller(controller, spec)
     checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
-    name = pair.drafter.name
-    heads = [head_memory(name, pair.drafter.head_bytes)] if pair.drafter.head_bytes else []
+    heads = [head_memory(spec.name, spec.head_bytes)] if spec.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     with without_defaults_of_caller(pair.target.device):
         target, *draft_models = loaded = [each.load() for each in checkpoints]
+        if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
+            spec = resolve_drafter(confirmed)
+            chosen_controller = choose_controller(controller, spec)
         made = make_drafter(
-            name if drafter is not None else confirm_default(name, target.runtime),
+            spec,
             target_vocab_size=target.runtime.vocab_size,
             load_draft_model=lambda path: draft_models[0].runtime,
             pair_vocabularies=lambda name: pair.vocabularies,
             target=target,
         )
-    check_verifier(chosen_verifier, made)
     cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
-    chosen_controller = choose_controller(controller, made)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 
 
@@ -349,7 +351,7 @@ def require_texts(**options: object) -> None:
             raise BadInputError(f"expected {name} to be a text, got {value!r:.60}")
 
 
-def choose_controller(name: str | None, drafter: Drafter | DrafterInfo) -> Controller:
+def choose_controller(name: str | None, drafter: Drafter | DrafterSpec) -> Controller:
     """Return the controller of this name, or the drafter's default if the name is None.
 
     Raises:
@@ -371,7 +373,7 @@ def choose_controller(name: str | None, drafter: Drafter | DrafterInfo) -> Contr
     return controller
 
 
-def check_verifier(verifier: Verifier, drafter: Drafter | DrafterInfo) -> None:
+def check_verifier(verifier: Verifier, drafter: Drafter | DrafterSpec) -> None:
     """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
 
     Raises:

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.weight_files import count_parameters
-from secondguess.drafters import drafter_class, parse_drafter_name
-from secondguess.drafters.base import Drafter
-from secondguess.drafters.combined import check_parts
+from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
@@ -21,44 +19,6 @@ from secondguess.heads.files import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime, partial_forward_error
 from secondguess.runtime.weight_format import INT4
-
-
-@dataclass(frozen=True)
-class DrafterInfo:
-    """Description of a drafter, as far as its name determines it.
-
-    Args:
-        name: as the user wrote it.
-        kind: `none`, `model`, `ngram`, ...; of several drafters, joined by `+`.
-        draft_model: path or name of the draft model, if it uses one.
-        needs_target: True if it uses parts of the target, so that not all of it can be checked
-            before the target is loaded.
-        trained: path of a trained head, if the name gives one.
-        head_bytes: bytes of the weights that it adds to the target, where known: those of a trained
-            head, in the target's dtype, or of a copy of the target; 0 for a head in the target's own
-            folder, which is counted with the target.
-        options: values of all its options.
-        given: options in the name, as written.
-        parts: descriptions of the component drafters, if the name joins several; else empty.
-        deterministic, never_drafts, can_draft_trees, needs_samples, default_controller: as of `Drafter`. A draft
-            model with another tokenizer may turn out to be deterministic when it is loaded.
-    """
-
-    name: str
-    kind: str
-    draft_model: str | None = None
-    needs_target: bool = False
-    trained: str | None = None
-    head_bytes: int = 0
-    options: Mapping[str, float] = field(default_factory=dict)
-    given: Mapping[str, str] = field(default_factory=dict)
-    parts: tuple[DrafterInfo, ...] = ()
-    deterministic: bool = False
-    never_drafts: bool = False
-    can_draft_trees: bool = False
-    needs_samples: bool = False
-    default_controller: str = Drafter.default_controller
-
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
@@ -76,7 +36,7 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:
-    """Return the default drafter of a target that is loaded now.
+    """Return the name of the default drafter of a target that is loaded now.
 
     It has no copy if the kernels failed their check at loading, so that the target runs otherwise, or a module
     does not run with other layers.
@@ -84,8 +44,8 @@ def confirm_default(drafter: str, runtime: Runtime) -> str:
     return LOOKUP_DRAFTER if drafter == COPY_DRAFTER and runtime.why_not_copied else drafter
 
 
-def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
-    """Check a drafter's name, argument and options as `load` does, and return a description.
+def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterSpec:
+    """Check a drafter's name, argument and options as `load` does, and return its description.
 
     Args:
         name: as the user wrote it.
@@ -97,59 +57,29 @@ def resolve_drafter(name: str, target: Checkpoint | None = None) -> DrafterInfo:
         CheckpointError: a folder that is missing, or that holds a drafter of another kind.
         UnsupportedModelError: a target that does not provide what the drafter uses.
     """
-    parts = tuple(_resolve(part, target) for part in parse_drafter_name(name))
-    if len(parts) == 1:
-        return replace(parts[0], name=name)
-    check_parts([part.kind for part in parts])
-    return DrafterInfo(
-        name,
-        "+".join(part.kind for part in parts),
-        draft_model=next((part.draft_model for part in parts if part.draft_model), None),
-        needs_target=any(part.needs_target for part in parts),
-        head_bytes=sum(part.head_bytes for part in parts),
-        parts=parts,
-        deterministic=all(part.deterministic for part in parts),
-        can_draft_trees=any(part.can_draft_trees for part in parts),
-        needs_samples=any(part.needs_samples for part in parts),
-    )
+    spec = DrafterSpec.parse(name)
+    return spec if target is None else spec.map_parts(partial(_fit, target=target))
 
 
-def _resolve(name: Name, target: Checkpoint | None) -> DrafterInfo:
-    drafter = drafter_class(name.kind)
-    required = drafter.requirements(name)
-    needs_target = required.head or drafter.uses_target_layers
-    head_bytes = 0
-    if target is not None:
-        is_whole = target.runtimes[0] == "transformers" and required.target_copy is None
-        if drafter.uses_target_layers and is_whole:
-            raise partial_forward_error()
-        if required.head:
-            folder = find_head_folder(name, target.name, target.path)
-            required = drafter.requirements(name, folder)
-            if folder != Path(target.path):
-                head_bytes = count_parameters(folder) * target.dtype.itemsize
-        if required.target_copy is not None:
-            head_bytes = target.copy_bytes(required.target_copy)
-        if target.num_layers < required.num_target_layers:
-            raise BadInputError(
-                f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "
-                f"{target.num_layers - 1}, got {name}, which needs {required.num_target_layers} layers"
-            )
-    return DrafterInfo(
-        str(name),
-        name.kind,
-        required.draft_model,
-        needs_target,
-        trained=name.argument if needs_target else None,
-        head_bytes=head_bytes,
-        options=required.options,
-        given=name.options,
-        deterministic=drafter.deterministic,
-        never_drafts=drafter.never_drafts,
-        can_draft_trees=drafter.can_draft_trees or "tree" in name.options,
-        needs_samples=drafter.needs_samples,
-        default_controller=drafter.default_controller,
-    )
+def _fit(part: PartSpec, target: Checkpoint) -> PartSpec:
+    """Return a part of a drafter with the bytes of its weights, if the target provides what it uses."""
+    required, head_bytes = part.required, 0
+    is_whole = target.runtimes[0] == "transformers" and required.target_copy is None
+    if part.drafter.uses_target_layers and is_whole:
+        raise partial_forward_error()
+    if required.head:
+        folder = find_head_folder(part.name, target.name, target.path)
+        required = part.drafter.requirements(part.name, folder)
+        if folder != Path(target.path):
+            head_bytes = count_parameters(folder) * target.dtype.itemsize
+    if required.target_copy is not None:
+        head_bytes = target.copy_bytes(required.target_copy)
+    if target.num_layers < required.num_target_layers:
+        raise BadInputError(
+            f"expected a drafter that uses layers of {target.name}, which has the layers 0 to "
+            f"{target.num_layers - 1}, got {part.name}, which needs {required.num_target_layers} layers"
+        )
+    return replace(part, required=required, head_bytes=head_bytes)
 
 
 @dataclass(frozen=True)
@@ -162,7 +92,7 @@ class Pair:
     """
 
     target: Checkpoint
-    drafter: DrafterInfo
+    drafter: DrafterSpec
     draft_model: Checkpoint | None
     vocabularies: VocabularyPair | None = None
 
@@ -180,16 +110,16 @@ def resolve_pair(
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
     drafter = default_drafter(model, target) if drafter is None else drafter
-    described = resolve_drafter(drafter, target)
-    require_model_to_quantize(drafter_quantize, drafter, described.draft_model is not None)
-    if described.draft_model is None:
-        return Pair(target, described, None)
+    spec = resolve_drafter(drafter, target)
+    require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
+    if spec.model_part is None:
+        return Pair(target, spec, None)
     draft_model = Checkpoint.resolve(
-        described.draft_model, dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
+        str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
-    names = parse_drafter_name(drafter)
-    (name,) = (each for each in names if drafter_class(each.kind).requirements(each).draft_model is not None)
-    return Pair(target, described, draft_model, pair_vocabularies(target, draft_model, name))
+    vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
+    spec = spec.map_parts(lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part)
+    return Pair(target, spec, draft_model, vocabularies)
 
 
 def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:
@@ -230,14 +160,14 @@ def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_mo
         )
 
 
-def require_drafter_of_history(drafter: str) -> None:
+def require_drafter_of_history(drafter: DrafterSpec) -> None:
     """Refuse a drafter of which no part drafts from other outputs.
 
     Raises:
         BadInputError: the message names the drafter.
     """
-    if not any(drafter_class(part.kind).shares_history for part in parse_drafter_name(drafter)):
+    if not drafter.shares_history:
         raise BadInputError(
-            f"expected the drafter suffix, alone or joined by +, for share_history, got {drafter}; leave it out or "
+            f"expected the drafter suffix, alone or joined by +, for share_history, got {drafter.name}; leave it out or "
             "take another drafter"
         )

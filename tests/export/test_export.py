@@ -17,11 +17,15 @@ from typer.main import get_command
 from secondguess.builtin import builtin_paths, head_path
 from secondguess.cli import app
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
+from secondguess.drafters.base import Requirements
+from secondguess.drafters.spec import PartSpec
+from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.errors import BadInputError
 from secondguess.export import ENGINES, export
 from secondguess.export.base import Recommendation, recommend
 from secondguess.heads.files import write_head
-from secondguess.pairing import DrafterInfo, resolve_drafter
+from secondguess.names import Name
+from secondguess.pairing import resolve_drafter
 
 TARGET, DRAFTER = map(str, builtin_paths())
 NAMES = {
@@ -224,7 +228,8 @@ def test_options_of_an_engine_are_exported():
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_options_without_a_counterpart_are_noted(engine, drafter):
     done = exported(engine, drafter)
-    given = resolve_drafter(NAMES[drafter]).given
+    (part,) = resolve_drafter(NAMES[drafter]).parts
+    given = part.name.options
     named = {key for key in given if any(f"{key}={given[key]}" in note for note in done.notes)}
     known = {("vllm", "ngram"): {"max", "min"}, ("vllm", "suffix"): {"factor", "threshold"}}
     some = {"max"} if drafter == "ngram" and engine != "sglang" else set()
@@ -336,7 +341,9 @@ def test_a_path_with_line_breaks_is_refused():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_drafter_without_a_counterpart_is_refused(engine):
     with pytest.raises(BadInputError, match=r"drafter that .* has \(none, model.*, got oracle:3; choose"):
-        export(Recommendation("m", DrafterInfo("oracle:3", "oracle"), 3), engine)
+        export(
+            Recommendation("m", PartSpec(Name("oracle", "3", {}), SuffixDrafter, Requirements()), 3), engine
+        )
 
 
 def test_an_unknown_engine_is_refused():

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from secondguess.checkpoint.description import MemoryPlan, ModelDescription
     from secondguess.checkpoint.plan import Checkpoint
     from secondguess.configuration import TuningRecord
-    from secondguess.pairing import DrafterInfo, Pair
+    from secondguess.drafters.spec import DrafterSpec
+    from secondguess.pairing import Pair
 
 MIB = 2**20
 memory_option = options.panel("Memory")
@@ -165,7 +166,7 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
 
 
 def _drafter_lines(
-    named: DrafterInfo, target: ModelDescription, drafter: ModelDescription | None, notes: list[str]
+    named: DrafterSpec, target: ModelDescription, drafter: ModelDescription | None, notes: list[str]
 ) -> dict[str, str]:
     if drafter is not None:
         share = drafter.num_parameters / target.num_parameters

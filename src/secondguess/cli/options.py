@@ -224,13 +224,12 @@ def refuse_unused(context: Context, settings: Mapping[str, Any], requests: Itera
     Raises:
         BadInputError: the message names both options.
     """
-    from secondguess.drafters import drafter_class, parse_drafter_name
+    from secondguess.drafters.spec import DrafterSpec
 
     if is_given(context, "history") and not settings.get("share_history"):
         got = "--history" if context.params["history"] else "--no-history"
         raise BadInputError(f"expected --share-history together with {got}, got {got} alone")
-    parts = parse_drafter_name(settings["drafter"]) if "drafter" in settings else []
-    never_drafts = bool(parts) and all(drafter_class(part.kind).never_drafts for part in parts)
+    never_drafts = "drafter" in settings and DrafterSpec.parse(settings["drafter"]).never_drafts
     if never_drafts and not any(each.prediction or each.grammar for each in requests):
         for name in ("draft_length", "max_draft_length"):
             if context.params.get(name):

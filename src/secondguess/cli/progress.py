@@ -80,5 +80,7 @@ def load_with_progress(settings: Mapping[str, Any]) -> LLM:
         from secondguess.api import load
         from secondguess.checkpoint.progress import watching_loading
 
-        with watching_loading(lambda done, total, model: show(done, total, f"loading {Path(model).name:.40}")):
+        with watching_loading(
+            lambda done, total, model: show(done, total, f"loading {Path(model).name:.40}")
+        ):
             return load(**settings)

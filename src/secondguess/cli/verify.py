@@ -138,7 +138,7 @@ def _runtime_for(settings: Mapping[str, Any]) -> str:
     Transformers module.
     """
     from secondguess.checkpoint.plan import Checkpoint
-    from secondguess.drafters import drafter_class, parse_drafter_name
+    from secondguess.drafters.spec import DrafterSpec
     from secondguess.pairing import default_drafter
 
     if settings["dtype"] not in ("float32", "float64"):
@@ -147,10 +147,9 @@ def _runtime_for(settings: Mapping[str, Any]) -> str:
     load_options = {key: settings[key] for key in ("dtype", "device") if key in settings}
     if drafter is None:
         drafter = default_drafter(model, Checkpoint.resolve(model, runtime="transformers", **load_options))
-    parts = [(name, drafter_class(name.kind)) for name in parse_drafter_name(drafter)]
-    copies = [part.requirements(name).target_copy is not None for name, part in parts]
-    needs_module = any(copies) and Checkpoint.resolve(model, **load_options).runtimes[0] != "graphs"
-    return "transformers" if needs_module else "auto"
+    if not DrafterSpec.parse(drafter).target_copies:
+        return "auto"
+    return "auto" if Checkpoint.resolve(model, **load_options).runtimes[0] == "graphs" else "transformers"
 
 
 def _loaded_subject(settings: dict[str, Any], prompt: str, params: SamplingParams) -> CertifiedSystem:

@@ -17,6 +17,7 @@ from secondguess.names import Name, parse_name
 if TYPE_CHECKING:
     from secondguess.core import DraftSource
     from secondguess.drafters.base import Drafter
+    from secondguess.drafters.spec import DrafterSpec
     from secondguess.drafters.vocabulary.pair import VocabularyPair
     from secondguess.runtime.base import Runtime
 
@@ -78,7 +79,7 @@ class Target(Protocol):
 
 
 def make_drafter(
-    text: str,
+    drafter: str | DrafterSpec,
     *,
     target_vocab_size: int,
     load_draft_model: Callable[[str], Runtime],
@@ -88,7 +89,7 @@ def make_drafter(
     """Build the drafter for a name.
 
     Args:
-        text: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`.
+        drafter: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`, or what it specifies.
         target_vocab_size: width of the target's logits.
         load_draft_model: returns the runtime of the model at a path; called only by drafters that
             use a draft model.
@@ -102,20 +103,17 @@ def make_drafter(
     """
     # Imported here because they import torch, which parsing names must not require.
     from secondguess.drafters.base import DrafterResources
-    from secondguess.drafters.combined import CombinedDrafter, check_parts
+    from secondguess.drafters.combined import CombinedDrafter
+    from secondguess.drafters.spec import DrafterSpec
     from secondguess.heads.files import warn_of_mismatch
 
-    names = parse_drafter_name(text)
+    spec = DrafterSpec.parse(drafter) if isinstance(drafter, str) else drafter
     resources = DrafterResources(target_vocab_size, load_draft_model, pair_vocabularies)
     heads: dict[str, Path] = {}
     if target is not None:
         find_head_folder = partial(_find_head, target, heads)
         resources = replace(resources, find_head_folder=find_head_folder, target=target.runtime)
-    if len(names) > 1:
-        check_parts([name.kind for name in names])
-    for name in names:
-        drafter_class(name.kind).requirements(name)
-    parts = [drafter_class(name.kind).build(name, resources) for name in names]
+    parts = [part.drafter.build(part.name, resources) for part in spec.parts]
     made = parts[0] if len(parts) == 1 else CombinedDrafter(parts, target_vocab_size)
     if target is not None:
         # Fail now, rather than in the first round, if the target lacks these layers.

@@ -29,8 +29,9 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, drafter_class, make_drafter, parse_drafter_name
+from secondguess.drafters import draft_model_paths, make_drafter, parse_drafter_name
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.spec import DrafterSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
@@ -47,7 +48,7 @@ from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
 from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
 from secondguess.runtime.support import autocast_dtype, check_config
-from secondguess.runtime.weight_format import INT4, WeightFormat
+from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -133,7 +134,7 @@ def custom_generate(
         _update_weights(model)
         if drafter is None:
             drafter = LOOKUP_DRAFTER if is_training or is_cast else _default_drafter(model)
-        elif is_cast and _copy_formats(drafter):
+        elif is_cast and DrafterSpec.parse(drafter).target_copies:
             raise BadInputError(
                 f"expected a drafter without a copy of the model under torch.autocast, got {drafter!r}; "
                 "use suffix or model:PATH, or generate outside of autocast"
@@ -359,15 +360,8 @@ def _default_drafter(model: Any) -> str:
 
 def _keep_copies(model: Any, drafter: str) -> None:
     """Keep the quantised copies that a drafter has made of a model for later calls, as long as the model lives."""
-    if copies := [copy_quantised(model, each) for each in _copy_formats(drafter)]:
+    if copies := [copy_quantised(model, each) for each in DrafterSpec.parse(drafter).target_copies]:
         _copies[model] = copies
-
-
-def _copy_formats(drafter: str) -> list[WeightFormat]:
-    """Return the formats of the copies of the target with which a drafter drafts."""
-    names = parse_drafter_name(drafter)
-    formats = [drafter_class(name.kind).requirements(name).target_copy for name in names]
-    return [each for each in formats if each is not None]
 
 
 @lru_cache(maxsize=1)

@@ -11,10 +11,11 @@ from secondguess.checkpoint.resolve import is_gguf
 from secondguess.configuration import LoadSettings, TuningRecord
 from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
+from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.errors import BadInputError
 from secondguess.heads.files import CONFIG
 from secondguess.names import parse_name
-from secondguess.pairing import DrafterInfo, default_drafter, require_model_to_quantize, resolve_drafter
+from secondguess.pairing import default_drafter, require_model_to_quantize, resolve_drafter
 
 NOT_EXPORTED = ("verifier", "controller", "device", "runtime", "share_history")
 """Settings of `load` that each engine has in its own way, or not at all."""
@@ -40,9 +41,9 @@ class Recommendation:
     """
 
     model: str
-    drafter: DrafterInfo
+    drafter: PartSpec
     draft_length: int
-    others: tuple[DrafterInfo, ...] = ()
+    others: tuple[PartSpec, ...] = ()
     joined: str = ""
     dtype: str | None = None
     quantize: str | None = None
@@ -161,7 +162,7 @@ class ExportTarget:
             )
         notes += [
             f"{self.title} has nothing like {key}={value} of the drafter {drafter.kind}: left out"
-            for key, value in drafter.given.items()
+            for key, value in drafter.name.options.items()
             if key not in chosen.options
         ]
         draft_format = None if drafter.draft_model is None else recommendation.drafter_quantize
@@ -234,26 +235,24 @@ def recommend(
         BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
     """
     name = settings.drafter or default_drafter(settings.model)  # other engines have no copy of the target
-    drafter = resolve_drafter(name)
-    require_model_to_quantize(settings.drafter_quantize, name, drafter.draft_model is not None)
-    length, notes = _draft_length(settings, tuned or TuningRecord(), draft_length, drafter)
+    spec = resolve_drafter(name)
+    require_model_to_quantize(settings.drafter_quantize, name, spec.draft_model is not None)
+    length, notes = _draft_length(settings, tuned or TuningRecord(), draft_length, spec)
     notes += _unexported_settings_note(settings)
-    joined, others = "", tuple[DrafterInfo, ...]()
-    if drafter.parts:
-        # Trained drafters are preferred: they can draft anywhere, look-ups only repeated text.
-        joined = drafter.name
-        drafter, *rest = sorted(drafter.parts, key=lambda part: not (part.draft_model or part.trained))
-        others = tuple(rest)
+    joined = spec.name if len(spec.parts) > 1 else ""
+    # Trained drafters are preferred: they can draft anywhere, look-ups only repeated text.
+    drafter, *others = sorted(spec.parts, key=lambda part: not (part.draft_model or part.trained))
     if length == 0 and not drafter.never_drafts:
         notes.insert(0, f"a draft length of 0 is plain decoding: no {drafter.kind} drafter is asked for")
-        drafter, others, joined = resolve_drafter("none"), (), ""
+        (drafter,), others, joined = resolve_drafter("none").parts, [], ""
     if drafter.draft_model is not None:
-        drafter = replace(drafter, draft_model=_resolve_builtin(drafter.draft_model))
+        required = replace(drafter.required, draft_model=_resolve_builtin(drafter.draft_model))
+        drafter = replace(drafter, required=required)
     return Recommendation(
         model=_resolve_builtin(settings.model),
         drafter=drafter,
         draft_length=length,
-        others=others,
+        others=tuple(others),
         joined=joined,
         dtype=None if settings.dtype == "auto" else settings.dtype,
         quantize=settings.quantize,
@@ -263,7 +262,7 @@ def recommend(
 
 
 def _draft_length(
-    settings: LoadSettings, tuned: TuningRecord, asked: int | None, drafter: DrafterInfo
+    settings: LoadSettings, tuned: TuningRecord, asked: int | None, drafter: DrafterSpec
 ) -> tuple[int, list[str]]:
     """Return the draft length, and notes on its origin."""
     if asked is not None:

@@ -1,0 +1,164 @@
+"""Drafters as their names specify them, resolved once and before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from secondguess.drafters import drafter_class, parse_drafter_name
+from secondguess.drafters.base import Drafter, Requirements
+from secondguess.drafters.vocabulary.pair import VocabularyPair
+from secondguess.names import Name
+from secondguess.runtime.weight_format import WeightFormat
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One of the drafters that a name joins, or its only one.
+
+    Args:
+        name: the part of the name.
+        drafter: class of the drafter.
+        required: requirements of the drafter.
+        head_bytes: bytes of the weights that it adds to the target, where known: those of a trained
+            head, in the target's dtype, or of a copy of the target; 0 for a head in the target's own
+            folder, which is counted with the target.
+        vocabularies: those of target and draft model, if their tokenizers differ and both are known.
+    """
+
+    name: Name
+    drafter: type[Drafter]
+    required: Requirements
+    head_bytes: int = 0
+    vocabularies: VocabularyPair | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.kind
+
+    @property
+    def draft_model(self) -> str | None:
+        """Path or name of the draft model, if it uses one."""
+        return self.required.draft_model
+
+    @property
+    def needs_target(self) -> bool:
+        """True if it uses parts of the target, so that not all of it can be checked before the target is loaded."""
+        return self.required.head or self.drafter.uses_target_layers
+
+    @property
+    def trained(self) -> str | None:
+        """Path of a trained head, if the name gives one."""
+        return self.name.argument if self.needs_target else None
+
+    @property
+    def options(self) -> Mapping[str, float]:
+        """Values of all its options."""
+        return self.required.options
+
+    @property
+    def never_drafts(self) -> bool:
+        return self.drafter.never_drafts
+
+    @property
+    def deterministic(self) -> bool:
+        drafts_text = self.vocabularies is not None and self.vocabularies.method == "string"
+        return self.drafter.deterministic or drafts_text
+
+    @property
+    def can_draft_trees(self) -> bool:
+        return self.drafter.can_draft_trees or "tree" in self.name.options
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """Drafter as its name specifies it; properties as of `Drafter`.
+
+    Args:
+        name: as the user wrote it.
+        parts: drafters that the name joins.
+    """
+
+    name: str
+    parts: tuple[PartSpec, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Check a drafter's name without its target.
+
+        Raises:
+            BadInputError: an unknown kind, argument, option or value, or parts that do not combine.
+            CheckpointError: a folder that is missing, or that holds a drafter of another kind.
+        """
+        from secondguess.drafters.combined import check_parts
+
+        names = parse_drafter_name(text)
+        if len(names) > 1:
+            check_parts([name.kind for name in names])
+        classes = [drafter_class(name.kind) for name in names]
+        parts = (
+            PartSpec(name, drafter, drafter.requirements(name))
+            for name, drafter in zip(names, classes, strict=True)
+        )
+        return cls(text, tuple(parts))
+
+    def map_parts(self, change: Callable[[PartSpec], PartSpec]) -> Self:
+        """Return a specification with changed parts."""
+        return replace(self, parts=tuple(map(change, self.parts)))
+
+    @property
+    def kind(self) -> str:
+        """`none`, `model`, `ngram`, ...; of several drafters, joined by `+`."""
+        return "+".join(part.kind for part in self.parts)
+
+    @property
+    def model_part(self) -> PartSpec | None:
+        """Part with a draft model, if there is one."""
+        return next((part for part in self.parts if part.draft_model), None)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Path or name of the draft model, if it uses one."""
+        return None if self.model_part is None else self.model_part.draft_model
+
+    @property
+    def needs_target(self) -> bool:
+        return any(part.needs_target for part in self.parts)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the weights that it adds to the target, where known."""
+        return sum(part.head_bytes for part in self.parts)
+
+    @property
+    def target_copies(self) -> list[WeightFormat]:
+        """Encodings of the weights of the copies of the target with which it drafts."""
+        copies = (part.required.target_copy for part in self.parts)
+        return [weight_format for weight_format in copies if weight_format is not None]
+
+    @property
+    def deterministic(self) -> bool:
+        return all(part.deterministic for part in self.parts)
+
+    @property
+    def never_drafts(self) -> bool:
+        return all(part.never_drafts for part in self.parts)
+
+    @property
+    def can_draft_trees(self) -> bool:
+        return any(part.can_draft_trees for part in self.parts)
+
+    @property
+    def needs_samples(self) -> bool:
+        return any(part.drafter.needs_samples for part in self.parts)
+
+    @property
+    def shares_history(self) -> bool:
+        return any(part.drafter.shares_history for part in self.parts)
+
+    @property
+    def default_controller(self) -> str:
+        return (
+            self.parts[0].drafter.default_controller if len(self.parts) == 1 else Drafter.default_controller
+        )
