@@ -36,7 +36,7 @@ from secondguess.api import LLM, load
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.loader import read_module
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.checkpoint.source import open_source
+from secondguess.checkpoint.source import Source, open_source
 from secondguess.core import Draft, Row
 from secondguess.sampling import SamplingParams
 
@@ -49,6 +49,17 @@ NUM_LISTED = 1000
 WIDTHS, PREFILL = (1, 5, 9), 300
 GENERATED = 128
 QUANTIZATIONS = (None, "int8", "int4")
+REQUESTS = (
+    "Write a Python function that merges two sorted lists into one sorted list, and show how it is called.",
+    "Explain in three sentences why the sky is blue.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "Rewrite this function with type hints and a docstring:\n\ndef area(shape):\n    if shape['kind'] == 'circle':\n"
+    "        return 3.14159 * shape['radius'] ** 2\n    if shape['kind'] == 'square':\n        return shape['side'] ** 2\n"
+    "    raise ValueError(shape['kind'])",
+    "List the steps to bake a loaf of bread.",
+    "Write an SQL query that returns the ten customers with the highest total of orders in 2026.",
+)
+"""Requests whose answers speed is measured on, up to their ends."""
 PIECES = [
     " ", "  ", "    ", "\t", "\n", "\n\n", "\r\n", " \n", "0", "7", "42", "2027", "3.14", "1,000", "a", "the", "The", " of",
     "don't", "I'LL", "x_1", "camelCase", "def f(x):", "==", "!=", "->", "...", "--", "(", ")", "[1]", "{}", "\"", "'", "`", "\\n",
@@ -70,12 +81,10 @@ class Peer:
     Args:
         python: a Python that has `xllamacpp`.
         release: the model.
-        draft: draft model of speculative decoding.
     """
 
-    def __init__(self, python: Path, release: Release, draft: Release | None = None) -> None:
+    def __init__(self, python: Path, release: Release) -> None:
         command = [str(python), str(HERE / "peers" / "llama_server.py"), str(release.path)]
-        command += ["--draft-model", str(draft.path)] if draft else []
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -110,17 +119,12 @@ class Peer:
         )
 
     def generate(self, tokens: Sequence[int], count: int) -> float:
-        """Return the seconds of a greedy completion."""
+        """Return the tokens per second of a greedy completion of at most `count` tokens."""
         start = time.perf_counter()
-        self.post(
-            "/completion",
-            prompt=list(tokens),
-            n_predict=count,
-            temperature=0,
-            cache_prompt=False,
-            ignore_eos=True,
+        reply = self.post(
+            "/completion", prompt=list(tokens), n_predict=count, temperature=0, cache_prompt=False
         )
-        return time.perf_counter() - start
+        return float(reply["tokens_predicted"]) / (time.perf_counter() - start)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -129,11 +133,9 @@ class Peer:
 
 
 @contextmanager
-def running(
-    options: argparse.Namespace, release: Release, draft: Release | None = None
-) -> Iterator[Peer | None]:
+def running(options: argparse.Namespace, release: Release) -> Iterator[Peer | None]:
     """Return a context with a peer; None without `--peer`."""
-    peer = Peer(options.peer, release, draft) if options.peer else None
+    peer = Peer(options.peer, release) if options.peer else None
     try:
         yield peer
     finally:
@@ -223,9 +225,9 @@ def compared(exact: Tensor, found: Tensor, tokens: Sequence[int]) -> dict[str, f
     }
 
 
-def reference(release: Release | Path, config: Any, source: Any) -> Callable[[Sequence[int]], Tensor]:
+def reference(source: Source) -> Callable[[Sequence[int]], Tensor]:
     """Return a function that computes exact log-probabilities `[token, vocabulary]` in float32."""
-    module = read_module(source, config, torch.float32, torch.device("cpu")).eval()
+    module = read_module(source, source.config, torch.float32, torch.device("cpu")).eval()
 
     def logs(tokens: Sequence[int]) -> Tensor:
         with torch.inference_mode():
@@ -246,7 +248,7 @@ def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str,
             continue
         source = open_source(str(model))
         samples = texts(source.tokenizer)
-        exact_of = reference(release, source.config, source)
+        exact_of = reference(source)
         exact = {kind: exact_of(tokens) for kind, tokens in samples.items()}
         del exact_of
         name = "file" if model == release.path else "folder"
@@ -327,17 +329,37 @@ def time_passes(loaded: LoadedModel) -> dict[str, float]:
 
 
 def generate(llm: LLM, tokens: Sequence[int]) -> float:
-    """Return the seconds of a greedy completion."""
+    """Return the tokens per second of a greedy completion."""
     start = time.perf_counter()
-    llm.generate(list(tokens), max_tokens=GENERATED, temperature=0, ignore_eos=True)
-    return time.perf_counter() - start
+    output = llm.generate(list(tokens), max_tokens=GENERATED, temperature=0)
+    return len(output.token_ids) / (time.perf_counter() - start)
+
+
+def requests(tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of requests, as conversations where the model has a chat template."""
+    if not tokenizer.chat_template:
+        return [tokenizer(text).input_ids for text in REQUESTS]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in REQUESTS
+    ]
 
 
 def measure_speed(options: argparse.Namespace, release: Release) -> dict[str, Any]:
-    """Return times of passes, and tokens/s of greedy completions by systems that run in turns."""
-    plain, default = load(str(release.path), "none"), load(str(release.path))
-    prompts = [tokens[: PREFILL // 3] for tokens in texts(plain.target.tokenizer).values()]
-    seconds: dict[str, list[float]] = {}
+    """Return times of passes, and tokens/s of greedy answers by systems that run in turns, for file and folder."""
+    report = {"file": speeds_of(options, release, release.path)}
+    if release.folder.is_dir():
+        report["folder"] = speeds_of(options, release, release.folder)
+    return report
+
+
+def speeds_of(options: argparse.Namespace, release: Release, model: Path) -> dict[str, Any]:
+    """Return times of passes and tokens/s of one form of a model; those of llama.cpp are of the file."""
+    plain, default = load(str(model), "none"), load(str(model))
+    prompts = requests(plain.target.tokenizer)
+    speeds: dict[str, list[float]] = {}
     report = {"passes": time_passes(plain.target)}
     with running(options, release) as peer:
         for number in range(options.repeats + 1):
@@ -348,9 +370,8 @@ def measure_speed(options: argparse.Namespace, release: Release) -> dict[str, An
                 }
                 if peer is not None:
                     runs["llama.cpp"] = peer.generate(tokens, GENERATED)
-                for name, taken in runs.items() if number else ():
-                    seconds.setdefault(name, []).append(taken)
-    speeds = {name: [GENERATED / taken for taken in found] for name, found in seconds.items()}
+                for name, speed in runs.items() if number else ():
+                    speeds.setdefault(name, []).append(speed)
     return report | {
         name: {"median": round(median(found), 1), "from": round(min(found), 1), "to": round(max(found), 1)}
         for name, found in speeds.items()

@@ -22,12 +22,14 @@ from families import needs_kernels
 from secondguess.api import LLM, load
 from secondguess.checkpoint.loader import _checked_tokens, _outline, _packed_decoder
 from secondguess.checkpoint.plan import Checkpoint
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import pack_linears
+from secondguess.runtime.rotary import Rotary
 
 pytestmark = [needs_kernels, pytest.mark.released]
 
@@ -102,6 +104,15 @@ def test_other_runtimes_take_models_that_amplify_rounding(release, runtime):
     assert model.kind == runtime
     if runtime == "transformers":
         assert any(isinstance(part, KernelLinear) for part in model.runtime.module.modules())
+
+
+def test_the_fused_runtime_refuses_wrong_positions_in_bfloat16(smollm2, monkeypatch, caplog):
+    table = Rotary.table
+    monkeypatch.setattr(Rotary, "table", lambda self, length: table(self, length).flip(0))
+    plan = Checkpoint.resolve(str(make_folder(smollm2)), dtype="bfloat16", device="cpu", runtime="fused")
+    with pytest.raises(UnsupportedModelError):
+        plan.load()
+    assert "the fused runtime is not used" in caplog.text
 
 
 def test_a_module_with_wrong_products_is_not_packed(smollm2, monkeypatch):
@@ -224,6 +235,7 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "interleaved pairs": (wrong_value("is_interleaved", 1), "layer 0"),
     "no mask": (wrong_value("is_bidirectional", 1), "layer 0"),
     "window": (wrong_value("window", 8, layer=4), "layer 4"),
+    "window of the last tokens": (wrong_value("window", 17, layer=4), "layer 4"),
     "scaling of scores": (wrong_value("scaling", 0.125 * 1.05), "layer 0"),
     "activation": (wrong_value("activation", 1), "layer 0"),
 }

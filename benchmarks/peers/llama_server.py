@@ -1,6 +1,6 @@
 """Run llama.cpp's server with a model, in a Python that has `xllamacpp`, until the standard input ends.
 
-    python benchmarks/peers/llama_server.py MODEL.gguf [--draft-model DRAFT.gguf] [--threads 2]
+    python benchmarks/peers/llama_server.py MODEL.gguf [--threads 2]
 
 The first line of the standard output is the server's address; it is printed when the model has been loaded.
 """
@@ -15,15 +15,12 @@ import xllamacpp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--draft-model")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     params = xllamacpp.CommonParams()
     params.model.path = options.model
     params.n_ctx, params.n_parallel, params.verbosity, params.warmup = 4096, 1, 0, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
-    if options.draft_model:
-        params.speculative.draft.mparams.path = options.draft_model
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -317,6 +317,15 @@ def test_lengths_beyond_the_file_take_no_memory(value, tmp_path):
     tracemalloc.stop()
 
 
+def test_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
+    config = random_llama(hidden_size=WIDTH, vocab_size=300).config
+    writer = writer_for(tmp_path, "llama", config)
+    writer.add_uint32("tokenizer.ggml.padding_token_id", 2**32 - 1)
+    writer.add_tensor("output_norm.weight", torch.ones(WIDTH).numpy())
+    finish(writer)
+    assert open_source(str(tmp_path / "model.gguf")).config.pad_token_id is None
+
+
 def test_a_part_of_a_model_is_refused(tmp_path):
     config = random_llama(hidden_size=WIDTH, vocab_size=300).config
     writer = writer_for(tmp_path, "llama", config)

@@ -21,7 +21,7 @@ from secondguess.builtin import head_path
 from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
 from secondguess.checkpoint.memory import check_memory
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.checkpoint.verdicts import Verdict, verdict_file, write_verdict
+from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.checkpoint.weight_files import count_parameters
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.core import Row
@@ -377,6 +377,16 @@ def test_a_configuration_is_inspected(inspected, secondguess_command, tiny_check
     other = secondguess_command("inspect", "builtin", "--config", path)
     assert (other.code, other.err.count("\n")) == (2, 1)
     assert "give no --model" in other.err
+
+
+def test_a_broken_verdict_is_none(tmp_path):
+    file = tmp_path / "kept" / "verdict.json"
+    write_verdict(file, Verdict("layer 1", 0.5, 1.0))
+    assert read_verdict(file) == Verdict("layer 1", 0.5, 1.0)
+    assert list(file.parent.iterdir()) == [file]
+    for text in ("", "[]", '{"part": "layer 1", "error": null, "limit": 1}', '{"part": "layer 1"}'):
+        file.write_text(text)
+        assert read_verdict(file) is None
 
 
 @needs_kernels

@@ -73,6 +73,13 @@ def test_the_flag_overrides_the_file(loaded, write, of_file):
     assert loaded("generate", "x", "--config", path)["share_history"] is False
 
 
+def test_inspect_checks_the_drafter_of_a_shared_history(secondguess_command, write, tiny_checkpoint):
+    path = write(tiny_checkpoint, drafter="suffix", share_history=True)
+    assert secondguess_command("inspect", "--config", path).code == 0
+    path = write(tiny_checkpoint, drafter="ngram", share_history=True)
+    assert "for share_history, got ngram" in secondguess_command("inspect", "--config", path).err
+
+
 def test_settings_chosen_for_the_drafter_are_dropped_with_it(secondguess_command, loaded, write):
     path = write("somewhere", **KEYS)
     settings = loaded("generate", "x", "--config", path, "--drafter", "suffix")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +62,7 @@ def load_model(plan: Checkpoint) -> LoadedModel:
 
     Raises:
         CheckpointError: if weights or tokenizer are missing or broken.
-        UnsupportedModelError: if the requested runtime does not reproduce the model's logits.
+        UnsupportedModelError: if the requested runtime, other than `native`, does not reproduce the model's logits.
         OutOfMemoryError: if weights and cache would not fit; nothing has been allocated.
     """
     check_memory([plan.memory()], plan.device)
@@ -149,10 +150,17 @@ def _native_runtime(plan: Checkpoint, weight_format: WeightFormat) -> NativeRunt
     decoder, read = _packed_decoder(plan, weight_format)
     return_freed_memory()
     if verdict is None:
-        verdict = Verdict.of_parts(
-            check_decoder(NativeRuntime(decoder), _outline(plan), read, _checked_tokens(plan))
-        )
-        write_verdict(kept, verdict)
+        outline, tokens = _outline(plan), _checked_tokens(plan)
+        try:
+            verdict = Verdict.of_parts(check_decoder(NativeRuntime(decoder), outline, read, tokens))
+            write_verdict(kept, verdict)
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # of a module in code that is not ours
+            verdict = Verdict(f"a check that failed with {type(error).__name__} ({error})", math.nan, 0.0)
     if not verdict.passes:
         _log_refusal(plan, weight_format, verdict)
         if plan.runtime == "auto":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +26,7 @@ from secondguess.checkpoint.resolve import check_dtype, check_quantization, chec
 from secondguess.checkpoint.source import FolderSource, Source, open_source
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
-from secondguess.runtime.families import FAMILIES, why_not_fused
+from secondguess.runtime.families import FAMILIES, weight_shapes, why_not_fused
 from secondguess.runtime.graphs.runtime import why_not_graphs
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
@@ -60,6 +62,8 @@ DEQUANTISED = ("fp8", "compressed-tensors", "mxfp4")
 """Encodings that Transformers dequantises when it loads a checkpoint, at least on some machines."""
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 """Part of the names of the weights of one expert."""
+LAYER_NUMBER = re.compile(r".*?\.\d+\.")
+OTHER_EXPERT = re.compile(r"\.experts\.[1-9]\d*\.")
 MAX_REASON_LENGTH = 300
 """Characters of a quantization that are shown."""
 
@@ -200,7 +204,7 @@ class Checkpoint:
     def weight_formats(self) -> list[WeightFormat]:
         """Encodings in which the kernels hold the weights, in the order in which loading tries them.
 
-        A draft model whose probe fails in 8 bits is tried in bfloat16, still faster than elsewhere.
+        A draft model whose check fails in 8 bits is tried in bfloat16, still faster than elsewhere.
         """
         if self.quantize is not None:
             return [QUANTIZATIONS[self.quantize]]
@@ -348,13 +352,21 @@ class Checkpoint:
         weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
         if by_kernels and self.files.has_single_weights:
             # from memory-mapped files; the check takes one layer at a time
-            num_in_layers = max(0, num_parameters - 2 * num_embedded)
-            loading = weights + BYTES_OF_CHECK * num_in_layers // self.num_layers
+            loading = weights + BYTES_OF_CHECK * self._num_in_checked_layer
         elif is_packed and not is_tied:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
         cache = num_cached_tokens * self.cache_bytes_per_token
         return MemoryEstimate(self.name, weights, cache, num_cached_tokens, loading)
+
+    @property
+    def _num_in_checked_layer(self) -> int:
+        """Number of weights of the largest layer, with one of its experts; others are checked one after the other."""
+        sizes = Counter[str]()
+        for name, shapes in weight_shapes(self.config).items():
+            if (found := LAYER_NUMBER.match(name)) and OTHER_EXPERT.search(name) is None:
+                sizes[found[0]] += max(map(math.prod, shapes))
+        return max(sizes.values())
 
     def _bytes_saved(self, num_parameters: int, num_embedded: int, by_kernels: bool) -> float:
         """Return how many bytes fewer the weights take than in the compute dtype.

@@ -387,6 +387,9 @@ class GgufSource(Source):
     def weights(self, device: torch.device, by_expert: bool = True) -> WeightSource:
         return GgufWeights(self.file, self.config)
 
+    def close(self) -> None:
+        self.__dict__.pop("file", None)
+
 
 def open_source(name: str) -> Source:
     """Return the files of a model.

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ import torch
 import transformers
 
 from secondguess.runtime.native import library
-from secondguess.runtime.native.sources import hash_sources
 from secondguess.runtime.weight_format import WeightFormat
 
 if TYPE_CHECKING:
@@ -65,8 +65,27 @@ def _folder() -> Path | None:
     chosen = os.environ.get(SETTING)
     if chosen is not None:
         return Path(chosen) if chosen else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "secondguess" / "checks"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "secondguess" / "checks"
+    with suppress(RuntimeError):  # a user without a home directory
+        return Path.home() / ".cache" / "secondguess" / "checks"
+    return None
+
+
+@cache
+def _hash_of_sources() -> str:
+    """Return a hash of the kernels and of all code that reads, packs or checks weights."""
+    package = Path(__file__).parents[1]
+    files = sorted(
+        file
+        for folder in ("checkpoint", "runtime")
+        for file in (package / folder).rglob("*")
+        if file.suffix in (".py", ".h", ".cpp")
+    )
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def verdict_file(plan: Checkpoint, weight_format: WeightFormat) -> Path | None:
@@ -83,8 +102,7 @@ def verdict_file(plan: Checkpoint, weight_format: WeightFormat) -> Path | None:
         "config": plan.config.to_dict(),
         "encoding": weight_format.name,
         "kept": weight_format.keeps_others,
-        "kernels": hash_sources(Path(library.__file__).parent),
-        "check": Path(library.__file__).with_name("check.py").read_text(encoding="utf-8"),
+        "sources": _hash_of_sources(),
         "unit": library.units()[0].name,
         "versions": [torch.__version__, transformers.__version__],
     }
@@ -95,8 +113,9 @@ def verdict_file(plan: Checkpoint, weight_format: WeightFormat) -> Path | None:
 def read_verdict(file: Path | None) -> Verdict | None:
     """Return the verdict of an earlier check of the same files; None without one."""
     if file is not None:
-        with suppress(OSError, ValueError, TypeError):
-            return Verdict(**json.loads(file.read_bytes()))
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            kept = json.loads(file.read_bytes())
+            return Verdict(str(kept["part"]), float(kept["error"]), float(kept["limit"]))
     return None
 
 
@@ -106,6 +125,7 @@ def write_verdict(file: Path | None, verdict: Verdict) -> None:
         return
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
-            json.dump(asdict(verdict), written)
-        Path(written.name).replace(file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            written = Path(folder) / file.name
+            written.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+            written.replace(file)

@@ -70,12 +70,13 @@ def inspect(
 
     from secondguess.api import check_verifier, choose_controller
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
+    from secondguess.drafters.spec import DrafterSpec
     from secondguess.pairing import require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
     loading = dict(settings)
     if loading.pop("share_history", False) and "drafter" in loading:
-        require_drafter_of_history(loading["drafter"])
+        require_drafter_of_history(DrafterSpec.parse(loading["drafter"]))
     verifier, controller = make_verifier(loading.pop("verifier", "auto")), loading.pop("controller", None)
     pair = resolve_pair(**loading)
     check_verifier(verifier, pair.drafter)

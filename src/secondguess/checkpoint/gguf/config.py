@@ -130,7 +130,6 @@ def _own_config(file: GgufFile) -> Any:
     if missing := [key for key in names if key not in values and key not in OPTIONAL]:
         raise ValueError(f"a file of {architecture} without {missing[0]}")
     found = {name: values[key] for key, name in names.items() if key in values}
-    found |= {name: file.fields.get(f"tokenizer.ggml.{kind}_token_id") for kind, name in NAMED_TOKENS.items()}
     if architecture == "stablelm":
         found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
         found["use_qkv_bias"] = "blk.0.attn_q.bias" in tensors
@@ -143,6 +142,9 @@ def _own_config(file: GgufFile) -> Any:
         }
     embedding = tensors.get("token_embd.weight")
     num_tokens = len(file.fields.get("tokenizer.ggml.tokens") or [])
+    for kind, name in NAMED_TOKENS.items():
+        token = file.fields.get(f"tokenizer.ggml.{kind}_token_id")
+        found[name] = token if isinstance(token, int) and token < num_tokens else None
     config = AutoConfig.for_model(
         ARCHITECTURES[architecture],
         **found,

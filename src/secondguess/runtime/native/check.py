@@ -30,6 +30,8 @@ from secondguess.runtime.weight_format import BFLOAT16
 
 LAYER_LIMIT, LOGIT_LIMIT = 1.0, 2.0
 """Largest errors, relative to those of rounding, of the output of a layer and of logits."""
+TOKEN_LIMIT = 10.0
+"""Largest error of a single token relative to the typical one; of correct layers it is up to 3.5, of logits up to 10."""
 HEAD_OUTPUTS = 4096
 """Number of logits that are compared."""
 GROUP = 32
@@ -437,9 +439,19 @@ def _relative_error(found: Tensor, expected: Tensor, other: Tensor) -> float:
     """Return the typical error of numbers `[row, token, channel]` relative to the distance of others from the expected.
 
     By channel the medians over tokens are compared: a few channels and tokens have activations that are hundreds of
-    times larger than the others. The distance is at least the rounding of the expected numbers to bfloat16.
+    times larger than the others. By token it is the medians over channels, of which the largest may be `TOKEN_LIMIT`
+    times as large. The distance is at least the rounding of the expected numbers to bfloat16.
     """
-    errors, noise = ((values - expected).abs().flatten(0, 1).median(0).values for values in (found, other))
-    rounding = expected.abs().flatten(0, 1).median(0).values * 2**-10
-    floor = torch.maximum(noise.median() / 4, rounding) + torch.finfo(torch.float32).tiny
-    return float((errors / torch.maximum(noise, floor)).square().mean().sqrt())
+    by_channel = _ratios(found, expected, other, 0).square().mean().sqrt()
+    by_token = _ratios(found, expected, other, 1).max() / TOKEN_LIMIT
+    return float(torch.maximum(by_channel, by_token))  # NaN if one of them is
+
+
+def _ratios(found: Tensor, expected: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Return the ratios of median errors, over tokens (dimension 0) or channels (1)."""
+    errors, noise, sizes = (
+        values.abs().flatten(0, 1).median(dim).values
+        for values in (found - expected, other - expected, expected)
+    )
+    floor = torch.maximum(noise.median() / 4, sizes * 2**-10) + torch.finfo(torch.float32).tiny
+    return errors / torch.maximum(noise, floor)
