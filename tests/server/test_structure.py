@@ -235,3 +235,23 @@ def test_a_prediction_is_tokenized_once_for_all_samples(monkeypatch):
     rows = generation.Generation(llm, ["def"], [params]).group.rows
     assert len(rows) == 4
     assert len([given for given in calls if isinstance(given[1], str)]) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"structured_outputs": {"choice": ["yes", 'n"o\\']}}, {"guided_choice": ["yes"]}]
+)
+def test_one_of_several_texts_is_the_reply(client, fields):
+    reply = chat(client, extra_body=fields).choices[0].message.content
+    assert reply in ("yes", 'n"o\\')
+
+
+def test_a_schema_of_a_set_is_taken(client):
+    schema = {
+        "type": "array",
+        "items": {"enum": ["a", "b"]},
+        "minItems": 1,
+        "maxItems": 2,
+        "uniqueItems": True,
+    }
+    reply = chat(client, extra_body={"guided_json": schema}).choices[0].message.content
+    assert set(json.loads(reply)) <= {"a", "b"}

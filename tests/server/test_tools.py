@@ -56,6 +56,37 @@ def test_a_stream_has_the_same_parts(served):
     assert chunks[-1].usage == chat(client).usage
 
 
+@pytest.mark.parametrize("route", ["chat", "stream", "responses"])
+def test_without_parallel_calls_the_first_one_alone_is_returned(route):
+    with serving(chat_engine(CALL + CALL)) as url, openai_client(url) as client:
+        for parallel, count in ((True, 2), (None, 2), (False, 1)):
+            fields = {} if parallel is None else {"parallel_tool_calls": parallel}
+            if route == "responses":
+                tool = TOOL["function"] | {"type": "function"}
+                reply = client.responses.create(model="chatty", input="x", tools=[tool], **fields)
+                assert reply.parallel_tool_calls is (parallel is not False)
+                calls = [item for item in reply.output if item.type == "function_call"]
+            elif route == "chat":
+                calls = chat(client, **fields).choices[0].message.tool_calls
+            else:
+                deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **fields)]
+                calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            assert len(calls) == count
+
+
+def test_a_reply_can_be_sent_back_as_the_client_has_it(served):
+    """With the fields that `openai` adds to replies, and those of other clients."""
+    engine, client = served
+    first = chat(client).choices[0].message.model_dump()
+    call = first["tool_calls"][0]
+    call["function"]["parsed_arguments"] = {"a": 1, "b": 2}
+    first |= {"parsed": None, "index": 0, "id": "msg_1", "tool_calls": [call | {"index": 0}]}
+    result = {"role": "tool", "tool_call_id": call["id"], "name": "add", "id": "msg_2"}
+    result["content"] = [{"type": "text", "text": "3", "cache_control": {"type": "ephemeral"}}]
+    chat(client, messages=[*MESSAGES, first, result])
+    assert "<|im_start|>tool\n3<|im_end|>" in engine.llm.target.tokenizer.decode(engine.last.prompt)
+
+
 def test_calls_and_results_can_be_sent_back(served):
     engine, client = served
     first = chat(client).choices[0].message
@@ -117,12 +148,12 @@ def test_tool_choice_none_hides_the_tools(served):
     assert "tools:" not in engine.llm.target.tokenizer.decode(engine.last.prompt)
 
 
-def test_a_variable_of_the_template_can_be_set_and_others_are_refused(served):
+def test_a_variable_of_the_template_can_be_set_and_one_that_it_does_not_read_is_accepted(served):
     engine, client = served
     chat(client, reasoning_effort="high")
     assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n<think>")
-    with pytest.raises(openai.BadRequestError, match="enable_thinking"):
-        chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n")
     for name in ("add_generation_prompt", "tools", "messages", "tokenize"):
         with pytest.raises(openai.BadRequestError, match=f"got {name}, which the server sets"):
             chat(client, extra_body={"chat_template_kwargs": {name: False}})

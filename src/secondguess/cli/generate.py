@@ -83,9 +83,7 @@ def generate(
     ignore_eos: Annotated[
         bool, sampling_option("Go on after the model's end tokens.", "--ignore-eos")
     ] = False,
-    n: Annotated[
-        int, sampling_option("Samples per prompt; more than 1 needs a temperature above 0.", "--n")
-    ] = 1,
+    n: Annotated[int, sampling_option("Samples per prompt.", "--n")] = 1,
     seed: options.RequestSeed = None,
     logprobs: Annotated[
         int | None,

@@ -88,7 +88,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end the text, and `min_tokens` does not ban them;
             for load tests. With a grammar, whose end they show, they still do, and are banned.
-        n: samples per prompt. More than 1 needs a temperature above 0. Where `seed` makes the text
+        n: samples per prompt, all equal at temperature 0. Where `seed` makes the text
             reproducible, sample i is the same text for any n.
         seed: makes the text reproducible. With verifier `auto` or `coupled` the text is then also
             the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
@@ -147,10 +147,6 @@ class SamplingParams:
             raise _invalid("temperature", "0, or a number from 0.0001 to 100", self.temperature, "use 0")
         if self.top_p == 0:
             raise _invalid("top_p", "above 0 and at most 1", self.top_p, "temperature=0 is greedy decoding")
-        if self.n > 1 and self.temperature == 0:
-            raise _invalid(
-                "n", "1 at temperature 0, where all samples are equal", self.n, "set a temperature above 0"
-            )
         self._set("logit_bias", _checked_bias(self.logit_bias))
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_tokens("stop_token_ids", self.stop_token_ids))

@@ -88,12 +88,11 @@ class ChatTemplate:
                 f"expected variables of the chat template in chat_template_kwargs, got {', '.join(sorted(taken))}, "
                 "which the server sets; leave it out",
             )
-        for name in [*(["tools"] if conversation.tools else []), *conversation.variables]:
-            if not re.search(rf"\b{re.escape(name)}\b", source):
-                raise refused(
-                    name,
-                    f"expected no {name}, which the chat template of {self._name} does not read; leave it out",
-                )
+        if conversation.tools and not re.search(r"\btools\b", source):
+            raise refused(
+                "tools",
+                f"expected no tools, which the chat template of {self._name} does not read; leave them out",
+            )
         format_messages = partial(
             formatter.apply_chat_template,
             tools=conversation.tools or None,

@@ -38,6 +38,7 @@ class Job:
         echo: text that precedes the output of each prompt.
         tools: functions that the model may call.
         forces_call: True if the output is a tool call by its grammar.
+        single_call: True if only the first tool call of an output is returned.
     """
 
     prompts: list[list[int]]
@@ -46,6 +47,7 @@ class Job:
     echo: list[str] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     forces_call: bool = False
+    single_call: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -89,7 +91,7 @@ class Converter:
         texts = _prompts(request.prompt)
         self._check_samples(len(texts), request)
         prompts = [self._encode(text, request.suffix) for text in texts]
-        grammar = grammar_of_outputs(request.structured_outputs, self._settings.max_schema_bytes)
+        grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
         echo = [self._text(text) for text in texts] if request.echo else []
         return Job(prompts, params, echo=echo)
@@ -98,7 +100,7 @@ class Converter:
         """Return the job of a chat request."""
         self._check_tools(request)
         grammar = grammar_of_chat(request, self._settings.max_schema_bytes)
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise refused("top_logprobs", "expected logprobs: true together with top_logprobs; add it")
         limits = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -119,6 +121,7 @@ class Converter:
             images=prompt.images,
             tools=conversation.tools,
             forces_call=forces_call(request),
+            single_call=request.parallel_tool_calls is False,
         )
 
     def _check_tools(self, request: ChatRequest) -> None:
@@ -159,7 +162,12 @@ class Converter:
             raise refused("stream_options", "expected stream: true together with stream_options; add it")
         if request.top_k == -1:  # none, for vLLM
             settings["top_k"] = 0
+        if request.top_p == 0:  # the most probable token alone
+            settings |= {"top_k": 1, "top_p": 1.0}
+        if request.seed is not None and request.seed < 0:  # -1 is none, for llama.cpp
+            settings["seed"] = None if request.seed == -1 else request.seed % 2**63
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        stop = [text for text in stop if text]
         stop_token_ids = request.stop_token_ids or []
         for name, values in (("stop", stop), ("stop_token_ids", stop_token_ids)):
             check_limit(name, len(values), self._settings.max_stop_strings, f"entries of {name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
@@ -195,7 +195,37 @@ class ForcedCallParser:
             return [Delta("content", self._text)]
 
 
-ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser
+class SingleCallParser:
+    """Reply of which only the first tool call is returned (`parallel_tool_calls: false`).
+
+    Args:
+        parser: parser of the whole reply.
+    """
+
+    def __init__(self, parser: TemplateParser) -> None:
+        self._parser = parser
+        self._has_call = False
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._parser.num_reasoning_tokens
+
+    def feed(self, piece: Piece) -> list[Delta]:
+        return list(self._first_call(self._parser.feed(piece)))
+
+    def finish(self, stopped: bool) -> list[Delta]:
+        return list(self._first_call(self._parser.finish(stopped)))
+
+    def _first_call(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
+        """Yield the deltas without calls after the first one."""
+        for delta in deltas:
+            is_call = delta.field == "tool_call"
+            if not (is_call and self._has_call):
+                yield delta
+            self._has_call |= is_call
+
+
+ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser | SingleCallParser
 """Parser of one sample's reply."""
 
 

@@ -58,6 +58,7 @@ def to_chat(request: ResponseRequest) -> ChatRequest:
         "top_p": request.top_p,
         "tools": _tools(request),
         "tool_choice": _tool_choice(request),
+        "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request),
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "logprobs": wants_logprobs(request) or None,

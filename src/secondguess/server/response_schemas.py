@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from secondguess.server.schemas import (
+    HINTS,
     STATELESS,
     Body,
     Bounded,
@@ -155,7 +156,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """Reasoning of the model."""
 
-    effort: Effort | None = Field(default=None, description="needs a chat template that reads it")
+    effort: Effort | None = Field(default=None, description="for chat templates that read it")
     summary: None = unsupported("reasoning is returned as text")
     generate_summary: None = unsupported("reasoning is returned as text")
     context: None = unsupported("the chat template decides which reasoning it reads")
@@ -164,10 +165,12 @@ class ReasoningOptions(Body):
 class ResponseRequest(Extensions, SharedFields):
     """Body of `/v1/responses`."""
 
+    accepted = HINTS
+
     model: str | None = Field(default=None, description="a name of the served model, which is the default")
     input: str | Bounded[InputItem]
     instructions: str | None = None
-    max_output_tokens: Limit | None = None
+    max_output_tokens: Limit = None
     temperature: float | None = Field(default=None, description="0 is greedy; by default the model's, or 1")
     top_p: float | None = None
     top_logprobs: NumLogprobs | None = None

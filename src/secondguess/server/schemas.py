@@ -1,14 +1,14 @@
 """Bodies of requests, with every field of OpenAI's that clients send.
 
-A field is honoured, accepted in its neutral value alone (`Literal[...]`), or refused by name (`None`,
-with the reason as its description). Unknown fields are refused. The server's own fields are those of
-`Extensions`.
+A field is used; accepted without effect, if it cannot change the text (`Body.accepted`); or refused by name (`None`, with
+the reason as its description), if the text would be another one than asked for. Unknown fields are refused. The server's
+own fields are those of `Extensions`.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -59,13 +59,23 @@ Map = Annotated[dict[str, Item], BeforeValidator(_check_size)]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
 Metadata = Annotated[Map[str], AfterValidator(_check_json)]
 
-Limit = Annotated[int, Field(ge=1)]
+Limit = Annotated[
+    Annotated[int, Field(ge=1)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+]
+"""Number of tokens; none for null and, as in llama.cpp and Ollama, for -1."""
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 STATELESS = "the server keeps no conversations; send the whole conversation as input"
 NoAudio = "this server generates text"
 OtherService = "it is a service of OpenAI's platform"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+HINTS = frozenset([
+    "service_tier", "store", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",  # OpenAI
+    "cache_salt", "kv_transfer_params", "priority", "request_id", "spaces_between_special_tokens",  # vLLM
+    "cache_prompt", "id_slot", "return_progress", "timings_per_token",  # llama.cpp
+    "rid", "keep_alive", "ttl",  # SGLang, Ollama, LM Studio
+])  # fmt: skip
+"""Fields of requests that cannot change the text: hints for caches, queues and storage."""
 
 
 def unsupported(reason: str) -> Any:
@@ -74,15 +84,30 @@ def unsupported(reason: str) -> Any:
 
 
 class Body(BaseModel):
-    """Part of a request; types are strict, NaN and unknown fields are refused."""
+    """Part of a request; types are strict, NaN and unknown fields are refused.
+
+    Attributes:
+        accepted: names of fields that cannot change the text; their values are not read.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    accepted: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unknown_but_first(cls, values: Any) -> Any:
-        """Leave at most one unknown field, to be refused: a large body must not cost an error per field."""
-        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+    def _prepare(cls, values: Any) -> Any:
+        """Drop accepted fields, and write whole numbers such as 4.0, which some clients send, as integers.
+
+        At most one unknown field is left, to be refused: a large body must not cost an error per field.
+        """
+        if not isinstance(values, dict):
+            return values
+        values = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in values.items()
+            if name not in cls.accepted
+        }
+        if len(values) <= len(cls.model_fields):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in values if name not in known), None)
@@ -114,6 +139,8 @@ class SpeculationOptions(Body):
 class TextPart(Body):
     """Text in a message."""
 
+    accepted = frozenset({"cache_control"})
+
     type: Literal["text"]
     text: str
 
@@ -127,6 +154,8 @@ class ImageUrl(Body):
 
 class ImagePart(Body):
     """Image in a message, for a vision-language model."""
+
+    accepted = frozenset({"cache_control"})
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -155,6 +184,9 @@ class StructuredOutputs(Body):
     json_: JsonObject | None = Field(default=None, alias="json", description="JSON schema")
     json_object: Literal[True] | None = None
     regex: str | None = None
+    choice: Annotated[Bounded[str], Field(min_length=1)] | None = Field(
+        default=None, description="one of these texts"
+    )
     grammar: str | None = Field(default=None, description="in llguidance's dialect of Lark")
 
 
@@ -171,6 +203,12 @@ class Extensions(Body):
         default=None, description="auto: the controller decides; off: plain decoding"
     )
     structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = Field(default=None, description="as structured_outputs.json")
+    guided_regex: str | None = Field(default=None, description="as structured_outputs.regex")
+    guided_choice: Bounded[str] | None = Field(default=None, description="as structured_outputs.choice")
+    guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"
     )
@@ -178,6 +216,8 @@ class Extensions(Body):
 
 class Sampling(Extensions):
     """Sampling settings that completions and chats share."""
+
+    accepted = HINTS
 
     model: str | None = Field(default=None, description="a name of the served model, which is the default")
     frequency_penalty: float | None = None
@@ -203,12 +243,14 @@ class CompletionRequest(Sampling):
     best_of: int | None = Field(default=None, description="n, or absent")
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
-    max_tokens: Limit | None = None
+    max_tokens: Limit = None
     suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
 
 
 class SystemMessage(Body):
     """Instructions; templates receive the role `system`."""
+
+    accepted = frozenset({"id", "cache_control"})
 
     role: Literal["system", "developer"]
     content: Texts
@@ -218,6 +260,8 @@ class SystemMessage(Body):
 class UserMessage(Body):
     """Message of the user."""
 
+    accepted = frozenset({"id", "cache_control"})
+
     role: Literal["user"]
     content: str | Bounded[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
     name: str | None = None
@@ -226,6 +270,8 @@ class UserMessage(Body):
 class CalledFunction(Body):
     """Function of an earlier tool call."""
 
+    accepted = frozenset({"parsed_arguments"})
+
     name: str
     arguments: str
 
@@ -233,13 +279,17 @@ class CalledFunction(Body):
 class EarlierCall(Body):
     """Tool call of an earlier reply."""
 
+    accepted = frozenset({"index"})
+
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class AssistantMessage(Body):
-    """Earlier reply, as this server or OpenAI's returned it."""
+    """Earlier reply, as this server, OpenAI's or its client returned it."""
+
+    accepted = frozenset({"id", "index", "parsed", "cache_control"})
 
     role: Literal["assistant"]
     content: str | Bounded[TextPart | RefusalPart] | None = None
@@ -255,7 +305,10 @@ class AssistantMessage(Body):
 class ToolMessage(Body):
     """Result of a tool call."""
 
+    accepted = frozenset({"id", "cache_control"})
+
     role: Literal["tool"]
+    name: str | None = Field(default=None, description="some chat templates read it")
     content: Texts
     tool_call_id: str
 
@@ -269,7 +322,7 @@ class FunctionParameters(Body):
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: Literal[False] | None = Field(default=None, description="only calls without a grammar")
+    strict: bool | None = Field(default=None, description="a forced call always follows its parameters")
 
 
 class Tool(Body):
@@ -311,17 +364,12 @@ class ResponseFormat(Body):
 class SharedFields(Body):
     """Fields of chats and responses alike, besides those of sampling."""
 
-    parallel_tool_calls: Literal[True] | None = Field(default=None, description="the model decides")
-    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = Field(default=None, description="replies are not stored")
-    prompt_cache_key: str | None = Field(
-        default=None, description="satisfied for any key: prompts that begin alike share their cache"
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: only the first call is returned"
     )
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    metadata: Metadata | None = Field(default=None, description="repeated in the reply")
     safety_identifier: str | None = Field(default=None, description="written to the server's log, as `user`")
     moderation: None = unsupported(OtherService)
-    prompt_cache_options: None = unsupported("prompts that begin alike always share their cache")
 
 
 class ChatRequest(Sampling, SharedFields):
@@ -330,14 +378,14 @@ class ChatRequest(Sampling, SharedFields):
     messages: Annotated[Bounded[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    max_completion_tokens: Limit | None = None
-    max_tokens: Limit | None = None
+    max_completion_tokens: Limit = None
+    max_tokens: Limit = None
     tools: Tools[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Effort | None = Field(default=None, description="needs a chat template that reads it")
+    reasoning_effort: Effort | None = Field(default=None, description="for chat templates that read it")
     chat_template_kwargs: JsonObject | None = Field(
-        default=None, description="variables of the chat template; others are refused"
+        default=None, description="variables of the chat template, which uses those that it reads"
     )
     modalities: Values[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None

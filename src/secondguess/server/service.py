@@ -19,7 +19,14 @@ from secondguess.server.convert import Converter, Job
 from secondguess.server.errors import RETRY_SECONDS, ApiError
 from secondguess.server.metrics import Metrics, Observer
 from secondguess.server.model import ServedModel
-from secondguess.server.parsing import Delta, ForcedCallParser, PlainParser, ReplyParser, TemplateParser
+from secondguess.server.parsing import (
+    Delta,
+    ForcedCallParser,
+    PlainParser,
+    ReplyParser,
+    SingleCallParser,
+    TemplateParser,
+)
 from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest, CompletionRequest
@@ -139,7 +146,8 @@ class Service:
             return ForcedCallParser()
         if not self.template.can_parse:
             return PlainParser()
-        return TemplateParser(self.target.tokenizer, job.prompts[0], job.tools, job.params.stop)
+        parser = TemplateParser(self.target.tokenizer, job.prompts[0], job.tools, job.params.stop)
+        return SingleCallParser(parser) if job.single_call else parser
 
     def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:
         """Return the parts of a whole reply, and the number of tokens that are reasoning."""

@@ -9,7 +9,7 @@ from typing import Any
 from secondguess.errors import BadInputError
 from secondguess.sampling import Grammar
 from secondguess.server.errors import check_limit, refused
-from secondguess.server.schemas import ChatRequest, NamedTool, ResponseFormat, StructuredOutputs, Tool
+from secondguess.server.schemas import ChatRequest, Extensions, NamedTool, ResponseFormat, Tool
 
 VALUES = ("const", "enum", "default", "examples")
 """Keys of a JSON schema that hold values, not schemas."""
@@ -25,7 +25,7 @@ def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
     found = {
         "response_format": _of_format(request.response_format, max_bytes),
         "tool_choice": _of_tool_choice(request, max_bytes),
-        "structured_outputs": grammar_of_outputs(request.structured_outputs, max_bytes),
+        "structured_outputs": grammar_of_outputs(request, max_bytes),
     }
     given = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(given) > 1:
@@ -34,19 +34,43 @@ def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
     return next(iter(given.values()), None)
 
 
-def grammar_of_outputs(outputs: StructuredOutputs | None, max_bytes: int) -> Grammar | None:
-    """Return the grammar of the extension `structured_outputs`."""
-    if outputs is None:
-        return None
-    given = outputs.model_dump(exclude_none=True, by_alias=True)
-    name = "structured_outputs"
-    if len(given) != 1:
-        raise refused(name, f"expected {name} with one field, got {', '.join(given) or 'none'}")
-    ((notation, value),) = given.items()
+def grammar_of_outputs(request: Extensions, max_bytes: int) -> Grammar | None:
+    """Return the grammar of the extensions `structured_outputs` and `guided_json`, `guided_regex` and `guided_choice`."""
+    given = {
+        f"guided_{notation}": (notation, value)
+        for notation in ("json", "regex", "choice")
+        if (value := getattr(request, f"guided_{notation}")) is not None
+    }
+    if request.structured_outputs is not None:
+        own = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        if len(own) != 1:
+            raise refused(
+                "structured_outputs",
+                f"expected structured_outputs with one field, got {', '.join(own) or 'none'}",
+            )
+        given["structured_outputs"] = next(iter(own.items()))
+    if len(given) > 1:
+        first, second, *_ = given
+        raise refused(second, f"expected one structure of the reply, got {first} and {second}; leave one out")
+    return next(
+        (_of_notation(name, notation, value, max_bytes) for name, (notation, value) in given.items()), None
+    )
+
+
+def _of_notation(name: str, notation: str, value: Any, max_bytes: int) -> Grammar:
+    """Return the grammar that a field describes in one of the notations of `StructuredOutputs`."""
     if notation == "json":
-        return _of_schema(name, value, max_bytes)
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise refused(
+                name, f"expected {name} to be a JSON schema, got {error}", "invalid_value"
+            ) from None
+        return _of_schema(name, schema, max_bytes)
     if notation == "json_object":
         return Grammar.json_object()
+    if notation == "choice":  # strings of Lark are those of JSON
+        value = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
     _check_size(name, value, max_bytes)
     return Grammar.regex(value) if notation == "regex" else Grammar.lark(value)
 
@@ -116,8 +140,21 @@ def _moved(schema: Any, base: str) -> Any:
     return moved
 
 
+def _enforceable(schema: Any) -> Any:
+    """Return a part of a schema without `uniqueItems`, which pydantic writes for sets and no grammar enforces."""
+    if isinstance(schema, list):
+        return [_enforceable(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in VALUES else _enforceable(value)
+        for key, value in schema.items()
+        if not (key == "uniqueItems" and isinstance(value, bool))
+    }
+
+
 def _of_schema(name: str, schema: Mapping[str, Any], max_bytes: int) -> Grammar:
-    text = json.dumps(schema, ensure_ascii=False)
+    text = json.dumps(_enforceable(schema), ensure_ascii=False)
     _check_size(name, text, max_bytes)
     try:
         return Grammar.json_schema(text)
