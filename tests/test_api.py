@@ -92,9 +92,9 @@ class TestSamples:
         with pytest.raises(BadInputError, match=r"n=1.* got 2; .*generate"):
             llm.stream(PROMPT, n=2, **SAMPLED)
 
-    def test_greedy_samples_are_refused(self, llm):
-        with pytest.raises(BadInputError, match=r"n to be 1 at temperature 0.* got 2; .*temperature"):
-            llm.generate(PROMPT, n=2)
+    def test_greedy_samples_are_equal(self, llm):
+        first, second = llm.generate(PROMPT, n=2, max_tokens=20)
+        assert first.text == second.text == llm.generate(PROMPT, max_tokens=20).text
 
     @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "2", MAX_SAMPLES + 1])
     def test_invalid_numbers_of_samples_are_refused(self, llm, n):

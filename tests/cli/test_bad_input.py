@@ -80,7 +80,6 @@ def test_a_drafter_that_a_later_line_names_is_checked_before_any_generation(ask,
         (["generate"], ["PROMPT", "neither"]),
         (["generate", "x", "--prompt-file", "y"], ["PROMPT", "both"]),
         (["generate", "x", "--batch-size", "2"], ["--batch-size", "--prompt-file"]),
-        (["generate", "x", "--n", "2"], ["n to be 1 at temperature 0", "got 2"]),
         (["generate", "x", "--logprobs", "2"], ["--logprobs", "--json"]),
         (["generate", "x", "--drafter", ""], ["drafter", "''"]),
         (["generate", "x", "--controller", ""], ["controller", "''"]),
@@ -238,7 +237,6 @@ def test_a_prompt_longer_than_the_context_is_refused(ask):
         ),
         (b'{"prompt": "x", "test": "y", "entry_point": "z"}', ["line 1", "'test'", "under metadata"]),
         (b'{"prompt": "x", "max_token": 3}', ["line 1", "'max_token'", "max_tokens"]),
-        (b'{"prompt": "x", "n": 2}', ["line 1", "n to be 1 at temperature 0"]),
         (b'{"prompt": "x"}\n{"prompt": "y", "logprobs": 2}', ["line 2", "--json", "logprobs"]),
         *[
             (b'{"prompt": "x", "%s": "y"}' % name.encode(), ["line 1", name, f"--{name.replace('_', '-')}"])

@@ -30,7 +30,7 @@ def tokenizer(request):
 
 def parse(tokenizer, reply, size, stop=(), end="<|im_end|>", prompt=PROMPT, stopped=True):
     """The parts of a reply that is committed in pieces of `size` tokens, joined by kind."""
-    parser = TemplateParser(tokenizer, tokenizer(prompt).input_ids, [TOOL], stop)
+    parser = TemplateParser(tokenizer, tokenizer.response_template, tokenizer(prompt).input_ids, [TOOL], stop)
     tokens = tokenizer(reply + end, add_special_tokens=False).input_ids
     deltas = []
     for start in range(0, len(tokens), size):

@@ -126,8 +126,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
 
 def _check_weights(checkpoint: Checkpoint) -> None:
     """Check that there are all weights that the configuration asks for, where they can be read one by one."""
-    _require_weights(checkpoint)
     source = checkpoint.files
+    source.require_weights()
     if not source.has_single_weights:
         return
     with source.reading("weights"):
@@ -139,21 +139,13 @@ def _check_weights(checkpoint: Checkpoint) -> None:
         )
 
 
-def _require_weights(checkpoint: Checkpoint) -> None:
-    if not checkpoint.files.weight_files:
-        raise CheckpointError(
-            f"expected weights in {checkpoint.path} (model.safetensors, shards with their index, or pytorch_model.bin), "
-            "got none; copy or download the checkpoint again"
-        )
-
-
 def _check_size(checkpoint: Checkpoint, num_parameters: int) -> None:
     """Check that there are weights and, in unquantised safetensors, as many numbers as the configuration asks for.
 
     They may have more than that, such as an image encoder.
     """
-    _require_weights(checkpoint)
     source = checkpoint.files
+    source.require_weights()
     if checkpoint.encoding is not None or hasattr(checkpoint.config, "quantization_config"):
         return
     stored = source.count_parameters()

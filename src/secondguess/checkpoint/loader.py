@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def load_model(plan: Checkpoint) -> LoadedModel:
         UnsupportedModelError: if the requested runtime, other than `native`, does not reproduce the model's logits.
         OutOfMemoryError: if weights and cache would not fit; nothing has been allocated.
     """
+    plan.files.require_weights()
     check_memory([plan.memory()], plan.device)
     tokenizer = plan.tokenizer
     if plan.device.type == "cpu" and not library.units() and not plan.drafts:
@@ -150,6 +152,9 @@ def _native_runtime(plan: Checkpoint, weight_format: WeightFormat) -> NativeRunt
     decoder, read = _packed_decoder(plan, weight_format)
     return_freed_memory()
     if verdict is None:
+        report_bytes(
+            _num_bytes(plan), _num_bytes(plan), f"checking the kernels, once for {_short_name(plan)}"
+        )
         outline, tokens = _outline(plan), _checked_tokens(plan)
         try:
             verdict = Verdict.of_parts(check_decoder(NativeRuntime(decoder), outline, read, tokens))
@@ -173,10 +178,10 @@ def _packed_decoder(
 ) -> tuple[NativeDecoder, Callable[[str], Tensor]]:
     """Return a decoder with the weights of a checkpoint, and a function that returns its vectors by their names."""
     source, config = plan.files, plan.config
-    num_bytes = sum(file.stat().st_size for file in source.weight_files)
+    num_bytes = _num_bytes(plan)
 
     def report(num_packed: int) -> None:
-        report_bytes(num_bytes * num_packed // plan.num_layers, num_bytes, plan.name)
+        report_bytes(num_bytes * num_packed // plan.num_layers, num_bytes, f"loading {_short_name(plan)}")
 
     if source.has_single_weights:
         with source.reading("weights"):
@@ -191,6 +196,14 @@ def _packed_decoder(
     vectors = {name: weight.detach().clone() for name, weight in parameters if weight.dim() == 1}
     fused = FusedDecoder(module, packed=False)
     return NativeDecoder(fused, weight_format, report=report), vectors.__getitem__
+
+
+def _num_bytes(plan: Checkpoint) -> int:
+    return sum(file.stat().st_size for file in plan.files.weight_files)
+
+
+def _short_name(plan: Checkpoint) -> str:
+    return f"{Path(plan.name).name:.40}"
 
 
 def _outline(plan: Checkpoint) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Report = Callable[[int, int, str], None]
-"""Function that is called with the bytes that are loaded, those of all weights, and the name of the model."""
+"""Function that is called with the bytes that are loaded, those of all weights, and a description."""
 
 _report: ContextVar[Report | None] = ContextVar("report", default=None)
 
@@ -22,7 +22,7 @@ def watching_loading(report: Report) -> Iterator[None]:
         _report.reset(token)
 
 
-def report_bytes(done: int, total: int, model: str) -> None:
+def report_bytes(done: int, total: int, what: str) -> None:
     """Report the progress of loading to the display, if there is one."""
     if report := _report.get():
-        report(done, total, model)
+        report(done, total, what)

@@ -190,6 +190,18 @@ class Source(ABC):
     def weight_files(self) -> list[Path]:
         """Files of the weights, sorted by name."""
 
+    def require_weights(self) -> None:
+        """Refuse a folder without files of weights.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        if not self.weight_files:
+            raise CheckpointError(
+                f"expected weights in {self.path} (model.safetensors, shards with their index, or pytorch_model.bin), "
+                "got none; copy or download the checkpoint again"
+            )
+
     @property
     @abstractmethod
     def has_single_weights(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -80,7 +79,5 @@ def load_with_progress(settings: Mapping[str, Any]) -> LLM:
         from secondguess.api import load
         from secondguess.checkpoint.progress import watching_loading
 
-        with watching_loading(
-            lambda done, total, model: show(done, total, f"loading {Path(model).name:.40}")
-        ):
+        with watching_loading(show):
             return load(**settings)

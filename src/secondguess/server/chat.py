@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,7 @@ from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.model import ServedModel
 from secondguess.server.prompt_limits import check_characters
+from secondguess.server.reply_templates import response_template
 from secondguess.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -66,10 +67,16 @@ class ChatTemplate:
         self._name = target.name
         self._template = template
 
-    @property
-    def can_parse(self) -> bool:
-        """True if the tokenizer describes the replies of its model: reasoning, content and tool calls."""
-        return getattr(self._tokenizer, "response_template", None) is not None
+    @cached_property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """Description of replies: reasoning, content and tool calls; None if it is not known.
+
+        It is the tokenizer's, or that of the family of its chat template.
+        """
+        described: Mapping[str, Any] | None = getattr(self._tokenizer, "response_template", None)
+        source = self._template or self._tokenizer.chat_template or ""
+        texts = source.values() if isinstance(source, Mapping) else [source]
+        return described or response_template("\n".join(texts))
 
     def encode(self, conversation: Conversation) -> EncodedPrompt:
         """Return the token ids of a conversation, up to the beginning of the next reply.

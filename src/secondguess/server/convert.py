@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling,
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
+logger = logging.getLogger(__name__)
 OPENAI_SAMPLING: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
 """Sampling settings of a request to OpenAI's API that has none."""
 RequestType = TypeVar("RequestType", bound=BaseModel)
@@ -61,6 +63,7 @@ class Converter:
         self._target = target
         self._settings = settings
         self._template = template
+        self._has_warned = False
         self.defaults = OPENAI_SAMPLING | (
             recommended_sampling(target.checkpoint.source) if settings.generation_config else {}
         )
@@ -125,15 +128,16 @@ class Converter:
         )
 
     def _check_tools(self, request: ChatRequest) -> None:
-        """Refuse tools whose calls could not be recognised."""
+        """Refuse tools without effect; warn once of those whose calls are not recognised."""
         if request.tool_choice is not None and not request.tools:
             raise refused("tool_choice", "expected tools together with tool_choice; add them or leave it out")
         is_free = request.tool_choice in (None, "auto")
-        if request.tools and is_free and not self._template.can_parse:
-            raise refused(
-                "tools",
-                f"expected no tools: the tokenizer of {self._target.name} has no response template, so calls in its text could "
-                "not be recognised; leave them out, or set tool_choice to none, required or a function",
+        if request.tools and is_free and self._template.response_template is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "tool calls in replies of %s are left in their content: neither its tokenizer nor its chat template has a "
+                "known format of calls; tool_choice required, or a function, works all the same",
+                self._target.name,
             )
         size = sum(len(tool.model_dump_json()) for tool in request.tools or ())
         check_limit("tools", size, self._settings.max_schema_bytes, "bytes of tools")

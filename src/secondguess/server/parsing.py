@@ -59,7 +59,7 @@ class _SpecialTokens:
 
 
 class TemplateParser:
-    """Reply split by the tokenizer's response template, token by token.
+    """Reply split by a response template, token by token.
 
     Only committed tokens are parsed, so the result does not depend on how many come at once. A
     reply that the template cannot parse, such as a tool call with broken JSON, becomes content from
@@ -67,18 +67,28 @@ class TemplateParser:
     whole reply has no field, or none but reasoning.
 
     Args:
-        tokenizer: a tokenizer with a response template.
-        prompt: the prompt; templates often write the beginning of a reply.
+        tokenizer: tokenizer of the model.
+        template: response template, as Transformers describes it.
+        prompt: the prompt; chat templates often write the beginning of a reply.
         tools: definitions of the functions, by which arguments get their types.
         stop: stop strings of the request.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], stop: Sequence[str]
+        self,
+        tokenizer: Any,
+        template: Mapping[str, Any],
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        stop: Sequence[str],
     ) -> None:
         self.num_reasoning_tokens = 0
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
-        self._parser = tokenizer.get_response_parser(prefix=list(prompt), tools=list(tools) or None)
+        self._parser = tokenizer.get_response_parser(
+            dict(template), prefix=list(prompt), tools=list(tools) or None
+        )
+        calls = template["fields"].get("tool_calls", {})
+        self._is_structured_by_tags = calls.get("content", "json") != "json"
         self._search = StopSearch(stop)
         added = tokenizer.added_tokens_decoder
         self._special_tokens = {
@@ -89,7 +99,7 @@ class TemplateParser:
         self._special: str | None = None  # text of the newest token, not parsed yet, if it is special
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
-        self._has_answer = False  # a field other than reasoning has begun
+        self._has_answer = False  # content or a call has begun
         self._follow(lambda: self._parser.initial_events)
 
     def feed(self, piece: Piece) -> list[Delta]:
@@ -111,13 +121,25 @@ class TemplateParser:
         ending = self._special or ""  # an end token, which can close a field, but is no text
         last = self._parse(ending)
         if not self._is_broken:
-            last += self._follow(lambda: self._parser.finalize()[1])
+            last += self._follow(self._last_events)
         if stopped and self._unsettled and not (self._is_broken or self._has_answer):
             # such as a call in another format, which would leave no trace
             last.append(Delta("content", self._unsettled))
         if last and last[-1].field != "tool_call":
             last[-1] = last[-1]._replace(text=last[-1].text.removesuffix(ending))
         return deltas + last
+
+    def _last_events(self) -> Sequence[Mapping[str, Any]]:
+        """Return the events of the end of a reply.
+
+        Raises:
+            ValueError: a call between tags has no end; it would lack arguments.
+        """
+        events: list[dict[str, Any]] = self._parser.finalize()[1]
+        closed = [event["field"] for event in events if event["type"] == "region_close"]
+        if self._is_structured_by_tags and "tool_calls" in closed:
+            raise ValueError("a call without its end")
+        return events
 
     def _push_special(self) -> list[Delta]:
         text, self._special = self._special, None
@@ -145,7 +167,7 @@ class TemplateParser:
         try:
             for event in parse():
                 deltas += self._deltas_of(event)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self._is_broken, self._region = True, None
             deltas.append(Delta("content", self._unsettled))
         return deltas
@@ -154,12 +176,12 @@ class TemplateParser:
         name, deltas = event["field"], []
         if event["type"] == "region_open":
             self._region = name
-            self._has_answer |= name not in REASONING_FIELDS
+            self._has_answer |= name in ("content", "tool_calls")
             return []
         if event["type"] == "region_close":
             self._region = None
-            if name == "content":  # ends where the text after it, not settled yet, opens a region
-                return []
+            if name != "tool_calls" and name not in REASONING_FIELDS:
+                return []  # content ends where the text after it, not settled yet, opens a region
             if name == "tool_calls":
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                 deltas = [_tool_call(value) for value in values]

@@ -144,9 +144,10 @@ class Service:
         """Return a parser for one sample of a chat."""
         if job.forces_call:
             return ForcedCallParser()
-        if not self.template.can_parse:
+        template = self.template.response_template
+        if template is None:
             return PlainParser()
-        parser = TemplateParser(self.target.tokenizer, job.prompts[0], job.tools, job.params.stop)
+        parser = TemplateParser(self.target.tokenizer, template, job.prompts[0], job.tools, job.params.stop)
         return SingleCallParser(parser) if job.single_call else parser
 
     def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:

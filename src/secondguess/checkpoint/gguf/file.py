@@ -147,6 +147,8 @@ class GgufFile:
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
+            if not path.stat().st_size:
+                raise ValueError("an empty file")
             with path.open("rb") as opened:
                 self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             self._read_header()

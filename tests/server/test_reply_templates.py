@@ -1,0 +1,199 @@
+"""Replies in the formats of model families, split whole, cut at every character, and malformed."""
+
+import json
+import random
+from typing import ClassVar
+
+import pytest
+from transformers.utils.chat_parsing import ResponseParser
+
+from secondguess.sampling.text import Piece
+from secondguess.server.parsing import TemplateParser
+from secondguess.server.reply_templates import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    FAMILIES,
+    SEPARATOR,
+    find_family,
+    response_template,
+)
+
+CITY = {"city": "Ljubljana", "days": 3}
+CITY_JSON = json.dumps(CITY)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+XML = "<tool_call>\n<function={}>\n<parameter=city>\nLjubljana\n</parameter>\n"
+XML += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+V3 = CALL_BEGIN + "function" + SEPARATOR + "{}\n```json\n{}\n```" + CALL_END
+V31 = CALL_BEGIN + "{}" + SEPARATOR + "{}" + CALL_END
+LIST = (
+    f'[{{"name": "get_weather", "arguments": {CITY_JSON}}}, {{"name": "get_time", "arguments": {CITY_JSON}}}]'
+)
+BOTH = [("get_weather", CITY), ("get_time", CITY)]
+ONE = BOTH[:1]
+
+# family -> marks of a chat template; reply; its content; its reasoning; its calls
+REPLIES = {
+    "Hermes and Qwen": (
+        "<tool_call> arguments </think>",
+        "<think>\nI look.\n</think>\n\nLet me see.\n"
+        + "\n".join(HERMES.format(name, CITY_JSON) for name, _ in BOTH),
+        "Let me see.",
+        "\nI look.\n",
+        BOTH,
+    ),
+    "Qwen3-Coder": (
+        "<tool_call> <function= <parameter=",
+        "Let me see.\n" + "\n".join(XML.format(name) for name, _ in BOTH),
+        "Let me see.",
+        "",
+        BOTH,
+    ),
+    "DeepSeek V3": (
+        f"{CALL_BEGIN} ```json",
+        f"Let me see.{CALLS_BEGIN}" + "\n".join(V3.format(name, CITY_JSON) for name, _ in BOTH) + CALLS_END,
+        "Let me see.",
+        "",
+        BOTH,
+    ),
+    "DeepSeek V3.1": (
+        f"{CALL_BEGIN} </think>",
+        f"<think>I look.</think>Let me see.{CALLS_BEGIN}"
+        + "".join(V31.format(name, CITY_JSON) for name, _ in BOTH)
+        + CALLS_END,
+        "Let me see.",
+        "I look.",
+        BOTH,
+    ),
+    "Mistral": ("[TOOL_CALLS]", "[TOOL_CALLS] " + LIST, "", "", BOTH),
+    "Mistral, one name per call": (
+        "[TOOL_CALLS] [ARGS]",
+        "".join(f"[TOOL_CALLS]{name}[ARGS]{CITY_JSON}" for name, _ in BOTH),
+        "",
+        "",
+        BOTH,
+    ),
+    "FunctionGemma": (
+        "<start_function_call>",
+        "<start_function_call>call:get_weather{city:<escape>Ljubljana<escape>,days:3}<end_function_call>",
+        "",
+        "",
+        ONE,
+    ),
+    "Granite and Phi": ("<|tool_call|>", "<|tool_call|>" + LIST, "", "", BOTH),
+    "Llama 3": (
+        '<|start_header_id|> "parameters"',
+        '{"name": "get_weather", "parameters": ' + CITY_JSON + "}",
+        "",
+        "",
+        ONE,
+    ),
+    "gpt-oss": (
+        "<|channel|> <|message|>",
+        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        "<|constrain|>json<|message|>" + CITY_JSON + "<|call|>",
+        "",
+        "I look.",
+        ONE,
+    ),
+}
+
+
+class Characters:
+    """Tokenizer with a token per character."""
+
+    all_special_ids: tuple[int, ...] = ()
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
+
+    def decode(self, ids, **options):
+        return "".join(map(chr, ids))
+
+    def get_response_parser(self, template, prefix, tools):
+        return ResponseParser(template, prefix=self.decode(prefix), tools=tools)
+
+
+def parts_of(family, reply, size, prompt="<|im_start|>assistant\n"):
+    """Return the content, the reasoning and the calls of a reply that arrives in pieces of a size."""
+    template = response_template(REPLIES[family][0])
+    parser = TemplateParser(Characters(), template, [*map(ord, prompt)], TOOLS, ())
+    deltas = []
+    for start in range(0, len(reply), size):
+        text = reply[start : start + size]
+        deltas += parser.feed(Piece(text, [*map(ord, text)], [], []))
+    deltas += parser.finish(stopped=True)
+    texts = {
+        field: "".join(delta.text for delta in deltas if delta.field == field)
+        for field in ("content", "reasoning")
+    }
+    calls = [(delta.name, json.loads(delta.text)) for delta in deltas if delta.field == "tool_call"]
+    return texts["content"], texts["reasoning"], calls
+
+
+def test_every_family_has_a_recorded_reply():
+    assert {family.name for family in FAMILIES} == REPLIES.keys()
+    assert all(find_family(marks).name == name for name, (marks, *_) in REPLIES.items())
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("family", REPLIES)
+def test_a_reply_is_split_however_it_arrives(family, size):
+    _, reply, *expected = REPLIES[family]
+    assert parts_of(family, reply, size) == tuple(expected)
+
+
+@pytest.mark.parametrize("family", REPLIES)
+def test_a_reply_that_is_cut_keeps_its_parts(family):
+    _, reply, _, reasoning, calls = REPLIES[family]
+    for length in range(len(reply)):
+        found = parts_of(family, reply[:length], 1)
+        assert all(call in calls for call in found[2])
+        assert reasoning.startswith(
+            found[1].partition("<")[0]
+        )  # the beginning of a tag is text until it is one
+
+
+@pytest.mark.parametrize("family", REPLIES)
+def test_a_reply_without_a_call_is_content(family):
+    reply = "<|channel|>final<|message|>It rains." if family == "gpt-oss" else "It rains."
+    for size in (1, 100):
+        assert parts_of(family, reply, size) == ("It rains.", "", [])
+
+
+@pytest.mark.parametrize("family", REPLIES)
+def test_malformed_replies_are_content_or_calls(family):
+    """1,000 of each family: characters replaced, removed, repeated and moved."""
+    generator, whole = random.Random(0), REPLIES[family][1]
+    for _ in range(1000):
+        reply = list(whole)
+        for _ in range(generator.choice((1, 2, 5, 20))):
+            place, kind = generator.randrange(len(reply)), generator.randrange(4)
+            if kind == 0:
+                reply[place] = generator.choice('{}[]<>"|, \nx1')
+            elif kind == 1:
+                del reply[place]
+            elif kind == 2:
+                reply[place:place] = reply[place : place + generator.randrange(1, 40)]
+            else:
+                reply = reply[place:] + reply[:place]
+        content, reasoning, calls = parts_of(family, "".join(reply), generator.choice((1, 7, 100)))
+        assert content or reasoning or calls
+
+
+def test_deep_nesting_is_content():
+    reply = HERMES.format("get_weather", "[" * 100_000)
+    content, _, calls = parts_of("Hermes and Qwen", reply, 1000)
+    assert (content, calls) == (reply, [])
