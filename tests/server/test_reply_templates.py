@@ -193,6 +193,16 @@ def test_malformed_replies_are_content_or_calls(family):
         assert content or reasoning or calls
 
 
+@pytest.mark.parametrize("size", [1, 100])
+def test_a_call_in_a_block_of_code_is_a_call(size):
+    """As Qwen2.5-Coder writes it."""
+    call = '{\n  "name": "get_weather",\n  "arguments": ' + CITY_JSON + "\n}"
+    assert parts_of("Hermes and Qwen", f"```json\n{call}\n```", size) == ("", "", ONE)
+    for other in ('{"name": "Ana"}', '["name"]', call[:-1]):
+        reply = f"```json\n{other}\n```"
+        assert parts_of("Hermes and Qwen", reply, size) == (reply, "", [])
+
+
 def test_deep_nesting_is_content():
     reply = HERMES.format("get_weather", "[" * 100_000)
     content, _, calls = parts_of("Hermes and Qwen", reply, 1000)

@@ -90,7 +90,8 @@ FAMILIES = (
     Family(
         "Hermes and Qwen",
         ("<tool_call>", "arguments"),
-        _calls(r"\s*<tool_call>\s*", r"\s*</tool_call>\s*"),
+        # Qwen2.5-Coder writes its call as a block of code.
+        _calls(r'\s*<tool_call>\s*|\A\s*```(?:json)?\s*(?=\{\s*"name"\s*:)', r"\s*(?:</tool_call>|```)\s*"),
     ),
     Family(
         "DeepSeek V3",
