@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -16,7 +16,7 @@ from secondguess.sampling.text import num_incomplete
 from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.infill import encode_infill
+from secondguess.server.infill import encode_infill, end_tokens
 from secondguess.server.model import ServedModel, recommended_sampling
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
@@ -96,6 +96,9 @@ class Converter:
         prompts = [self._encode(text, request.suffix) for text in texts]
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
+        if request.suffix is not None and not request.ignore_eos:
+            ends = {*params.stop_token_ids, *end_tokens(self._target)}
+            params = replace(params, stop_token_ids=tuple(sorted(ends)))
         echo = [self._text(text) for text in texts] if request.echo else []
         return Job(prompts, params, echo=echo)
 

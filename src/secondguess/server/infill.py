@@ -16,6 +16,13 @@ FORMATS = (
 )
 """Tokens before the prefix, before the suffix and before the middle: Qwen, StarCoder, SantaCoder,
 DeepSeek and Code Llama."""
+SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")
+"""Tokens before the suffix and before the prefix, which the middle follows: Codestral."""
+ENDS = frozenset([
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|cursor|>",
+    "<fim_pad>", "<fim-pad>", "<file_sep>", "<repo_name>", "<reponame>", "<filename>", "\u2581<EOT>",
+])  # fmt: skip
+"""Tokens after a middle, with which text of another file would begin; a model's end tokens are often others."""
 
 
 def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
@@ -26,6 +33,13 @@ def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
     """
     tokenizer: Any = target.tokenizer
     vocab = tokenizer.get_vocab()
+    first, second = (
+        tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in (prefix, suffix)
+    )
+    if all(name in vocab for name in SUFFIX_FIRST):
+        before_suffix, before_prefix = (vocab[name] for name in SUFFIX_FIRST)
+        beginning = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        return [*beginning, before_suffix, *second, before_prefix, *first]
     tokens = next((names for names in FORMATS if all(name in vocab for name in names)), None)
     if tokens is None:
         raise refused(
@@ -34,7 +48,10 @@ def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
             "unsupported_parameter",
         )
     before_prefix, before_suffix, before_middle = (vocab[name] for name in tokens)
-    first, second = (
-        tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in (prefix, suffix)
-    )
     return [before_prefix, *first, before_suffix, *second, before_middle]
+
+
+def end_tokens(target: ServedModel) -> list[int]:
+    """Return the token ids after which the text between a prefix and a suffix has ended."""
+    vocab = target.tokenizer.get_vocab()
+    return sorted(vocab[name] for name in ENDS & vocab.keys())
