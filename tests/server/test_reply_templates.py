@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import ClassVar
 
 import pytest
@@ -94,7 +95,7 @@ REPLIES = {
         "",
         ONE,
     ),
-    "Granite and Phi": ("<|tool_call|>", "<|tool_call|>" + LIST, "", "", BOTH),
+    "Granite": ("<|tool_call|>", "<|tool_call|>" + LIST, "", "", BOTH),
     "Llama 3": (
         '<|start_header_id|> "parameters"',
         '{"name": "get_weather", "parameters": ' + CITY_JSON + "}",
@@ -191,6 +192,37 @@ def test_malformed_replies_are_content_or_calls(family):
                 reply = reply[place:] + reply[:place]
         content, reasoning, calls = parts_of(family, "".join(reply), generator.choice((1, 7, 100)))
         assert content or reasoning or calls
+
+
+def test_arguments_may_hold_what_ends_calls_elsewhere():
+    for text in ("```py\nx\n```", "<s>old</s>", "<|eot_id|> and <|end|>"):
+        arguments = {"city": text}
+        for family in ("Hermes and Qwen", "Llama 3", "Mistral", "Granite"):
+            reply = REPLIES[family][1].replace(CITY_JSON, json.dumps(arguments))
+            assert parts_of(family, reply, 1)[2] == [(name, arguments) for name, _ in REPLIES[family][4]]
+
+
+def test_a_preamble_of_gpt_oss_is_content():
+    reply = (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        + REPLIES["gpt-oss"][1].partition("<|start|>assistant")[2]
+    )
+    assert parts_of("gpt-oss", reply, 1) == ("I look.", "", ONE)
+    reply = '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
+    assert parts_of("gpt-oss", reply, 1) == ('{"a": 1}', "", [])
+
+
+def test_an_unknown_function_is_content():
+    reply = HERMES.format("other", CITY_JSON)
+    assert parts_of("Hermes and Qwen", reply, 1) == (reply, "", [])
+
+
+def test_runs_of_white_space_take_no_time():
+    start = time.perf_counter()
+    for family in REPLIES:
+        parts_of(family, "Hi" + "\n" * 2000, 1)
+        parts_of(family, REPLIES[family][1].replace(": 3", ":" + "\n" * 1000 + "3"), 1)
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("size", [1, 100])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
@@ -87,6 +87,7 @@ class TemplateParser:
         self._parser = tokenizer.get_response_parser(
             dict(template), prefix=list(prompt), tools=list(tools) or None
         )
+        self._tools = {tool["function"]["name"] for tool in tools}
         calls = template["fields"].get("tool_calls", {})
         self._is_structured_by_tags = calls.get("content", "json") != "json"
         self._search = StopSearch(stop)
@@ -184,7 +185,7 @@ class TemplateParser:
                 return []  # content ends where the text after it, not settled yet, opens a region
             if name == "tool_calls":
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                deltas = [_tool_call(value) for value in values]
+                deltas = [_tool_call(value, self._tools) for value in values]
         elif not event.get("dirty") and (name == "content" or name in REASONING_FIELDS):
             deltas = [Delta("content" if name == "content" else "reasoning", event["text"])]
         else:
@@ -251,11 +252,17 @@ ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser | Singl
 """Parser of one sample's reply."""
 
 
-def _tool_call(value: Mapping[str, Any]) -> Delta:
-    function = value["function"]
-    arguments = function["arguments"]
+def _tool_call(value: Mapping[str, Any], tools: Set[str]) -> Delta:
+    """Return a tool call.
+
+    Raises:
+        ValueError: it calls none of the tools.
+    """
+    name, arguments = value["function"]["name"], value["function"]["arguments"]
+    if name not in tools:
+        raise ValueError(f"a call of {name}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Delta("tool_call", text, str(function["name"]), new_id("call"))
+    return Delta("tool_call", text, name, new_id("call"))
 
 
 def new_id(prefix: str) -> str:

@@ -19,12 +19,12 @@ CALLS_BEGIN, CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls en
 CALL_BEGIN, CALL_END = _deepseek("tool call begin"), _deepseek("tool call end")
 SEPARATOR = _deepseek("tool sep")
 
-BEGINNING = r"(?s)^.*?(?=(?:<think>\s*)?\Z)"
+BEGINNING = r"(?s)^.*?(?=(?:<think>\s{0,4})?\Z)"
 """All of a prompt but reasoning that it has opened."""
 CALL = {"type": "function", "function": "{content}"}
 NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 CALL_OF_LIST = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
-REASONING = {"reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*"}}
+REASONING = {"reasoning_content": {"open_pattern": r"\A\s{0,4}<think>", "close_pattern": r"</think>\s{0,4}"}}
 CONTENT: ResponseTemplate = {"content": {"content": "text"}}
 END_OF_TEXT = r"</s>|<\|end_of_text\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end\|>"
 
@@ -62,14 +62,17 @@ FAMILIES = (
         "gpt-oss",
         ("<|channel|>", "<|message|>"),
         _calls(
-            r"(?:<\|start\|>assistant)?(?: to=functions\.(?P<name>[\w.-]+))?<\|channel\|>commentary"
-            r"(?: to=functions\.(?P<name>[\w.-]+))? *(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.-]+)[^<]*"
+            r"(?:<\|(?:constrain|channel)\|>[^<]*){0,2}<\|message\|>",
             r"<\|(?:call|end|return)\|>",
         ),
         {
             "reasoning_content": {"open_pattern": r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"},
             "content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>final[^<]*<\|message\|>",
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?! to=)[^<]*"
+                r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                "repeats": True,
+                "join": "",
                 "close_pattern": r"<\|(?:return|end)\|>",
                 "content": "text",
             },
@@ -79,68 +82,76 @@ FAMILIES = (
         "Qwen3-Coder",
         ("<function=", "<parameter="),
         {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+            "open_pattern": r"\s{0,4}<tool_call>\s{0,4}<function=(?P<name>[^>\s]+)>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+            },
             "transform": NAMED_CALL,
         },
     ),
     Family(
         "Hermes and Qwen",
         ("<tool_call>", "arguments"),
-        # Qwen2.5-Coder writes its call as a block of code.
-        _calls(r'\s*<tool_call>\s*|\A\s*```(?:json)?\s*(?=\{\s*"name"\s*:)', r"\s*(?:</tool_call>|```)\s*"),
+        # Qwen2.5-Coder writes its call as a block of code. Strings in JSON have no line breaks.
+        _calls(
+            r'\s{0,4}<tool_call>|\A\s{0,4}```(?:json)?\s{0,4}(?=\{\s{0,4}"name"\s{0,4}:)',
+            r"</tool_call>|(?<=\}\n)```",
+        ),
     ),
     Family(
         "DeepSeek V3",
         (CALL_BEGIN, "```json"),
         _calls(
-            rf"\s*(?:{CALLS_BEGIN}\s*)?{CALL_BEGIN}function{SEPARATOR}(?P<name>[^\n]+)\n```json\n",
-            rf"\s*```\s*{CALL_END}",
+            rf"\s{{0,4}}(?:{CALLS_BEGIN}\s{{0,4}})?{CALL_BEGIN}function{SEPARATOR}(?P<name>[^\n]+)\n```json\n",
+            rf"\s{{0,4}}```\s{{0,4}}{CALL_END}",
         ),
-        {**CONTENT, "end": {"open_pattern": rf"\s*{CALLS_END}"}},
+        {**CONTENT, "end": {"open_pattern": rf"\s{{0,4}}{CALLS_END}"}},
     ),
     Family(
         "DeepSeek V3.1",
         (CALL_BEGIN,),
         _calls(
-            rf"\s*(?:{CALLS_BEGIN}\s*)?{CALL_BEGIN}(?P<name>[^<\n]+){SEPARATOR}",
-            rf"\s*{CALL_END}",
+            rf"\s{{0,4}}(?:{CALLS_BEGIN}\s{{0,4}})?{CALL_BEGIN}(?P<name>[^<\n]+){SEPARATOR}",
+            rf"\s{{0,4}}{CALL_END}",
         ),
-        {**CONTENT, "end": {"open_pattern": rf"\s*{CALLS_END}"}},
+        {**CONTENT, "end": {"open_pattern": rf"\s{{0,4}}{CALLS_END}"}},
     ),
     Family(
         "Mistral, one name per call",
         ("[TOOL_CALLS]", "[ARGS]"),
         _calls(
-            r"\s*\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-            rf"\s*(?:(?=\[TOOL_CALLS\])|{END_OF_TEXT})",
+            r"\s{0,4}\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            rf"\s{{0,4}}(?:(?=\[TOOL_CALLS\]\w)|(?:{END_OF_TEXT})\Z)",
         ),
     ),
     Family(
         "Mistral",
         ("[TOOL_CALLS]",),
         _calls(
-            r"\s*\[TOOL_CALLS\]\s*", rf"\s*(?:{END_OF_TEXT})", transform_each=True, transform=CALL_OF_LIST
+            r"\s{0,4}\[TOOL_CALLS\]\s{0,4}",
+            rf"\s{{0,4}}(?:{END_OF_TEXT})\Z",
+            transform_each=True,
+            transform=CALL_OF_LIST,
         ),
     ),
     Family(
         "FunctionGemma",
         ("<start_function_call>",),
         _calls(
-            r"\s*<start_function_call>call:(?P<name>[\w.-]+)",
-            r"\s*<end_function_call>\s*",
+            r"\s{0,4}<start_function_call>call:(?P<name>[\w.-]+)",
+            r"\s{0,4}<end_function_call>\s{0,4}",
             content_args={"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
         ),
     ),
     Family(
-        "Granite and Phi",
+        "Granite",
         ("<|tool_call|>",),
         _calls(
-            r"\s*<\|tool_call\|>\s*",
-            rf"\s*(?:<\|/tool_call\|>\s*|{END_OF_TEXT})",
+            r"\s{0,4}<\|tool_call\|>\s{0,4}",
+            rf"\s{{0,4}}(?:<\|/tool_call\|>\s{{0,4}}|{END_OF_TEXT})\Z",
             transform_each=True,
             transform=CALL_OF_LIST,
         ),
@@ -149,8 +160,8 @@ FAMILIES = (
         "Llama 3",
         ("<|start_header_id|>", '"parameters"'),
         _calls(
-            r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"name"\s*:)',
-            rf"\s*(?:{END_OF_TEXT})",
+            r'\A\s{0,4}(?:<\|python_tag\|>)?\s{0,4}(?=\{\s{0,4}"(?:type|name)"\s{0,4}:)',
+            rf"\s{{0,4}}(?:{END_OF_TEXT})\Z",
             transform={
                 "type": "function",
                 "function": {"name": "{content.name}", "arguments": "{content.parameters}"},

@@ -44,6 +44,18 @@ def _is_deeper(value: JsonValue, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(child, depth - 1) for child in children)
 
 
+def _parsed_json(value: object) -> object:
+    """Return the value of JSON in a text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise ValueError("should be JSON in valid Unicode") from None
+    return parsed
+
+
 def _check_size(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"should have at most {MAX_ENTRIES} entries")
@@ -203,9 +215,13 @@ class Extensions(Body):
         default=None, description="auto: the controller decides; off: plain decoding"
     )
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | str | None = Field(default=None, description="as structured_outputs.json")
+    guided_json: Annotated[JsonObject | None, BeforeValidator(_parsed_json)] = Field(
+        default=None, description="as structured_outputs.json, also as text"
+    )
     guided_regex: str | None = Field(default=None, description="as structured_outputs.regex")
-    guided_choice: Bounded[str] | None = Field(default=None, description="as structured_outputs.choice")
+    guided_choice: Annotated[Bounded[str], Field(min_length=1)] | None = Field(
+        default=None, description="as structured_outputs.choice"
+    )
     guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None

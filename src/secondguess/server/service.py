@@ -147,6 +147,9 @@ class Service:
         template = self.template.response_template
         if template is None:
             return PlainParser()
+        if not job.tools or job.params.grammar is not None:  # text that looks like a call is none
+            fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+            template = {**template, "fields": fields}
         parser = TemplateParser(self.target.tokenizer, template, job.prompts[0], job.tools, job.params.stop)
         return SingleCallParser(parser) if job.single_call else parser
 

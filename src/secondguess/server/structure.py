@@ -60,17 +60,11 @@ def grammar_of_outputs(request: Extensions, max_bytes: int) -> Grammar | None:
 def _of_notation(name: str, notation: str, value: Any, max_bytes: int) -> Grammar:
     """Return the grammar that a field describes in one of the notations of `StructuredOutputs`."""
     if notation == "json":
-        try:
-            schema = json.loads(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise refused(
-                name, f"expected {name} to be a JSON schema, got {error}", "invalid_value"
-            ) from None
-        return _of_schema(name, schema, max_bytes)
+        return _of_schema(name, value, max_bytes)
     if notation == "json_object":
         return Grammar.json_object()
     if notation == "choice":  # strings of Lark are those of JSON
-        value = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        value = "start: " + " | ".join(json.dumps(text).replace("\x7f", r"\u007f") for text in value)
     _check_size(name, value, max_bytes)
     return Grammar.regex(value) if notation == "regex" else Grammar.lark(value)
 
