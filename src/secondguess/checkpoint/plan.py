@@ -28,6 +28,7 @@ from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelE
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.families import FAMILIES, weight_shapes, why_not_fused
 from secondguess.runtime.graphs.runtime import why_not_graphs
+from secondguess.runtime.native.check import HEAD_OUTPUTS
 from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
 from secondguess.runtime.products import can_pack
@@ -351,8 +352,9 @@ class Checkpoint:
             num_parameters += num_embedded
         weights = int(num_parameters * size - self._bytes_saved(num_parameters, num_embedded, by_kernels))
         if by_kernels and self.files.has_single_weights:
-            # from memory-mapped files; the check takes one layer at a time
-            loading = weights + BYTES_OF_CHECK * self._num_in_checked_layer
+            # from memory-mapped files; the check takes one layer at a time, and a part of the head
+            num_in_head = min(HEAD_OUTPUTS, text.vocab_size) * text.hidden_size
+            loading = weights + BYTES_OF_CHECK * (self._num_in_checked_layer + num_in_head)
         elif is_packed and not is_tied:
             # the head, which is packed last, is held twice for a moment
             loading = max(loading, weights + num_embedded * size)
