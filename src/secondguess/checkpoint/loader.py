@@ -159,12 +159,7 @@ def _native_runtime(plan: Checkpoint, weight_format: WeightFormat) -> NativeRunt
         try:
             verdict = Verdict.of_parts(check_decoder(NativeRuntime(decoder), outline, read, tokens))
             write_verdict(kept, verdict)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            RuntimeError,
-        ) as error:  # of a module in code that is not ours
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:  # of code that is not ours
             verdict = Verdict(f"a check that failed with {type(error).__name__} ({error})", math.nan, 0.0)
     if not verdict.passes:
         _log_refusal(plan, weight_format, verdict)

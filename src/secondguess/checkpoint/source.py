@@ -135,9 +135,8 @@ class Source(ABC):
     def config(self) -> Any:
         with self.reading("a configuration"):
             config = self._read_config()
-            if (
-                not config.is_encoder_decoder
-            ):  # refused by name later; it may have several text configurations
+            # encoders with a decoder are refused by name later; they may have several text configurations
+            if not config.is_encoder_decoder:
                 _require_sizes(config.get_text_config())
             return config
 

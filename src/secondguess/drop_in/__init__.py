@@ -360,7 +360,8 @@ def _default_drafter(model: Any) -> str:
 
 def _keep_copies(model: Any, drafter: str) -> None:
     """Keep the quantised copies that a drafter has made of a model for later calls, as long as the model lives."""
-    if copies := [copy_quantised(model, each) for each in DrafterSpec.parse(drafter).target_copies]:
+    formats = DrafterSpec.parse(drafter).target_copies
+    if copies := [copy_quantised(model, weight_format) for weight_format in formats]:
         _copies[model] = copies
 
 

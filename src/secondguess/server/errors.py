@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str = "unsupported_value") -> ApiError:
-    """Return the error of a field that cannot be honoured."""
+    """Return the error of a field that is refused."""
     return ApiError(400, message, param, code)
 
 
