@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from secondguess.continuous.forecast import Forecast, forecast
     from secondguess.drop_in import custom_generate
     from secondguess.engine.generation import Output
+    from secondguess.engine.text_scores import TextScore
     from secondguess.errors import (
         BadInputError,
         CheckpointError,
@@ -49,6 +50,7 @@ __all__ = [
     "SamplingParams",
     "SecondGuessError",
     "Stats",
+    "TextScore",
     "UnsupportedModelError",
     "custom_generate",
     "forecast",
@@ -67,6 +69,7 @@ _MODULES = {
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "sampling.text",
+    "TextScore": "engine.text_scores",
 }
 
 

@@ -20,6 +20,7 @@ from secondguess.checkpoint.memory import check_memory, head_memory
 from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
+from secondguess.core import TokenLogprob
 from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec
@@ -32,9 +33,10 @@ from secondguess.engine.generation import (
     make_row,
 )
 from secondguess.engine.shared_batch import SharedBatch
+from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
-from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, is_single
+from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.runtime.support import without_defaults_of_caller
@@ -49,6 +51,7 @@ __all__ = [
     "Generation",
     "Output",
     "Prompt",
+    "TextScore",
     "check_request",
     "check_verifier",
     "choose_controller",
@@ -212,6 +215,64 @@ class LLM:
                 "use generate, or a stream per seed"
             )
         return (piece for _, piece in Generation(self, [prompt], [chosen]))
+
+    @overload
+    def score(
+        self,
+        texts: str | Sequence[int] | Sequence[Message],
+        *,
+        window: int | None = None,
+        num_alternatives: int = 0,
+        draft_length: int | None = None,
+    ) -> TextScore: ...
+    @overload
+    def score(
+        self,
+        texts: list[str] | list[list[int]],
+        *,
+        window: int | None = None,
+        num_alternatives: int = 0,
+        draft_length: int | None = None,
+    ) -> list[TextScore]: ...
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        window: int | None = None,
+        num_alternatives: int = 0,
+        draft_length: int | None = None,
+    ) -> TextScore | list[TextScore]:
+        """Return the log-probabilities of the tokens of a text, or of each text of a list, under the target.
+
+        A text that is longer than the window is cut into windows, each of which begins with the last token of
+        the one before it.
+
+        Args:
+            texts: text, token ids or messages of at least two tokens, or a list of them.
+            window: largest number of tokens; None for the model's context.
+            num_alternatives: number of most probable tokens that are reported at each position.
+            draft_length: score in passes of this many tokens and one, as drafts of this length are verified, and
+                with 0 as in plain decoding; None for passes of as many tokens as memory allows.
+
+        Raises:
+            BadInputError: as in `generate`, and for a text or a window of fewer than two tokens.
+            OutOfMemoryError: as in `generate`.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=num_alternatives, draft_length=draft_length)
+        size = self.target.runtime.context_length if window is None else window
+        if is_single(texts):
+            return self._score(texts, params, size)  # type: ignore[arg-type]
+        return [self._score(text, params, size) for text in texts]  # type: ignore[union-attr, arg-type]
+
+    def _score(self, text: Prompt, params: SamplingParams, window: int) -> TextScore:
+        ids, images = encode_with_images(self.target, text)
+        if images is not None:
+            raise BadInputError("expected a text without images to score, got some; leave them out")
+        logprobs: list[TokenLogprob] = []
+        for part in windows_of(ids, window):
+            (output,) = Generation(self, [part], [params]).run()
+            logprobs += output.prompt_logprobs
+        return TextScore(ids, logprobs)
 
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:

@@ -131,6 +131,8 @@ class Row:
         guidance: negative prompt and scale of guided sampling; None for none.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as it is
+            prefilled; None for a row that needs none.
         finish_reason: None until the row is finished.
     """
 
@@ -148,6 +150,7 @@ class Row:
     images: ImageInputs | None = None
     guidance: Guidance | None = None
     history: str | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
@@ -205,6 +208,11 @@ class Row:
                 tokens = tokens[:count]
                 break
         return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
+
+    def commit_nothing(self) -> Commit:
+        """Finish a row that may gain no tokens."""
+        self.finish_reason = "length"
+        return Commit(self, [], 0)
 
     def _continues_after(self, tokens: Sequence[int]) -> bool:
         """Return whether none of the next tokens needs a check of its own, so that none ends the row."""

@@ -56,8 +56,13 @@ class Batch:
         """Admit rows, whose prompts the next steps prefill in this order."""
         # Registered first, so that `close` releases them even if this is interrupted.
         self._prefilling.update((row, []) for row in rows)
+        limits = self.components.drafter.admit(rows)
+        # A token is scored only if it is prefilled.
+        limits = [
+            0 if row.prompt_logprobs is not None else limit for row, limit in zip(rows, limits, strict=True)
+        ]
         # Per row, the number of tokens that are cached already: its slot's former row began with them.
-        reused = self.components.target.admit(rows, self.components.drafter.admit(rows))
+        reused = self.components.target.admit(rows, limits)
         for row, num_reused in zip(rows, reused, strict=True):
             self.components.recorder.of(row).num_reused = num_reused
         # Other batches with the same target may have drafters that read other layers.
@@ -67,11 +72,11 @@ class Batch:
         """Prefill, then run a round over the rows whose prompts are cached, and release finished rows.
 
         Returns:
-            One `Commit` per row that took part in the round; empty if there was none.
+            One `Commit` per row that took part in the round or that needed a prefill alone.
         """
-        self.prefill(self.prefilling)
+        commits = self.prefill(self.prefilling)
         self.prefill_drafter(self.components.drafter.unfinished)
-        return self.run(self._decoding)
+        return commits + self.run(self._decoding)
 
     def run(self, rows: Sequence[Row]) -> list[Commit]:
         """Run a round over some of the rows whose prompts are cached, and release finished rows."""
@@ -99,14 +104,17 @@ class Batch:
         self.remove([*self._decoding, *self._prefilling])
 
     @inference_mode()
-    def prefill(self, rows: Sequence[Row]) -> None:
+    def prefill(self, rows: Sequence[Row]) -> list[Commit]:
         """Prefill some of the rows whose prompts are not cached, up to `max_prefill_tokens` tokens.
 
         Of rows with the same prompt only the first is prefilled; the others wait for it and then
         copy its cache entries. After an error, the rows are as they were when they were admitted.
+
+        Returns:
+            Commits without tokens of the rows that are finished, because they may gain none (`max_tokens` 0).
         """
         if not rows:
-            return
+            return []
         recorder = self.components.recorder
         try:
             with recorder.round([*self._decoding, *rows]), recorder.phase("prefill"):
@@ -114,11 +122,18 @@ class Batch:
                 self.components.drafter.begin(ready, [join_hidden(self._prefilling[row]) for row in ready])
         except BaseException:
             self.components.target.rewind(rows, [recorder.of(row).num_reused for row in rows])
-            self._prefilling.update((row, []) for row in rows)
+            for row in rows:
+                self._prefilling[row] = []
+                if row.prompt_logprobs is not None:
+                    row.prompt_logprobs.clear()
             raise
         self._decoding += ready
         for row in ready:
             del self._prefilling[row]
+        finished = [row for row in ready if not row.params.max_tokens]
+        commits = [row.commit_nothing() for row in finished]
+        self.remove(finished)
+        return commits
 
     @inference_mode()
     def prefill_drafter(self, rows: Sequence[Row]) -> None:

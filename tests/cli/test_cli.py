@@ -283,6 +283,7 @@ OPTIONS = [
     ("n", ["--n", "3", "--temperature", "1"], 3),
     ("seed", ["--seed", "9"], 9),
     ("logprobs", ["--logprobs", "1"], 1),
+    ("prompt_logprobs", ["--prompt-logprobs", "1"], 1),
     ("grammar", ["--regex", "a+"], Grammar.regex("a+")),
     ("prediction", ["--prediction", __file__], Path(__file__).read_text(encoding="utf-8")),
     ("draft_length", ["--draft-length", "2"], 2),

@@ -36,7 +36,7 @@ SYSTEMS = (
 LINES = [
     "--version",
     f"generate x --json --max-tokens 4 --min-tokens 1 {LOADING} {SAMPLING} --frequency-penalty 0.1 --presence-penalty 0.1 "
-    "--logit-bias 5=-1 --stop-token-id 7 --ignore-eos --n 2 --logprobs 1 --max-draft-length 3",
+    "--logit-bias 5=-1 --stop-token-id 7 --ignore-eos --n 2 --logprobs 1 --prompt-logprobs 1 --max-draft-length 3",
     "generate x --image {image} --model {vision} --max-tokens 4 --dtype float32",
     f"generate --prompt-file {{texts}} --batch-size 2 --seed 1 --max-tokens 4 --prediction {{texts}} --draft-with ngram {MODELS}",
     f"generate x --regex a+ --max-tokens 4 {INT8}",
@@ -48,6 +48,8 @@ LINES = [
     "--cors-origin http://localhost --image-folder {folder} --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 "
     f"--max-waiting 2 --max-samples 2 --max-output-tokens 9 --request-seconds 9 {LOADING}",
     f"serve --port 0 --generation-config --no-generation-config {INT8} --share-history",
+    "score {texts} --window 8 --draft-length 2 --config {config} --model {target} --dtype float32 --device cpu --quantize int8 "
+    "--compare int8 --runtime auto --json",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
     "--max-tokens 2 --cells 3 --limit 0.9 --delta 0.01 --batch-size 200 --seed 1 --json",
     "inspect {target} --config {config} --drafter model:{draft} --dtype float32 --device cpu --quantize int8 "

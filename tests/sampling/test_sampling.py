@@ -390,7 +390,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("setting", "value"),
         [
-            ("max_tokens", 0),
+            ("max_tokens", -1),
             ("max_tokens", 2.5),
             ("max_tokens", True),
             ("max_tokens", 10**12),
@@ -434,6 +434,7 @@ class TestSettings:
             ("seed", 2**64),
             ("logprobs", -1),
             ("logprobs", 21),
+            ("prompt_logprobs", 21),
         ],
     )
     def test_invalid_values_are_refused_by_name(self, setting, value):

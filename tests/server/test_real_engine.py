@@ -178,3 +178,48 @@ def test_a_chat_and_a_response_have_the_same_text(served):
     )
     assert chat.choices[0].message.content == response.output_text != ""
     assert chat.usage.total_tokens == response.usage.total_tokens
+
+
+def test_prompts_are_scored(served):
+    engine, client = served
+    encode = engine.llm.target.encode
+    prompts = [PROMPT, "import os\n"]
+    fields = {"prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
+    reply = complete(client, **fields, max_tokens=0)
+    texts = [each.text for each in complete(client, prompt=prompts, temperature=0, max_tokens=3).choices]
+    longer = complete(client, **fields, max_tokens=3)
+    for index, prompt in enumerate(prompts):
+        scored = engine.llm.score(prompt, num_alternatives=1).logprobs
+        found, choice = reply.choices[index].logprobs, longer.choices[index]
+        assert (reply.choices[index].text, choice.text) == (prompt, prompt + texts[index])
+        assert "".join(found.tokens) == prompt
+        assert found.token_logprobs == [None, *(each.logprob for each in scored)]
+        assert found.top_logprobs[0] is None
+        assert [min(each.values()) for each in found.top_logprobs[1:]] == [
+            each.alternatives[next(iter(each.alternatives))] for each in scored
+        ]
+        assert [
+            prompt[start:][: len(text)] for start, text in zip(found.text_offset, found.tokens, strict=True)
+        ] == found.tokens
+        assert choice.logprobs.token_logprobs[: len(scored) + 1] == found.token_logprobs
+        assert len(choice.logprobs.tokens) == len(encode(prompt)) + 3
+    assert reply.usage.completion_tokens == 0
+
+
+def test_prompt_log_probabilities_are_reported_by_token_as_vllm_does(served):
+    engine, client = served
+    reply = complete(client, max_tokens=1, extra_body={"prompt_logprobs": 1})
+    scored = engine.llm.score(PROMPT, num_alternatives=1).logprobs
+    first, *found = reply.choices[0].prompt_logprobs
+    assert (first, reply.choices[0].logprobs, len(found)) == (None, None, len(scored))
+    for shown, each in zip(found, scored, strict=True):
+        assert shown[str(each.token)] == {"logprob": each.logprob, "decoded_token": each.text}
+        assert set(shown) == {str(each.token), *map(str, each.alternatives)}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"echo": True, "logprobs": 0}, {"extra_body": {"prompt_logprobs": 0}}], ids=str
+)
+def test_a_stream_of_prompt_log_probabilities_is_refused(served, fields):
+    with pytest.raises(openai.BadRequestError, match="expected no stream"):
+        complete(served[1], stream=True, **fields)

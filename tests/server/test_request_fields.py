@@ -28,7 +28,7 @@ SHARED = {
     "temperature": (USED, 0.5, -1),
     "top_p": (USED, 0, 2),
     "user": (USED, "someone", 5),
-    "max_tokens": (USED, 4.0, 0),
+    "max_tokens": (USED, 4.0, -2),
 }
 COMPLETION = SHARED | {
     "best_of": (USED, 1, 2),
@@ -143,6 +143,7 @@ EXTENSIONS = {
     "stop_token_ids": (USED, [5], ["x"]),
     "ignore_eos": (USED, False, "x"),
     "structured_outputs": (USED, {"choice": ["a", "b"]}, {"ebnf": "x"}),
+    "prompt_logprobs": (USED, 1, 21),
     "guided_json": (USED, {"type": "object"}, 5),
     "guided_regex": (USED, "a+", 5),
     "guided_choice": (USED, ["a", "b"], "a"),
@@ -193,14 +194,14 @@ EXTENSIONS = {
         }.items()
     },
 }
-CHATS_ONLY = {"chat_template_kwargs"}
+ROUTES_OF = {"chat_template_kwargs": "/v1/chat/completions", "prompt_logprobs": "/v1/completions"}
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_a_field_of_another_server_is_taken_or_refused_by_name(http, route, name):
-    if name in CHATS_ONLY and route != "/v1/chat/completions":
-        pytest.skip("a field of chats")
+    if ROUTES_OF.get(name, route) != route:
+        pytest.skip(f"a field of {ROUTES_OF[name]}")
     kind, accepted, wrong = EXTENSIONS[name]
     body = {"model": "builtin", "temperature": 0.5, **ROUTES[route][2]}
     reply = http.post(route, json=body if kind == REFUSED else {**body, name: accepted})

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from secondguess import __version__
-from secondguess.cli import bench, chat, export, generate, inspect, serve, train, tune, verify
+from secondguess.cli import bench, chat, export, generate, inspect, score, serve, train, tune, verify
 from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
 from secondguess.errors import MismatchWarning, SecondGuessError
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(score.score)
 app.command()(verify.verify)
 app.command()(inspect.inspect)
 app.add_typer(train.app, name="train")

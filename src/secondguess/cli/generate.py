@@ -89,6 +89,9 @@ def generate(
         int | None,
         sampling_option("With --json: each token's log-probability and this many alternatives."),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, sampling_option("With --json: the same for the tokens of the prompt.")
+    ] = None,
     json_schema: Annotated[
         Path | None,
         sampling_option("The text must be JSON that this JSON schema describes.", metavar="FILE"),
@@ -138,11 +141,12 @@ def generate(
     for request in requests:
         with error_source(request.source):
             params.append(LLM.sampling(base, **request.settings))
-            if params[-1].logprobs is not None and not json:
-                raise BadInputError(
-                    "expected --json together with --logprobs (or a line's logprobs): "
-                    "log-probabilities are only shown there"
-                )
+            for name in ("logprobs", "prompt_logprobs"):
+                if getattr(params[-1], name) is not None and not json:
+                    raise BadInputError(
+                        f"expected --json together with --{name.replace('_', '-')} (or a line's {name}): "
+                        "log-probabilities are only shown there"
+                    )
     settings = options.load_settings_and_tuned(context, config)[0]
     options.refuse_unused(context, settings, params)
     llm = load_with_progress(settings)

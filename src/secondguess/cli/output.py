@@ -158,8 +158,9 @@ def describe_output(llm: LLM, output: Output) -> dict[str, object]:
         "dtype": llm.target.dtype,
         "stats": output.stats.as_dict(),
     }
-    if output.logprobs:
-        record["logprobs"] = [_describe_logprob(each) for each in output.logprobs]
+    for name in ("logprobs", "prompt_logprobs"):
+        if logprobs := getattr(output, name):
+            record[name] = [_describe_logprob(token) for token in logprobs]
     return record
 
 

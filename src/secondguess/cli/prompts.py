@@ -78,10 +78,20 @@ def read_requests(prompt: str | None, prompt_file: Path | None, images: Sequence
         if not prompt:
             raise BadInputError("expected a prompt with at least one character, got an empty one")
         return [Request(_with_images(prompt, images))]
-    text = decode(sys.stdin.buffer.read(), "standard input")
+    return [Request(_with_images(read_input("-"), images), source="standard input")]
+
+
+def read_input(name: str) -> str:
+    """Return the text of a file, or of standard input for `-`.
+
+    Raises:
+        BadInputError: the file cannot be read, or the text is empty or not in UTF-8.
+    """
+    source = "standard input" if name == "-" else name
+    text = decode(sys.stdin.buffer.read() if name == "-" else _read_bytes(Path(name)), source)
     if not text:
-        raise BadInputError("expected a prompt on standard input, got nothing")
-    return [Request(_with_images(text, images), source="standard input")]
+        raise BadInputError(f"expected a text in {source}, got nothing")
+    return text
 
 
 def _with_images(text: str, images: Sequence[Path]) -> str | list[dict[str, Any]]:

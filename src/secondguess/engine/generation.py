@@ -51,6 +51,8 @@ class Output:
         stats: counters and timings.
         logprobs: per token, if the request asks for them; else empty.
         index: index among the `n` samples of the prompt.
+        prompt_logprobs: per token of the prompt from the second on, if the request asks for them; else empty.
+            The samples of a prompt share them.
     """
 
     text: str
@@ -61,6 +63,7 @@ class Output:
     stats: Stats
     logprobs: list[TokenLogprob]
     index: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class _Sample:
 
     index: int
     row: Row
+    first: Row
+    """Row of the first sample of the prompt, which has the prompt's log-probabilities."""
     detokenizer: StreamingDetokenizer
     pieces: list[Piece] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
@@ -139,6 +144,10 @@ class Generation:
             params = replace(params, prediction=tuple(_prediction_tokens(llm.target, params.prediction)))
         if guidance is not None:
             check_request(llm.target, llm.verifier, guidance.negative, params)
+        if params.prompt_logprobs is not None and (guidance is not None or images is not None):
+            raise BadInputError(
+                "expected prompt_logprobs only with a prompt of text, got a guided one or one with images; leave it out"
+            )
         for sample in range(params.n):
             detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, params.stop, params.min_tokens)
             row = make_row(
@@ -160,7 +169,11 @@ class Generation:
                 row.sources += sources
             if llm.share_history and may_share(llm.verifier, row):
                 row.history = owner
-            self._samples[row] = _Sample(len(self._samples), row, detokenizer)
+            if not sample:
+                first = row
+                if params.prompt_logprobs is not None:
+                    row.prompt_logprobs = []
+            self._samples[row] = _Sample(len(self._samples), row, first, detokenizer)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
@@ -203,6 +216,8 @@ class Generation:
         self._receive_tokens(commits)
         pieces = []
         for commit in commits:
+            if not commit.tokens:  # of a row that was only scored
+                continue
             sample = self._samples[commit.row]
             piece = sample.detokenizer.take(commit)
             sample.pieces.append(piece)
@@ -237,6 +252,7 @@ class Generation:
                 stats=self._llm.shared_batch.components.recorder.of(sample.row),
                 logprobs=list(sample.logprobs),
                 index=sample.row.sample_index,
+                prompt_logprobs=list(map(self._with_texts, sample.first.prompt_logprobs or ())),
             )
             for sample in self._samples.values()
         ]
@@ -279,10 +295,12 @@ def check_request(
             not support.
     """
     context = target.runtime.context_length
-    if len(ids) >= context:
+    room = context - min(1, params.max_tokens)
+    if len(ids) > room:
+        reserved = " and one position must stay free" if room < context else ""
         raise BadInputError(
-            f"expected a prompt of at most {context - 1} tokens (the model's context is {context} and one "
-            f"position must stay free), got {len(ids)}; shorten it"
+            f"expected a prompt of at most {room} tokens (the model's context is {context}{reserved}), "
+            f"got {len(ids)}; shorten it"
         )
     params.check_vocab(target.runtime.vocab_size)
     if params.stop and isinstance(target.tokenizer, TokenCodes):

@@ -233,19 +233,21 @@ class SharedBatch:
         rows = self._taking_part(batch.prefilling)
         if not rows:
             return
-        before, start = target.num_prefilled, time.perf_counter()
+        before, start = target.num_prefilled - _num_scored(rows), time.perf_counter()
         groups = self._by_group(rows)
         with self._failing(groups):
             try:
-                batch.prefill(rows)
-                self._budget.add_prefill(target.num_prefilled - before, time.perf_counter() - start)
+                commits = batch.prefill(rows)
+                num_tokens = target.num_prefilled + _num_scored(rows) - before
+                self._budget.add_prefill(num_tokens, time.perf_counter() - start)
+                self._deliver(commits)
             except Exception as error:
                 if len(groups) == 1:
                     raise
                 logger.warning("a prefill of %d calls failed; each runs its own", len(groups), exc_info=error)
                 for group, own_rows in groups.items():
                     with self._failing([group]):
-                        batch.prefill(own_rows)
+                        self._deliver(batch.prefill(own_rows))
 
     def _prefill_drafter(self) -> None:
         """Continue the drafter's prefill of the oldest row for which it is not finished."""
@@ -354,6 +356,11 @@ class SharedBatch:
     def _forget(self, row: Row) -> None:
         self.scheduler.remove(row)
         self._group_of.pop(row, None)
+
+
+def _num_scored(rows: Sequence[Row]) -> int:
+    """Return the number of prompt tokens whose log-probabilities are known."""
+    return sum([len(row.prompt_logprobs or ()) for row in rows])
 
 
 _all: WeakSet[SharedBatch] = WeakSet()

@@ -43,7 +43,7 @@ class TokenBias(Mapping[int, float]):
 
 _OFF_AT_0, _OFF_AT_1 = "use 0 to turn it off", "use 1 to turn it off"
 _INTEGERS = {
-    "max_tokens": (1, 2**31 - 1, ""),
+    "max_tokens": (0, 2**31 - 1, ""),
     "top_k": (0, 2**31 - 1, _OFF_AT_0),
     "n": (1, MAX_SAMPLES, ""),
 }
@@ -51,6 +51,7 @@ _INTEGERS = {
 _OPTIONAL_INTEGERS = {
     "seed": (0, 2**64 - 1, "leave it out for a fresh text each time"),
     "logprobs": (0, MAX_LOGPROBS, "leave it out to report none"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, "leave it out to report none"),
     "draft_length": (0, MAX_DRAFT_LENGTH, "leave it out to let the controller decide"),
     "max_draft_length": (0, MAX_DRAFT_LENGTH, "leave it out for no limit"),
 }
@@ -69,7 +70,7 @@ class SamplingParams:
     """Sampling settings of a request, validated on construction.
 
     Args:
-        max_tokens: largest number of output tokens; 1 or more.
+        max_tokens: largest number of output tokens; with 0 the prompt is only scored (`prompt_logprobs`).
         min_tokens: before this many output tokens, end tokens and `stop_token_ids` cannot be
             sampled, and `stop` does not end the text.
         temperature: 0 is greedy, 1 is the model's own distribution; 0, or from 0.0001 to 100.
@@ -94,6 +95,8 @@ class SamplingParams:
             the same with any drafter, in float32 and float64, and on a CPU in bfloat16.
         logprobs: report each token's log-probability and this many alternatives (0: only its own);
             None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt, from the second on. They are scored as a
+            draft is: in passes of `draft_length` + 1 tokens if that is given, else of as many as memory allows.
         grammar: the output must follow this grammar; a `Grammar`, or an object with one key such as
             `{"json_schema": {...}}`. It needs the extra `serve`.
         prediction: a guess of the output, as text or token ids, such as the text that is to be
@@ -127,6 +130,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | Mapping[str, object] | None = None
     prediction: str | Sequence[int] | None = None
     draft_length: int | None = None

@@ -176,16 +176,26 @@ def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[i
     if num_alternatives is None:
         return commit
     queries = [0, *(node + 1 for node in path)][: len(commit.tokens)]
-    logprobs = at_least_float32(logits[index, queries]).log_softmax(-1)
-    tokens = torch.tensor(commit.tokens, device=logits.device)
-    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    top = logprobs.topk(min(num_alternatives, logprobs.shape[-1]))
+    return replace(commit, logprobs=token_logprobs(logits[index, queries], commit.tokens, num_alternatives))
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], num_alternatives: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens, each with that of the most probable alternatives.
+
+    Args:
+        logits: `[token, vocab]`, before any sampling setting.
+        num_alternatives: number of the alternatives of each token.
+    """
+    logits = at_least_float32(logits)
+    sums = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - sums
+    top = logits.topk(min(num_alternatives, logits.shape[-1]))
     alternatives = [
         {token: value for token, value in zip(ids, values, strict=True) if value > -math.inf}
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        for ids, values in zip(top.indices.tolist(), (top.values - sums).tolist(), strict=True)
     ]
-    reports = zip(commit.tokens, own, alternatives, strict=True)
-    return replace(commit, logprobs=[TokenLogprob(*report) for report in reports])
+    reports = zip(tokens, own[:, 0].tolist(), alternatives, strict=True)
+    return [TokenLogprob(*report) for report in reports]
 
 
 @lru_cache(maxsize=256)

@@ -10,10 +10,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
+from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
 from secondguess.server.convert import Job
-from secondguess.server.replies import Head, Json, completion_logprobs, finish_reason, report, usage
+from secondguess.server.replies import (
+    Head,
+    Json,
+    completion_logprobs,
+    echoed_logprobs,
+    finish_reason,
+    logprobs_by_token,
+    report,
+    usage,
+)
 from secondguess.server.schemas import CompletionRequest
 from secondguess.server.service import Service
 from secondguess.server.streams import streamed
@@ -31,15 +41,26 @@ async def create_completion(request: CompletionRequest, http: HttpRequest) -> Re
     if request.stream:
         job, generation = await service.start(http, convert)
         return streamed(generation, _Chunks(service, request, head, job).run(generation))
-    return await service.reply(http, convert, partial(_completion, request, head))
+    return await service.reply(http, convert, partial(_completion, service, request, head))
 
 
-def _completion(request: CompletionRequest, head: Head, job: Job, outputs: Sequence[Output]) -> Json:
+def _completion(
+    service: Service, request: CompletionRequest, head: Head, job: Job, outputs: Sequence[Output]
+) -> Json:
     choices = []
     for index, output in enumerate(outputs):
-        echo = job.echo[index // job.params.n] if job.echo else ""
-        logprobs = completion_logprobs(output.logprobs, 0) if request.logprobs is not None else None
-        choices.append(_choice(index, echo + output.text, logprobs, finish_reason(output)))
+        prompt_index = index // job.params.n
+        echo = job.echo[prompt_index] if job.echo else ""
+        logprobs = None
+        if request.logprobs is not None and job.echo:
+            first = text_of_token(service.target.tokenizer, job.prompts[prompt_index][0])
+            logprobs = echoed_logprobs(first, [*output.prompt_logprobs, *output.logprobs])
+        elif request.logprobs is not None:
+            logprobs = completion_logprobs(output.logprobs, 0)
+        choice = _choice(index, echo + output.text, logprobs, finish_reason(output))
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [None, *map(logprobs_by_token, output.prompt_logprobs)]
+        choices.append(choice)
     more = report(outputs) if request.report else {}
     return head.reply(choices, usage=usage(job.prompts, outputs), **more)
 

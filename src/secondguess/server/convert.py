@@ -84,10 +84,12 @@ class Converter:
                 "best_of",
                 f"expected best_of to equal n, got {request.best_of}; leave it out and rank n samples",
             )
-        if request.echo and request.logprobs is not None:
+        if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+            request = request.model_copy(update={"prompt_logprobs": request.logprobs})
+        if request.prompt_logprobs is not None and request.stream:
+            name = "echo" if request.echo else "prompt_logprobs"
             raise refused(
-                "echo",
-                "expected no echo together with logprobs: the prompt has no log-probabilities; leave one out",
+                name, f"expected no stream of the log-probabilities of a prompt ({name}); leave one out"
             )
         if request.echo and request.suffix is not None:
             raise refused("echo", "expected no echo together with suffix; leave one out")
@@ -195,7 +197,7 @@ class Converter:
         """Return the largest number of output tokens; by default, what fits into the context."""
         context, limit = self._target.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
-        if longest >= context:
+        if longest + (wanted != 0) > context:
             raise too_long(self._target, str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), limit or context)

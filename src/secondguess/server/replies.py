@@ -172,6 +172,23 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     }
 
 
+def echoed_logprobs(first: str, logprobs: Sequence[TokenLogprob]) -> Json:
+    """Return log-probabilities in the form of completions, after a first token that has none."""
+    rest = completion_logprobs(logprobs, len(first))
+    firsts = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [value, *rest[name]] for name, value in firsts.items()}
+
+
+def logprobs_by_token(each: TokenLogprob) -> Json:
+    """Return the log-probabilities of a token and its alternatives by token id, as vLLM's `prompt_logprobs`."""
+    values = {**each.alternatives, each.token: each.logprob}
+    texts = {**each.alternative_texts, each.token: each.text}
+    return {
+        str(token): {"logprob": _finite(value), "decoded_token": texts[token]}
+        for token, value in values.items()
+    }
+
+
 def _by_text(each: TokenLogprob) -> Mapping[str, float]:
     """Return alternatives by text; of tokens with the same text, the most probable."""
     found: dict[str, float] = {}

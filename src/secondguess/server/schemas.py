@@ -75,6 +75,9 @@ Limit = Annotated[
     Annotated[int, Field(ge=1)] | None, BeforeValidator(lambda value: None if value == -1 else value)
 ]
 """Number of tokens; none for null and, as in llama.cpp and Ollama, for -1."""
+LimitOrZero = Annotated[
+    Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 STATELESS = "the server keeps no conversations; send the whole conversation as input"
@@ -258,8 +261,13 @@ class CompletionRequest(Sampling):
     prompt: str | Bounded[str] | Values[int] | Bounded[Values[int]]
     best_of: int | None = Field(default=None, description="n, or absent")
     echo: bool | None = None
-    logprobs: NumLogprobs | None = None
-    max_tokens: Limit = None
+    logprobs: NumLogprobs | None = Field(default=None, description="with echo also those of the prompt")
+    prompt_logprobs: NumLogprobs | None = Field(
+        default=None, description="report those of the prompt's tokens, with this many alternatives"
+    )
+    max_tokens: LimitOrZero = Field(
+        default=None, description="0: the prompt is scored, and nothing generated"
+    )
     suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
 
 
@@ -393,6 +401,7 @@ class ChatRequest(Sampling, SharedFields):
 
     messages: Annotated[Bounded[Message], Field(min_length=1)]
     logprobs: bool | None = None
+    prompt_logprobs: None = unsupported("score the text of the conversation by /v1/completions")
     top_logprobs: NumLogprobs | None = None
     max_completion_tokens: Limit = None
     max_tokens: Limit = None
