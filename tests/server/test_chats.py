@@ -118,3 +118,41 @@ def test_messages_that_the_template_refuses_are_an_error_of_the_client():
         pytest.raises(openai.UnprocessableEntityError, match="roles must alternate"),
     ):
         chat(client)
+
+
+def test_a_reply_that_was_cut_is_continued(client, engine):
+    beginning = {"role": "assistant", "content": "def add("}
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    chat(client, messages=[*MESSAGES, beginning], extra_body=fields)
+    assert prompt_text(engine) == "# system: Be brief.\n# user: Add two numbers.\n\ndef add("
+    chat(client, messages=[*MESSAGES, beginning], extra_body={"continue_final_message": True})
+    assert prompt_text(engine).endswith("\n\ndef add(")
+    chat(client, messages=[*MESSAGES, beginning])
+    assert prompt_text(engine) == "# system: Be brief.\n# user: Add two numbers.\n\ndef add(\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "fields"),
+    [
+        ({"role": "user", "content": "x"}, {}),
+        ({"role": "assistant", "content": " "}, {}),
+        ({"role": "assistant", "content": "x"}, {"add_generation_prompt": True}),
+    ],
+)
+def test_only_a_text_of_the_assistant_is_continued(client, last, fields):
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        chat(client, messages=[*MESSAGES, last], extra_body={"continue_final_message": True, **fields})
+
+
+def test_a_prompt_may_end_with_the_last_message(client, engine):
+    engine.llm.target.tokenizer.chat_template, source = (
+        "{% for message in messages %}[{{ message.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}",
+        engine.llm.target.tokenizer.chat_template,
+    )
+    try:
+        chat(client)
+        assert prompt_text(engine) == "[Be brief.][Add two numbers.]>"
+        chat(client, extra_body={"add_generation_prompt": False})
+        assert prompt_text(engine) == "[Be brief.][Add two numbers.]"
+    finally:
+        engine.llm.target.tokenizer.chat_template = source

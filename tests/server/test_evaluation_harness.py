@@ -11,6 +11,7 @@ from released_models import RELEASES, make_folder
 from conftest import serving
 from secondguess import load
 from secondguess.engine import Engine
+from secondguess.server.model import short_name
 
 pytest.importorskip(
     "lm_eval.models.openai_completions", reason="needs lm-evaluation-harness (`pip install lm_eval[api]`)"
@@ -54,7 +55,7 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path, monkeypatch):
     engine = Engine(llm)
     with serving(engine) as url:
         arguments = {
-            "model": llm.target.name, "base_url": f"{url}/v1/completions", "tokenizer": folder,
+            "model": short_name(llm.target.name), "base_url": f"{url}/v1/completions", "tokenizer": folder,
             "tokenizer_backend": "huggingface", "num_concurrent": 2, "max_retries": 1,
         }  # fmt: skip
         results = lm_eval.simple_evaluate(

@@ -68,13 +68,13 @@ def test_without_a_key_nothing_but_probes_answers(authorization):
             ("POST", "/v1/completions"),
             ("GET", "/v1/models"),
             ("POST", "/tokenize"),
-            ("GET", "/openapi.json"),
+            ("GET", "/v1/models/builtin"),
         ):
             reply = client.request(method, path, headers=headers, content=b"not read")
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer"
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/ready", "/metrics", "/docs", "/openapi.json"):
             assert client.get(path).status_code == 200
 
 
@@ -85,7 +85,7 @@ def test_probes_of_a_mounted_application_need_no_key(prefix):
     with TestClient(host) as client:
         for path in ("/health", "/ready", "/metrics", "/", "/playground/playground.js"):
             assert client.get(prefix + path).status_code == 200
-        for path in ("/v1/models", "/openapi.json"):
+        for path in ("/v1/models", "/v1/models/builtin"):
             assert client.get(prefix + path).status_code == 401
 
 

@@ -29,7 +29,7 @@ def served(tmp_path_factory):
         set_available(1)
         engine = Engine(llm)
         with serving(engine) as url, httpx2.Client(base_url=url, timeout=20) as http:
-            yield http, llm.target.name, set_available
+            yield http, llm.target.checkpoint.path.rpartition("/")[2], set_available
         engine.close()
 
 

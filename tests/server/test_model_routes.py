@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from conftest import metrics_of, openai_client, serving
 from secondguess.server.app import create_app
-from secondguess.server.model import ServedModel
+from secondguess.server.model import ServedModel, short_name
 from secondguess.server.settings import ServerSettings
 
 
@@ -112,3 +112,15 @@ def test_tokenization_leaves_the_event_loop_free(http, monkeypatch):
 def test_infill_tokens_are_needed_for_a_suffix(http, path):
     reply = http.post(path, json={"model": "builtin", "prompt": "x", "suffix": "y"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
+
+
+def test_a_model_is_named_without_its_folder(tmp_path):
+    assert short_name(str(tmp_path)) == tmp_path.name
+    assert short_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert short_name(str(tmp_path / "mine.Q4_K_M.gguf")) == "mine.Q4_K_M"
+
+
+def test_the_documentation_of_the_routes_is_a_page(http):
+    page = http.get("/docs")
+    assert page.status_code == 200
+    assert "/openapi.json" in page.text

@@ -150,6 +150,8 @@ EXTENSIONS = {
     "guided_grammar": (REFUSED, None, "root ::= x"),
     "include_stop_str_in_output": (USED, False, True),
     "skip_special_tokens": (USED, True, False),
+    "add_generation_prompt": (USED, False, "x"),
+    "continue_final_message": (USED, False, True),
     "chat_template_kwargs": (USED, {"enable_thinking": False}, {"messages": []}),
     **{
         name: (ACCEPTED, value, None)
@@ -194,7 +196,11 @@ EXTENSIONS = {
         }.items()
     },
 }
-ROUTES_OF = {"chat_template_kwargs": "/v1/chat/completions", "prompt_logprobs": "/v1/completions"}
+CHATS = "/v1/chat/completions"
+ROUTES_OF = {
+    **dict.fromkeys(("chat_template_kwargs", "add_generation_prompt", "continue_final_message"), CHATS),
+    "prompt_logprobs": "/v1/completions",
+}
 
 
 @pytest.mark.parametrize("route", ROUTES)

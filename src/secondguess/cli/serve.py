@@ -29,7 +29,9 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        server_option("Name of the model in requests; repeatable.", show_default="the model's own"),
+        server_option(
+            "Name of the model in requests; repeatable.", show_default="that of its folder or file"
+        ),
     ] = None,
     chat_template: options.ChatTemplate = None,
     generation_config: Annotated[

@@ -37,7 +37,7 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings)
-    app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="secondguess", version=__version__, redoc_url=None)
     app.state.service = service
     for module in (completions, chats, responses, model_routes):
         app.include_router(module.router)

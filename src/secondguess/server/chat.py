@@ -45,12 +45,16 @@ class Conversation:
         has_images: True if there are images among the messages.
         tools: definitions of the functions that the model may call; empty for none.
         variables: further variables of the template.
+        begins_reply: True if the prompt ends with the beginning of a reply.
+        continues: True if the prompt ends within the last message, which the reply continues.
     """
 
     messages: Messages
     has_images: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: Mapping[str, Any] = field(default_factory=dict)
+    begins_reply: bool = True
+    continues: bool = False
 
 
 class ChatTemplate:
@@ -104,13 +108,13 @@ class ChatTemplate:
             formatter.apply_chat_template,
             tools=conversation.tools or None,
             chat_template=source,
-            add_generation_prompt=True,
+            add_generation_prompt=conversation.begins_reply,
             **conversation.variables,
         )
         messages = _readable(partial(format_messages, tokenize=False), conversation.messages)
         if not conversation.has_images:
             messages = with_list_contents(partial(format_messages, tokenize=False), messages)
-        render = partial(format_messages, messages)
+        render = partial(format_messages, messages, continue_final_message=conversation.continues)
         try:
             text = render(tokenize=False)
         except Exception as error:  # a template is code from the checkpoint and can raise anything
@@ -164,11 +168,33 @@ def to_conversation(request: ChatRequest, images: ImageReader) -> Conversation:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+    continues = bool(request.continue_final_message)
+    if continues:
+        _check_continued(request)
     return replace(
         to_messages(request.messages, images),
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
         variables=variables,
+        begins_reply=not continues and request.add_generation_prompt is not False,
+        continues=continues,
     )
+
+
+def _check_continued(request: ChatRequest) -> None:
+    """Refuse a request that continues a last message without text, or one of the user."""
+    last = request.messages[-1]
+    if request.add_generation_prompt:
+        raise refused(
+            "continue_final_message",
+            "expected add_generation_prompt: false together with continue_final_message, got true; leave one out",
+        )
+    if not isinstance(last, AssistantMessage) or not text_of(last.content).strip() or last.tool_calls:
+        raise refused(
+            "continue_final_message",
+            "expected a last message of the assistant with text and without tool calls, for continue_final_message, got "
+            f"one of {last.role}; leave the field out",
+            "invalid_value",
+        )
 
 
 def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversation:

@@ -20,8 +20,8 @@ from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Metrics
 from secondguess.server.streams import error_response
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", *playground.PATHS)
-"""Paths that need no key: probes and scrapers; they show no text."""
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/docs", "/openapi.json", *playground.PATHS)
+"""Paths that need no key: probes, scrapers and pages of a browser; they show no text."""
 
 REQUEST_ID = "x-request-id"
 

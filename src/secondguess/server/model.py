@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from secondguess.api import LLM
@@ -44,7 +45,7 @@ class ServedModel:
         A longer request than that would not fit either when all others have ended.
 
         Args:
-            name: as for clients; None for that of the checkpoint.
+            name: as for clients; None for that of the checkpoint, without the folder of a path.
         """
         target, runtime = llm.target, llm.target.runtime
         longest = runtime.context_length
@@ -54,11 +55,23 @@ class ServedModel:
             while longest > 1 and not fits_memory(runtime, llm.cache_bytes, 1, longest):
                 longest //= 2
         sizes = longest, runtime.num_input_tokens, runtime.takes_images
-        return cls(name or target.name, target.checkpoint, target.tokenizer, *sizes, is_limited)
+        return cls(name or short_name(target.name), target.checkpoint, target.tokenizer, *sizes, is_limited)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `LoadedModel.encode` does."""
         return encode_text(self.tokenizer, text)
+
+
+def short_name(name: str) -> str:
+    """Return the name of a model for clients: of a path, that of its folder or file.
+
+    >>> short_name("Qwen/Qwen3-8B"), short_name("models/mine"), short_name("models/mine.Q4_K_M.gguf")
+    ('Qwen/Qwen3-8B', 'mine', 'mine.Q4_K_M')
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else name
 
 
 def recommended_sampling(source: Source | None) -> dict[str, float]:

@@ -412,6 +412,13 @@ class ChatRequest(Sampling, SharedFields):
     chat_template_kwargs: JsonObject | None = Field(
         default=None, description="variables of the chat template, which uses those that it reads"
     )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="false: the prompt ends with the last message, without the beginning of a reply",
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="true: the reply continues the last message, which is the assistant's"
+    )
     modalities: Values[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = unsupported(NoAudio)
