@@ -128,7 +128,7 @@ def test_a_reply_that_was_cut_is_continued(client, engine):
     chat(client, messages=[*MESSAGES, beginning], extra_body={"continue_final_message": True})
     assert prompt_text(engine).endswith("\n\ndef add(")
     chat(client, messages=[*MESSAGES, beginning])
-    assert prompt_text(engine) == "# system: Be brief.\n# user: Add two numbers.\n\ndef add(\n"
+    assert prompt_text(engine).startswith("# system: Be brief.\n# user: Add two numbers.\n\ndef add(\n")
 
 
 @pytest.mark.parametrize(
