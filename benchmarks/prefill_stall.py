@@ -5,7 +5,7 @@
 Two rows decode; a prompt of `--prompt-tokens` tokens joins. Between two rounds it may be prefilled
 for as long as `MAX_DELAY` rounds (`engine/prefill_budget.py`); the times of the steps show whether
 it was. Then a second prompt that shares `--share` of the first one's tokens is decoded, and again
-without the cache of the first. Every text is compared with that of a run alone. Models whose context
+without the cache of the first. In between, a short prompt arrives while the long one is prefilled alone. Every text is compared with that of a run alone. Models whose context
 is shorter than `--context` are loaded with a changed configuration: their texts are of no use beyond
 their own context, but take as long. Exits with code 1 if a text differs, or if more tokens than the
 unshared ones are prefilled.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -123,6 +124,47 @@ def measure_stall(llm: LLM, prompts: Sequence[list[int]], late: list[int]) -> di
     }
 
 
+def measure_arrival(llm: LLM, late: list[int], short: list[int]) -> dict[str, Any]:
+    """Return when a short prompt has its first token, and the times between its tokens, while a long one is prefilled.
+
+    The short prompt arrives at the beginning of a prefill for which no row waits. Times are in rounds of the short
+    prompt alone.
+    """
+    shared = llm.shared_batch
+
+    def run(prompts: Sequence[list[int]]) -> tuple[float, list[float]]:
+        llm.reset_prefix_cache()
+        generations = [Generation(llm, [prompt], [params_of(2 * NUM_TOKENS)]) for prompt in prompts]
+        for generation in generations:
+            generation.group.is_eager = True
+        *long, arriving = [generation.group for generation in generations]
+        for group in long:
+            shared.submit(group)
+            shared.step()
+        start = time.perf_counter()
+        for _ in long:
+            shared.step()
+        shared.submit(arriving)
+        (row,), ends = arriving.rows, []
+        while not row.finished:
+            shared.step()
+            if row.num_output > len(ends):
+                ends += [time.perf_counter()] * (row.num_output - len(ends))
+        for group in long:
+            shared.cancel(group)
+        return ends[0] - start, [after - before for before, after in pairwise(ends)]
+
+    _, alone = run([short])
+    round_seconds = median(alone)
+    first, between = run([late, short])
+    return {
+        "round_ms": round(round_seconds * 1e3, 2),
+        "first_token_in_rounds": round(first / round_seconds, 2),
+        "tokens_in_rounds": round(median(between) / round_seconds, 2),
+        "tokens_in_rounds_p99": round(quantiles(between, n=100)[-1] / round_seconds, 2),
+    }
+
+
 def measure_shared_prefix(llm: LLM, first: list[int], second: list[int]) -> dict[str, Any]:
     """Return the prefilled tokens and the time of a prompt after another one that begins alike."""
     runtimes: dict[str, Runtime] = {"target": llm.target.runtime}
@@ -177,6 +219,7 @@ def main() -> None:
                     "dtype": llm.target.dtype,
                     "runtime": llm.target.runtime_description,
                     "stall": measure_stall(llm, early, late),
+                    "arrival": measure_arrival(llm, late, early[0][:30]),
                     "shared_prefix": measure_shared_prefix(llm, late, second),
                 }
                 results.append(result)

@@ -45,7 +45,8 @@ def prefill_rows(
         shortest = min(following, key=target.num_to_prefill)
         if shortest is not following[0]:
             left -= _prefill(components, [shortest], hidden, -(-left // 2))
-        _prefill(components, following[:1], hidden, left)
+        if target.num_to_prefill(shortest):  # else it need not wait for more than its own prompt
+            _prefill(components, following[:1], hidden, left)
     for first, *others in by_prompt.values():
         if others and not target.num_to_prefill(first):
             _copy_prefill(components, first, others, hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,14 @@ from checkpoints import write_llama
 from secondguess import load
 from secondguess.core import Row
 from secondguess.engine import shared_batch
-from secondguess.engine.prefill_budget import MAX_DELAY, MAX_TOKENS, MIN_TOKENS, PrefillBudget
+from secondguess.engine.prefill_budget import (
+    ARRIVAL_DELAY,
+    MAX_DELAY,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    MIN_TOKENS_ALONE,
+    PrefillBudget,
+)
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.sampling import SamplingParams
 
@@ -24,8 +32,11 @@ def measured(round_seconds: float, token_seconds: float) -> PrefillBudget:
     return budget
 
 
-def test_only_the_chunk_limits_prefill_while_no_row_decodes() -> None:
-    assert measured(0.01, 0.001).max_tokens(0) == MAX_TOKENS
+def test_a_prefill_alone_ends_in_time_for_a_row_that_arrives() -> None:
+    assert measured(0.1, 0.001).max_tokens(0) * 0.001 == pytest.approx(ARRIVAL_DELAY * 0.1)
+    assert measured(0.001, 0.001).max_tokens(0) == MIN_TOKENS_ALONE
+    assert measured(1.0, 0.001).max_tokens(0) == MAX_TOKENS
+    assert PrefillBudget().max_tokens(0) == MAX_TOKENS
 
 
 def test_a_prefill_takes_the_maximum_delay_while_rows_decode() -> None:
@@ -102,3 +113,26 @@ def test_a_long_prompt_delays_no_token_of_other_rows_by_more_than_three_rounds(
                 lengths[place], starts[place] = row.num_output, clock.now
     assert len(delays) >= 8
     assert (max(delays) <= 3) == is_bounded
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(str(write_llama(tmp_path, seed=0, max_position_embeddings=8192)), "none", dtype="float32")
+    clock = SimulatedTime(llm.target.runtime, monkeypatch)
+    params = SamplingParams(max_tokens=20, min_tokens=20)
+    llm.generate([5, 6, 7], params)  # measures rounds and prefill
+    long, short = RowGroup([Row([7, 8] * 2000, params)], list), RowGroup([Row([9] * 30, params)], list)
+    llm.shared_batch.submit(long)
+    llm.shared_batch.step()
+    arrival = clock.now
+    llm.shared_batch.step()  # in progress as the other arrives
+    llm.shared_batch.submit(short)
+    ends = []
+    while not short.rows[0].finished:
+        llm.shared_batch.step()
+        if short.rows[0].num_output > len(ends):
+            ends.append(clock.now)
+    assert ends[0] - arrival <= 10
+    assert max(after - before for before, after in pairwise(ends)) <= 3
+    assert not long.rows[0].num_output
