@@ -129,6 +129,23 @@ def test_templates_get_earlier_calls_in_the_form_that_they_read(content, turn, e
     assert target.tokenizer.decode(prompt.ids) == f"add: {expected}"
 
 
+@pytest.mark.transformers
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+@pytest.mark.parametrize("name", ["message.tools", "message['tools']", 'message["tools"]'])
+def test_a_template_can_read_tools_as_the_text_of_the_first_message(role, name):
+    """As that of Phi-4-mini."""
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    template += f"{{% if {name} is defined %}}<|tool|>{{{{ {name} }}}}<|/tool|>{{% endif %}}{{% endfor %}}"
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    request = ChatRequest(messages=[{"role": role, "content": "add"}], tools=[TOOL])
+    prompt = ChatTemplate(target, template).encode(to_conversation(request, None))
+    before, found = target.tokenizer.decode(prompt.ids).split("<|tool|>")
+    assert before == ("<system>" if role == "user" else "<system>add")
+    found, after = found.split("<|/tool|>")
+    assert json.loads(found) == [TOOL["function"]]
+    assert after == ("<user>add" if role == "user" else "")
+
+
 def test_named_templates_without_a_default_one_format_only_messages_that_they_are_for():
     engine = chat_engine(REPLY)
     tokenizer = engine.llm.target.tokenizer

@@ -35,6 +35,9 @@ EMPTY = ("", None, numpy.datetime64("NaT"))
 """Forms of an empty content: text and null. Transformers 5.23 removes None from a message, with its key, and passes the
 third value to the template as null."""
 
+TOOLS_OF_A_MESSAGE = re.compile(r"""\bmessage(?:\.tools\b|\[["']tools["']\])""")
+"""Expression of chat templates, such as that of Phi-4-mini, that read tools as the text of a message's field."""
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -107,7 +110,10 @@ class ChatTemplate:
             add_generation_prompt=True,
             **conversation.variables,
         )
-        messages = _readable(partial(format_messages, tokenize=False), conversation.messages)
+        messages = conversation.messages
+        if conversation.tools and TOOLS_OF_A_MESSAGE.search(source):
+            messages = _with_tools(messages, conversation.tools)
+        messages = _readable(partial(format_messages, tokenize=False), messages)
         if not conversation.has_images:
             messages = with_list_contents(partial(format_messages, tokenize=False), messages)
         render = partial(format_messages, messages)
@@ -256,6 +262,14 @@ def _with_form(
         name, arguments = call["function"]["name"] + suffix, read_arguments(call["function"]["arguments"])
         calls.append(call | {"function": {"name": name, "arguments": arguments}})
     return message | {"content": message["content"] or empty, "tool_calls": calls}
+
+
+def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages of which the first one, from the system, has the definitions of tools as JSON."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    return [messages[0] | {"tools": text}, *messages[1:]]
 
 
 def _formatted(render: Callable[[Messages], str], messages: Messages) -> str | None:
