@@ -125,10 +125,10 @@ class FakeEngine:
         on_event(Finished([self._output(*sample) for sample in samples], QUEUE_SECONDS))
 
     def _sample(self, request, index):
-        target = self.llm.target
+        target, params = self.llm.target, request.params
         tokenizer = target.tokenizer
         detokenizer = StreamingDetokenizer(
-            tokenizer, request.prompt, request.params.stop, request.params.min_tokens
+            tokenizer, request.prompt, params.stop, params.min_tokens, params.include_stop_str_in_output
         )
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length

@@ -147,7 +147,7 @@ EXTENSIONS = {
     "guided_regex": (USED, "a+", 5),
     "guided_choice": (USED, ["a", "b"], "a"),
     "guided_grammar": (REFUSED, None, "root ::= x"),
-    "include_stop_str_in_output": (USED, False, True),
+    "include_stop_str_in_output": (USED, True, "yes"),
     "skip_special_tokens": (USED, True, False),
     "chat_template_kwargs": (USED, {"enable_thinking": False}, {"messages": []}),
     **{

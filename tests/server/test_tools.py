@@ -87,6 +87,20 @@ def test_a_reply_can_be_sent_back_as_the_client_has_it(served):
     assert "<|im_start|>tool\n3<|im_end|>" in engine.llm.target.tokenizer.decode(engine.last.prompt)
 
 
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("stop", ["add", "me see", '"b": 2}'])
+def test_the_parts_of_a_reply_can_end_with_the_stop_string(include, stop):
+    reply = f"<think>I add.</think>Let me see.{CALL}"
+    before, found, _ = reply.removeprefix("<think>").partition(stop)
+    parts = (before + found * include).partition("</think>")
+    with serving(chat_engine(reply)) as url, openai_client(url) as client:
+        more = {"stop": stop, "extra_body": {"include_stop_str_in_output": include}}
+        message = chat(client, **more).choices[0].message
+        assert (message.reasoning_content, message.content or "") == (parts[0], parts[2])
+        deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **more)]
+        assert "".join(delta.content or "" for delta in deltas) == parts[2]
+
+
 def test_calls_and_results_can_be_sent_back(served):
     engine, client = served
     first = chat(client).choices[0].message

@@ -140,7 +140,9 @@ class Generation:
         if guidance is not None:
             check_request(llm.target, llm.verifier, guidance.negative, params)
         for sample in range(params.n):
-            detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, params.stop, params.min_tokens)
+            detokenizer = StreamingDetokenizer(
+                llm.target.tokenizer, ids, params.stop, params.min_tokens, params.include_stop_str_in_output
+            )
             row = make_row(
                 llm.target,
                 llm.verifier,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -67,6 +68,12 @@ class Converter:
         self.defaults = OPENAI_SAMPLING | (
             recommended_sampling(target.checkpoint.source) if settings.generation_config else {}
         )
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens by their texts; outputs lack these texts, so that a stop string which is one needs the id."""
+        added = self._target.tokenizer.added_tokens_decoder
+        return {token.content: index for index, token in added.items() if token.special}
 
     def with_defaults(self, request: RequestType) -> RequestType:
         """Return a request whose sampling settings that are left out have the server's defaults."""
@@ -180,7 +187,10 @@ class Converter:
             check_limit(name, len(values), self._settings.max_stop_strings, f"entries of {name}")
         settings |= {
             "stop": tuple(stop),
-            "stop_token_ids": tuple(stop_token_ids),
+            "stop_token_ids": (
+                *stop_token_ids,
+                *(self._special_tokens[text] for text in stop if text in self._special_tokens),
+            ),
             "logit_bias": self._logit_bias(request),
             "max_tokens": self._max_tokens(prompts, max_tokens, limit_name),
             "logprobs": logprobs,

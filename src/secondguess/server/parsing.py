@@ -75,6 +75,7 @@ class TemplateParser:
         prompt: the prompt; chat templates often write the beginning of a reply.
         tools: definitions of the functions, by which arguments get their types.
         stop: stop strings of the request.
+        include_stop: the stop string that ends the reply is a part of it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TemplateParser:
         prompt: Sequence[int],
         tools: Sequence[Mapping[str, Any]],
         stop: Sequence[str],
+        include_stop: bool = False,
     ) -> None:
         self.num_reasoning_tokens = 0
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
@@ -93,6 +95,7 @@ class TemplateParser:
         calls = template["fields"].get("tool_calls", {})
         self._is_structured_by_tags = calls.get("content", "json") not in ("json", "text")
         self._search = StopSearch(stop)
+        self._include_stop = include_stop
         added = tokenizer.added_tokens_decoder
         self._special_tokens = {
             *tokenizer.all_special_ids,
@@ -119,8 +122,11 @@ class TemplateParser:
 
     def finish(self, stopped: bool) -> list[Delta]:
         deltas = [] if stopped else self._push_special()
-        is_cut = stopped and self._special is None and self._search.match is not None
-        deltas += self._parse("" if is_cut else self._search.held + self._decoder.flush())
+        match = self._search.match if stopped and self._special is None else None
+        if match is None:
+            deltas += self._parse(self._search.held + self._decoder.flush())
+        elif self._include_stop:
+            deltas += self._parse(self._search.release(match[1]))
         ending = self._special or ""  # an end token, which can close a field, but is no text
         last = self._parse(ending)
         if not self._is_broken:

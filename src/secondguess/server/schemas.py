@@ -223,7 +223,7 @@ class Extensions(Body):
         default=None, description="as structured_outputs.choice"
     )
     guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
-    include_stop_str_in_output: Literal[False] | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: Literal[True] | None = None
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"

@@ -150,7 +150,14 @@ class Service:
         if not job.tools or job.params.grammar is not None:  # text that looks like a call is none
             fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
             template = {**template, "fields": fields}
-        parser = TemplateParser(self.target.tokenizer, template, job.prompts[0], job.tools, job.params.stop)
+        parser = TemplateParser(
+            self.target.tokenizer,
+            template,
+            job.prompts[0],
+            job.tools,
+            job.params.stop,
+            job.params.include_stop_str_in_output,
+        )
         return SingleCallParser(parser) if job.single_call else parser
 
     def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:
