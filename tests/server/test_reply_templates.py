@@ -166,6 +166,11 @@ def parts_of(family, reply, size, prompt="<|im_start|>assistant\n", stopped=True
 
 # family -> further replies, each with the calls of the family's first reply
 VARIANTS = {
+    "Hermes and Qwen": [
+        "\n".join(f'{{"name": "{name}", "arguments": {CITY_JSON}}}' for name, _ in BOTH),
+        "\n".join(f'{{"name": "{name}", "arguments": {CITY_JSON}}}' for name, _ in BOTH) + "<|im_end|>",
+        f"<tool_call>\n{LIST}\n<|im_end|>",
+    ],
     "Llama 3": [
         '{"type": "function", "name": "get_weather", "arguments": ' + CITY_JSON + "}",
         '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Ljubljana", "days": "3"}}<|eom_id|>',
@@ -378,9 +383,9 @@ def test_a_call_in_a_block_of_code_is_a_call(size):
     """As Qwen2.5-Coder writes it."""
     call = '{\n  "name": "get_weather",\n  "arguments": ' + CITY_JSON + "\n}"
     assert parts_of("Hermes and Qwen", f"```json\n{call}\n```", size) == ("", "", ONE)
-    for other in ('{"name": "Ana"}', '["name"]', call[:-1]):
-        reply = f"```json\n{other}\n```"
-        assert parts_of("Hermes and Qwen", reply, size) == (reply, "", [])
+    for other in ('{"name": "Ana"}', '["name"]', call[:-1], call.replace("get_weather", "other")):
+        for reply in (f"```json\n{other}\n```", other):
+            assert parts_of("Hermes and Qwen", reply, size) == (reply, "", [])
 
 
 def test_deep_nesting_is_content():

@@ -22,7 +22,6 @@ SEPARATOR = _deepseek("tool sep")
 
 BEGINNING = r"(?s)^.*?(?=(?:<(?:seed:)?think>\s{0,4})?\Z)"
 """All of a prompt but reasoning that it has opened."""
-CALL = {"type": "function", "function": "{content}"}
 NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 REASONING = {
     "reasoning_content": {
@@ -31,7 +30,8 @@ REASONING = {
     }
 }
 CONTENT: ResponseTemplate = {"content": {"content": "text"}}
-END_OF_TEXT = r"</s>|<\|(?:end_of_text|eo[tm](?:_id)?|end)\|>"
+END_OF_TEXT = r"</s>|<\|(?:end_?of_?text|eo[tm](?:_id)?|(?:im_)?end)\|>"
+AT_END = rf"\s{{0,4}}(?:{END_OF_TEXT})\Z"
 
 
 LISTED_CALLS: ResponseTemplate = {
@@ -48,34 +48,30 @@ LISTED_CALLS: ResponseTemplate = {
 
 
 def _calls(begin: str, end: str, **settings: Any) -> ResponseTemplate:
-    """Return the field of tool calls between two patterns."""
+    """Return the field of calls between two patterns, of which the first one has the name."""
     return {
         "open_pattern": begin,
         "close_pattern": end,
         "repeats": True,
         "content": "json",
-        "transform": NAMED_CALL if "(?P<name>" in begin else CALL,
+        "transform": NAMED_CALL,
         **settings,
     }
 
 
-def _listed_calls(begin: str, end: str = r"\s") -> ResponseTemplate:
-    """Return the field of all calls of a reply, one text for `call_texts.read_calls`, up to the end of the reply."""
-    return {
-        "open_pattern": begin,
-        "close_pattern": rf"\s{{0,4}}(?:{end}(?:{END_OF_TEXT})?|{END_OF_TEXT})\Z",
-        "repeats": True,
-        "content": "text",
-    }
+def _listed_calls(begin: str, end: str = AT_END) -> ResponseTemplate:
+    """Return the field of calls between two patterns, which `call_texts.read_calls` reads."""
+    return {"open_pattern": begin, "close_pattern": end, "repeats": True, "content": "text"}
 
 
 LLAMA = _listed_calls(
     r"\A\s{0,4}(?:<\|python_(?:tag|start)\|>)?\s{0,4}"
     r'(?=\{\s{0,4}"(?:type|name)"\s{0,4}:|\[\s{0,4}[A-Za-z_]\w{0,63}\()',
-    r"<\|python_end\|>",
+    rf"\s{{0,4}}(?:<\|python_end\|>(?:{END_OF_TEXT})?|{END_OF_TEXT})\Z",
 )
 GRANITE = _listed_calls(
-    r"\s{0,4}(?:<\|tool_call\|>|<tool_call>|\Afunctools)\s{0,4}(?=[\[{])", r"<\|/tool_call\|>\s{0,4}"
+    r"\s{0,4}(?:<\|tool_call\|>|<tool_call>|\Afunctools)\s{0,4}(?=[\[{])",
+    rf"\s{{0,4}}(?:<\|/tool_call\|>\s{{0,4}}(?:{END_OF_TEXT})?|{END_OF_TEXT})\Z",
 )
 
 
@@ -148,10 +144,11 @@ FAMILIES = (
     Family(
         "Hermes and Qwen",
         ("<tool_call>", "arguments"),
-        # Qwen2.5-Coder writes its call as a block of code. Strings in JSON have no line breaks.
-        _calls(
-            r'\s{0,4}<tool_call>|\A\s{0,4}```(?:json)?\s{0,4}(?=\{\s{0,4}"name"\s{0,4}:)',
-            r"</tool_call>|(?<=\}\n)```",
+        # Qwen2.5-Coder writes its calls as JSON without tags, or as a block of code. Strings in JSON have no line breaks.
+        _listed_calls(
+            r"\s{0,4}<tool_call>|\A\s{0,4}(?:```(?:json)?\s{0,4})?"
+            r'(?=\{\s{0,4}"name"\s{0,4}:\s{0,4}"[\w.-]{1,64}"\s{0,4},\s{0,4}"arguments"\s{0,4}:)',
+            rf"</tool_call>|(?<=\}}\n)```|{AT_END}",
         ),
     ),
     Family(
