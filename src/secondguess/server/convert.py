@@ -20,7 +20,13 @@ from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill, end_tokens
 from secondguess.server.model import ServedModel, recommended_sampling
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
-from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
+from secondguess.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    InfillRequest,
+    Sampling,
+    SpeculationOptions,
+)
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
@@ -104,10 +110,26 @@ class Converter:
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
         if request.suffix is not None and not request.ignore_eos:
-            ends = {*params.stop_token_ids, *end_tokens(self._target)}
-            params = replace(params, stop_token_ids=tuple(sorted(ends)))
+            params = self._ended_by_files(params)
         echo = [self._text(text) for text in texts] if request.echo else []
         return Job(prompts, params, echo=echo)
+
+    def infill(self, request: InfillRequest) -> Job:
+        """Return the job of a request of `/infill`; without tokens to generate, one is, and is not shown."""
+        files = [(file.filename, file.text) for file in request.input_extra or ()]
+        prefix = request.input_prefix + request.prompt
+        for text in (prefix, request.input_suffix, *(text for _, text in files)):
+            check_characters(self._target, text)
+        limit = None if request.n_predict in (None, -1) else max(1, request.n_predict or 0)
+        prompts = [encode_infill(self._target, prefix, request.input_suffix, files, limit or 0)]
+        grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
+        params = self._params(request, prompts, limit, "n_predict", None, grammar)
+        return Job(prompts, params if request.ignore_eos else self._ended_by_files(params))
+
+    def _ended_by_files(self, params: SamplingParams) -> SamplingParams:
+        """Return settings with which a middle ends where another file would begin."""
+        ends = {*params.stop_token_ids, *end_tokens(self._target)}
+        return replace(params, stop_token_ids=tuple(sorted(ends)))
 
     def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat request."""

@@ -263,6 +263,36 @@ class CompletionRequest(Sampling):
     suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
 
 
+class ExtraFile(Body):
+    """Other file, or a part of one, in a request of `/infill`."""
+
+    accepted = frozenset({"time"})
+
+    filename: str = "file"
+    text: str
+
+
+class InfillRequest(Sampling):
+    """Body of llama.cpp's `/infill`."""
+
+    # Editors always send these. Limits of time and of indentation would only shorten the text.
+    accepted = HINTS | {"samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms"}
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Bounded[ExtraFile] | None = None
+    prompt: str = Field(default="", description="text after the prefix, such as the beginning of a line")
+    n_predict: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, description="0: read the prompt only"
+    )
+    n: Literal[1] | None = None
+    response_fields: Bounded[str] | None = Field(
+        default=None,
+        description="fields of the reply, such as content or timings/predicted_ms; by default all",
+    )
+    stream_options: None = unsupported("the last event has the counts")
+
+
 class SystemMessage(Body):
     """Instructions; templates receive the role `system`."""
 

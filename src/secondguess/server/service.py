@@ -29,7 +29,7 @@ from secondguess.server.parsing import (
 )
 from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
-from secondguess.server.schemas import ChatRequest, CompletionRequest
+from secondguess.server.schemas import Sampling
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
 from secondguess.server.streams import JsonReply, RequestStream, unless_disconnected
@@ -74,7 +74,7 @@ class Service:
                 "model_not_found",
             )
 
-    def admit(self, request: ChatRequest | CompletionRequest | ResponseRequest, http: HttpRequest) -> str:
+    def admit(self, request: Sampling | ResponseRequest, http: HttpRequest) -> str:
         """Check a request's model, and log who sent it, as far as the request says; return the model's name.
 
         Raises:

@@ -1,0 +1,97 @@
+"""Route `/infill` of llama.cpp, which plugins of editors call: the text between a prefix and a suffix."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from secondguess.engine import Output
+from secondguess.server.bodies import BoundedRoute
+from secondguess.server.convert import Job
+from secondguess.server.replies import Json, finish_reason
+from secondguess.server.schemas import InfillRequest
+from secondguess.server.service import Service, check_finished
+from secondguess.server.streams import RequestStream, streamed, to_event
+
+router = APIRouter(tags=["completions"], route_class=BoundedRoute)
+
+
+@router.post("/infill")
+async def create_infill(request: InfillRequest, http: HttpRequest) -> Response:
+    """Write the text between a prefix and a suffix."""
+    service: Service = http.app.state.service
+    model = service.admit(request, http)
+    convert = partial(service.convert.infill, request)
+    build = partial(_reply, service, request, model)
+    if request.stream:
+        job, generation = await service.start(http, convert)
+        events = _events(request, generation, partial(build, job))
+        return streamed(generation, events, ends_with_done=False)
+    return await service.reply(http, convert, build)
+
+
+async def _events(request: InfillRequest, stream: RequestStream, build: Any) -> AsyncIterator[bytes]:
+    """Yield the pieces of a middle, then the reply without its text."""
+    async for _, event in stream.pieces():
+        if event.piece.text and request.n_predict != 0:
+            yield to_event({"index": 0, "content": event.piece.text, "stop": False})
+    outputs = stream.outputs()
+    check_finished(outputs)
+    yield to_event({**build(outputs), "content": ""})
+
+
+def _reply(service: Service, request: InfillRequest, model: str, job: Job, outputs: Sequence[Output]) -> Json:
+    """Return the reply in llama.cpp's form, or the fields of it that the request names."""
+    output, is_empty = outputs[0], request.n_predict == 0
+    rest = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)[len(output.text) :]
+    word = next((text for text in job.params.stop if rest.startswith(text)), "")
+    is_cut = is_empty or finish_reason(output) == "length"
+    reply = {
+        "index": 0,
+        "content": "" if is_empty else output.text,
+        "stop": True,
+        "model": model,
+        "stop_type": "limit" if is_cut else "word" if word else "eos",
+        "stopping_word": "" if is_cut else word,
+        "tokens_predicted": 0 if is_empty else len(output.token_ids),
+        "tokens_evaluated": len(job.prompts[0]),
+        "tokens_cached": output.stats.num_reused,
+        "truncated": False,
+        "timings": _timings(len(job.prompts[0]), output, is_empty),
+    }
+    if not request.response_fields:
+        return reply
+    found = ((name, _at(reply, name.split("/"))) for name in request.response_fields)
+    return {name: value for name, value in found if value is not None}
+
+
+def _at(reply: Json, path: Sequence[str]) -> object:
+    """Return a field of a reply; None if it has none of this name."""
+    value: object = reply
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _timings(num_prompt: int, output: Output, is_empty: bool) -> Json:
+    """Return the times of a prompt and its output, in milliseconds and per token."""
+    stats = output.stats
+    prefill = stats.seconds["prefill"]
+    spent = {
+        "prompt": (num_prompt - stats.num_reused, prefill),
+        "predicted": (0, 0.0) if is_empty else (len(output.token_ids), sum(stats.seconds.values()) - prefill),
+    }
+    found: Json = {"cache_n": stats.num_reused}
+    for name, (number, seconds) in spent.items():
+        found |= {
+            f"{name}_n": number,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / max(1, number),
+            f"{name}_per_second": number / seconds if seconds else 0.0,
+        }
+    return found | {"draft_n": stats.num_drafted, "draft_n_accepted": stats.num_accepted}
