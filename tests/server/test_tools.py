@@ -144,6 +144,26 @@ def test_templates_get_earlier_calls_in_the_form_that_they_read(content, turn, e
 
 
 @pytest.mark.transformers
+def test_a_template_that_wants_short_identifiers_gets_them():
+    """As that of Mistral; the result keeps the identifier of its call."""
+    template = (
+        "{% for m in messages %}{% set id = m.tool_call_id or (m.tool_calls or [{'id': '123456789'}])[0].id %}"
+        "{% if id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}[{{ id }}]{% endfor %}"
+    )
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+    ]
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    conversation = to_conversation(ChatRequest(messages=messages), None)
+    prompt = target.tokenizer.decode(ChatTemplate(target, template).encode(conversation).ids)
+    user, call, result = prompt.strip("[]").split("][")
+    assert (user, len(call), call.isalnum(), result) == ("123456789", 9, True, call)
+
+
+@pytest.mark.transformers
 @pytest.mark.parametrize("role", ["system", "developer", "user"])
 @pytest.mark.parametrize("name", ["message.tools", "message['tools']", 'message["tools"]'])
 def test_a_template_can_read_tools_as_the_text_of_the_first_message(role, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,15 +242,29 @@ def _forms(messages: Messages, suffix: str = "") -> Iterator[Messages]:
     """Yield messages in the forms that templates read, the most common one first.
 
     Arguments of calls are objects, or JSON for templates that join them to other text. An empty content
-    beside calls is text, or null for templates that write calls only then.
+    beside calls is text, or null for templates that write calls only then. Identifiers of calls are as they came, or
+    of nine characters for templates that refuse others, such as Mistral's.
 
     Args:
         messages: those of a `Conversation`.
         suffix: text that is added to the names of called functions.
     """
-    for empty in EMPTY:
-        for read_arguments in (json.loads, str):
-            yield [_with_form(message, read_arguments, empty, suffix) for message in messages]
+    for known in (messages, [_with_short_ids(message) for message in messages]):
+        for empty in EMPTY:
+            for read_arguments in (json.loads, str):
+                yield [_with_form(message, read_arguments, empty, suffix) for message in known]
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with identifiers of nine letters and digits, equal ones for equal ones."""
+
+    def short(identifier: str) -> str:
+        return hashlib.sha256(identifier.encode("utf-8", "replace")).hexdigest()[:9]
+
+    if "tool_call_id" in message:
+        return message | {"tool_call_id": short(message["tool_call_id"])}
+    calls = [call | {"id": short(call["id"])} for call in message.get("tool_calls", ())]
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _with_form(
