@@ -180,6 +180,26 @@ def test_a_template_can_read_tools_as_the_text_of_the_first_message(role, name):
     assert after == ("<user>add" if role == "user" else "")
 
 
+@pytest.mark.transformers
+def test_calls_are_written_for_a_template_that_does_not_read_them():
+    """As that of Phi-4-mini."""
+    template = "{% for message in messages %}<{{ message.role }}>{{ message['tools'] or '' }}{{ message.content }}{% endfor %}"
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        for arguments in ('{"a":1}', "")
+    ]
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    conversation = to_conversation(ChatRequest(messages=messages, tools=[TOOL]), None)
+    prompt = target.tokenizer.decode(ChatTemplate(target, template).encode(conversation).ids)
+    found = prompt.partition("<assistant><|tool_call|>")[2].partition("<|/tool_call|><tool>3")[0]
+    assert json.loads(found) == [{"name": "add", "arguments": arguments} for arguments in ({"a": 1}, {})]
+
+
 def test_named_templates_without_a_default_one_format_only_messages_that_they_are_for():
     engine = chat_engine(REPLY)
     tokenizer = engine.llm.target.tokenizer

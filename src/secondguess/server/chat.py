@@ -112,8 +112,10 @@ class ChatTemplate:
             **conversation.variables,
         )
         messages = conversation.messages
-        if conversation.tools and TOOLS_OF_A_MESSAGE.search(source):
+        if conversation.tools and not conversation.has_images and TOOLS_OF_A_MESSAGE.search(source):
             messages = _with_tools(messages, conversation.tools)
+            if "tool_calls" not in source:
+                messages = [_with_written_calls(message) for message in messages]
         messages = _readable(partial(format_messages, tokenize=False), messages)
         if not conversation.has_images:
             messages = with_list_contents(partial(format_messages, tokenize=False), messages)
@@ -285,6 +287,17 @@ def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messa
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
     return [messages[0] | {"tools": text}, *messages[1:]]
+
+
+def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls in its content, as Phi-4-mini writes them and its template does not."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [function | {"arguments": json.loads(function["arguments"])} for function in functions]
+    written = f"<|tool_call|>{json.dumps(calls, ensure_ascii=False)}<|/tool_call|>"
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"content": message["content"] + written}
 
 
 def _formatted(render: Callable[[Messages], str], messages: Messages) -> str | None:
