@@ -123,6 +123,8 @@ def test_a_reply_of_the_route_tells_what_ended_it(coder):
     stopped = infill(coder, stop=["\n\n", "return"])[0].json()
     assert stopped["content"] == REPLY.partition("return")[0]
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "return")
+    stopped = infill(coder, stop=["\n\n", "return"], include_stop_str_in_output=True)[0].json()
+    assert (stopped["content"][-8:], stopped["stopping_word"]) == ("  return", "return")
     cut = infill(coder, n_predict=3)[0].json()
     assert (cut["stop_type"], cut["tokens_predicted"]) == ("limit", 3)
     assert infill(coder, n_predict=-1)[0].json()["content"] == REPLY

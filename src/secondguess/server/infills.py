@@ -48,8 +48,9 @@ async def _events(request: InfillRequest, stream: RequestStream, build: Any) -> 
 def _reply(service: Service, request: InfillRequest, model: str, job: Job, outputs: Sequence[Output]) -> Json:
     """Return the reply in llama.cpp's form, or the fields of it that the request names."""
     output, is_empty = outputs[0], request.n_predict == 0
-    rest = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)[len(output.text) :]
-    word = next((text for text in job.params.stop if rest.startswith(text)), "")
+    whole = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    included, end = job.params.include_stop_str_in_output, len(output.text)
+    word = next((stop for stop in job.params.stop if whole.startswith(stop, end - included * len(stop))), "")
     is_cut = is_empty or finish_reason(output) == "length"
     reply = {
         "index": 0,
