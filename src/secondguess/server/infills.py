@@ -50,7 +50,9 @@ def _reply(service: Service, request: InfillRequest, model: str, job: Job, outpu
     output, is_empty = outputs[0], request.n_predict == 0
     whole = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
     included, end = job.params.include_stop_str_in_output, len(output.text)
-    word = next((stop for stop in job.params.stop if whole.startswith(stop, end - included * len(stop))), "")
+    word = next(
+        (stop for stop in job.params.stop if whole.startswith(stop, max(0, end - included * len(stop)))), ""
+    )
     is_cut = is_empty or finish_reason(output) == "length"
     reply = {
         "index": 0,
