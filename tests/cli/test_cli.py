@@ -278,6 +278,7 @@ OPTIONS = [
     ("presence_penalty", ["--presence-penalty", "0.5"], 0.5),
     ("logit_bias", ["--logit-bias", "5=-inf", "--logit-bias", "6=2"], {5: float("-inf"), 6: 2.0}),
     ("stop", ["--stop", "\n", "--stop", "def"], ("\n", "def")),
+    ("include_stop_str_in_output", ["--include-stop"], True),
     ("stop_token_ids", ["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
     ("ignore_eos", ["--ignore-eos"], True),
     ("n", ["--n", "3", "--temperature", "1"], 3),

@@ -36,7 +36,7 @@ SYSTEMS = (
 LINES = [
     "--version",
     f"generate x --json --max-tokens 4 --min-tokens 1 {LOADING} {SAMPLING} --frequency-penalty 0.1 --presence-penalty 0.1 "
-    "--logit-bias 5=-1 --stop-token-id 7 --ignore-eos --n 2 --logprobs 1 --prompt-logprobs 1 --max-draft-length 3",
+    "--logit-bias 5=-1 --stop-token-id 7 --include-stop --ignore-eos --n 2 --logprobs 1 --prompt-logprobs 1 --max-draft-length 3",
     "generate x --image {image} --model {vision} --max-tokens 4 --dtype float32",
     f"generate --prompt-file {{texts}} --batch-size 2 --seed 1 --max-tokens 4 --prediction {{texts}} --draft-with ngram {MODELS}",
     f"generate x --regex a+ --max-tokens 4 {INT8}",

@@ -100,7 +100,8 @@ def pieces_of(stream: StreamingDetokenizer, row: Row, commits: list[list[int]]) 
 
 def watched_row(stop=(), tokenizer=BYTES, prompt="p", **settings) -> tuple[StreamingDetokenizer, Row]:
     prompt_ids = encode("byte-level" if tokenizer is BYTES else "sentence-piece", prompt)
-    stream = StreamingDetokenizer(tokenizer, prompt_ids, stop, settings.get("min_tokens", 0))
+    include = settings.get("include_stop_str_in_output", False)
+    stream = StreamingDetokenizer(tokenizer, prompt_ids, stop, settings.get("min_tokens", 0), include)
     ends = frozenset({tokenizer.eos_token_id})
     return stream, Row(
         prompt_ids, SamplingParams(**settings), end_tokens=ends, stop_checker=stream.stop_checker
@@ -334,6 +335,13 @@ class TestStopStrings:
         (token,) = BYTES.encode("return")
         stream, row = watched_row(["urn", "etu", "turn"])
         assert pieces_of(stream, row, [[token]]) == ["r"]
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_the_text_can_end_with_the_stop_string(self, seed):
+        for tokens in (single_bytes("so stopped"), BYTES.encode("so stopped")):
+            stream, row = watched_row(["pp", "never"], include_stop_str_in_output=True)
+            assert "".join(pieces_of(stream, row, in_runs(tokens, seed))) == "so stopp"
+            assert row.finish_reason == "stop"
 
     def test_only_a_possible_beginning_of_a_stop_string_is_held(self):
         stream, row = watched_row(["abac"])

@@ -125,16 +125,18 @@ class FakeEngine:
         on_event(Finished([self._output(*sample) for sample in samples], QUEUE_SECONDS))
 
     def _sample(self, request, index):
-        target = self.llm.target
+        target, params = self.llm.target, request.params
         tokenizer = target.tokenizer
         detokenizer = StreamingDetokenizer(
-            tokenizer, request.prompt, request.params.stop, request.params.min_tokens
+            tokenizer, request.prompt, params.stop, params.min_tokens, params.include_stop_str_in_output
         )
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length
         row = Row(
             list(request.prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker
         )
+        if not request.params.max_tokens:
+            row.commit_nothing()
         left = tokenizer(self.reply, add_special_tokens=False).input_ids
         return row, detokenizer, [], [], [*left, min(target.end_tokens)], Stats()
 

@@ -2,9 +2,11 @@
 
 import openai
 import pytest
-from fake_engine import LOGPROB, REPLY
+from fake_engine import LOGPROB, REPLY, FakeEngine, fake_target
 
-from conftest import metrics_of, wait_for
+from checkpoints import read_tokenizer
+from conftest import metrics_of, openai_client, serving, wait_for
+from secondguess.builtin import builtin_paths
 
 PROMPT = "print("
 
@@ -51,6 +53,31 @@ def test_row_14_chunks_a_stream_ends_with_usage_if_requested_and_done(client, ht
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.text.endswith("data: [DONE]\n\n")
     assert "usage" not in raw.text
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_the_text_can_end_with_the_stop_string(client, include):
+    before, stop, _ = REPLY.partition("return")
+    more = {"stop": ["\n\n", "return"], "extra_body": {"include_stop_str_in_output": include}}
+    expected = before + stop * include
+    assert complete(client, **more).choices[0].text == expected
+    chunks = list(complete(client, stream=True, **more))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_text_of_a_special_token_stops_at_this_token(special):
+    tokenizer = read_tokenizer(str(builtin_paths().target))
+    tokenizer.add_tokens(["<|fim_pad|>"], special_tokens=special)
+    (token,) = tokenizer.encode("<|fim_pad|>", add_special_tokens=False)
+    engine = FakeEngine(fake_target(tokenizer), "one<|fim_pad|>two")
+    with serving(engine) as url, openai_client(url) as client:
+        assert complete(client).choices[0].text == ("onetwo" if special else "one<|fim_pad|>two")
+        stopped = complete(client, stop="<|fim_pad|>").choices[0]
+        assert (stopped.text, stopped.finish_reason) == ("one", "stop")
+        assert engine.last.params.stop_token_ids == ((token,) if special else ())
+        complete(client, stop=["x", "<|other|>"])
+        assert engine.last.params.stop_token_ids == ()
 
 
 def test_stop_string_and_length_end_the_text(client):

@@ -123,7 +123,7 @@ def test_text_outside_all_fields_is_content_only_if_there_is_no_other(size):
         assert parse(tokenizer, f"<think>hm</think>{text}", size)[:3] == (text, "hm", [])
         assert parse(tokenizer, f"{text}<answer>Well", size)[:3] == ("Well", "", [])
         assert parse(tokenizer, text + CALL, size)[:3] == ("", "", [ADD])
-        assert parse(tokenizer, text, size, end="", stopped=False)[:3] == ("", "", [])
+        assert parse(tokenizer, text, size, end="", stopped=False)[:3] == (text, "", [])
     for reply in ("", "<answer>", "<think>hm</think>", "<think>hm"):
         assert parse(tokenizer, reply, size)[0] == ""
 

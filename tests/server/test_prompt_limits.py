@@ -8,6 +8,7 @@ MOST = 2048 * CHARACTERS_PER_TOKEN
 TEXT = "def add(first, second):\n    return first + second\n\n" * 20_000
 BODIES = {
     "/v1/completions": {"prompt": TEXT},
+    "/infill": {"input_prefix": TEXT, "input_suffix": ""},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
     "/v1/responses": {"input": TEXT},
     "/tokenize": {"prompt": TEXT},

@@ -148,7 +148,7 @@ EXTENSIONS = {
     "guided_regex": (USED, "a+", 5),
     "guided_choice": (USED, ["a", "b"], "a"),
     "guided_grammar": (REFUSED, None, "root ::= x"),
-    "include_stop_str_in_output": (USED, False, True),
+    "include_stop_str_in_output": (USED, True, "yes"),
     "skip_special_tokens": (USED, True, False),
     "add_generation_prompt": (USED, False, "x"),
     "continue_final_message": (USED, False, True),

@@ -87,6 +87,20 @@ def test_a_reply_can_be_sent_back_as_the_client_has_it(served):
     assert "<|im_start|>tool\n3<|im_end|>" in engine.llm.target.tokenizer.decode(engine.last.prompt)
 
 
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("stop", ["add", "me see", '"b": 2}'])
+def test_the_parts_of_a_reply_can_end_with_the_stop_string(include, stop):
+    reply = f"<think>I add.</think>Let me see.{CALL}"
+    before, found, _ = reply.removeprefix("<think>").partition(stop)
+    parts = (before + found * include).partition("</think>")
+    with serving(chat_engine(reply)) as url, openai_client(url) as client:
+        more = {"stop": stop, "extra_body": {"include_stop_str_in_output": include}}
+        message = chat(client, **more).choices[0].message
+        assert (message.reasoning_content, message.content or "") == (parts[0], parts[2])
+        deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **more)]
+        assert "".join(delta.content or "" for delta in deltas) == parts[2]
+
+
 def test_calls_and_results_can_be_sent_back(served):
     engine, client = served
     first = chat(client).choices[0].message
@@ -127,6 +141,63 @@ def test_templates_get_earlier_calls_in_the_form_that_they_read(content, turn, e
     conversation = to_conversation(ChatRequest(messages=messages), None)
     prompt = ChatTemplate(target, template.replace("TURN", turn)).encode(conversation)
     assert target.tokenizer.decode(prompt.ids) == f"add: {expected}"
+
+
+@pytest.mark.transformers
+def test_a_template_that_wants_short_identifiers_gets_them():
+    """As that of Mistral; the result keeps the identifier of its call."""
+    template = (
+        "{% for m in messages %}{% set id = m.tool_call_id or (m.tool_calls or [{'id': '123456789'}])[0].id %}"
+        "{% if id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}[{{ id }}]{% endfor %}"
+    )
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+    ]
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    conversation = to_conversation(ChatRequest(messages=messages), None)
+    prompt = target.tokenizer.decode(ChatTemplate(target, template).encode(conversation).ids)
+    user, call, result = prompt.strip("[]").split("][")
+    assert (user, len(call), call.isalnum(), result) == ("123456789", 9, True, call)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+@pytest.mark.parametrize("name", ["message.tools", "message['tools']", 'message["tools"]'])
+def test_a_template_can_read_tools_as_the_text_of_the_first_message(role, name):
+    """As that of Phi-4-mini."""
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    template += f"{{% if {name} is defined %}}<|tool|>{{{{ {name} }}}}<|/tool|>{{% endif %}}{{% endfor %}}"
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    request = ChatRequest(messages=[{"role": role, "content": "add"}], tools=[TOOL])
+    prompt = ChatTemplate(target, template).encode(to_conversation(request, None))
+    before, found = target.tokenizer.decode(prompt.ids).split("<|tool|>")
+    assert before == ("<system>" if role == "user" else "<system>add")
+    found, after = found.split("<|/tool|>")
+    assert json.loads(found) == [TOOL["function"]]
+    assert after == ("<user>add" if role == "user" else "")
+
+
+@pytest.mark.transformers
+def test_calls_are_written_for_a_template_that_does_not_read_them():
+    """As that of Phi-4-mini."""
+    template = "{% for message in messages %}<{{ message.role }}>{{ message['tools'] or '' }}{{ message.content }}{% endfor %}"
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        for arguments in ('{"a":1}', "")
+    ]
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    target = ServedModel.from_llm(chat_engine(REPLY).llm)
+    conversation = to_conversation(ChatRequest(messages=messages, tools=[TOOL]), None)
+    prompt = target.tokenizer.decode(ChatTemplate(target, template).encode(conversation).ids)
+    found = prompt.partition("<assistant><|tool_call|>")[2].partition("<|/tool_call|><tool>3")[0]
+    assert json.loads(found) == [{"name": "add", "arguments": arguments} for arguments in ({"a": 1}, {})]
 
 
 def test_named_templates_without_a_default_one_format_only_messages_that_they_are_for():

@@ -77,6 +77,9 @@ def generate(
         sampling_option("Add to a token id's logit; -inf bans it; repeatable.", metavar="TOKEN=VALUE"),
     ] = None,
     stop: options.Stop = None,
+    include_stop_str_in_output: Annotated[
+        bool, sampling_option("Leave the stop string in the text.", "--include-stop")
+    ] = False,
     stop_token_ids: Annotated[
         list[int] | None, sampling_option("End at this token id; repeatable.", "--stop-token-id")
     ] = None,

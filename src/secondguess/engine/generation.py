@@ -41,7 +41,7 @@ class Output:
     """Generated text of one sample of one prompt.
 
     Args:
-        text: generated text without the prompt, cut before a stop string.
+        text: generated text without the prompt, cut at a stop string.
         token_ids: generated tokens, up to and including the one that ended the row.
         drafted: per token, True if the drafter proposed it.
         finish_reason: `stop` (an end token or a stop string), `length` (`max_tokens` tokens),
@@ -149,7 +149,9 @@ class Generation:
                 "expected prompt_logprobs only with a prompt of text, got a guided one or one with images; leave it out"
             )
         for sample in range(params.n):
-            detokenizer = StreamingDetokenizer(llm.target.tokenizer, ids, params.stop, params.min_tokens)
+            detokenizer = StreamingDetokenizer(
+                llm.target.tokenizer, ids, params.stop, params.min_tokens, params.include_stop_str_in_output
+            )
             row = make_row(
                 llm.target,
                 llm.verifier,

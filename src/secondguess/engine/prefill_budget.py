@@ -36,7 +36,9 @@ class PrefillBudget:
         """
         if not self._round_seconds:
             return MAX_TOKENS
-        delay = MAX_DELAY * self._round_seconds - spent if num_decoding else ARRIVAL_DELAY * self._round_seconds
+        delay = (
+            MAX_DELAY * self._round_seconds - spent if num_decoding else ARRIVAL_DELAY * self._round_seconds
+        )
         fewest = MIN_TOKENS if num_decoding else MIN_TOKENS_ALONE
         tokens = int(delay / self._token_seconds) if self._token_seconds else fewest
         return min(max(tokens, fewest), MAX_TOKENS)

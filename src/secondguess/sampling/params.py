@@ -86,6 +86,7 @@ class SamplingParams:
         presence_penalty: subtracted from a token's logit if it occurs in the output; from -2 to 2.
         logit_bias: value added to the logit, by token id; from -100 to 100, or -inf for a ban.
         stop: the text ends before the first of these strings; a single string is accepted.
+        include_stop_str_in_output: the text ends with the string of `stop` that ended it.
         stop_token_ids: tokens that end the text, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end the text, and `min_tokens` does not ban them;
             for load tests. With a grammar, whose end they show, they still do, and are banned.
@@ -125,6 +126,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=TokenBias)
     stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -158,7 +160,7 @@ class SamplingParams:
             self._set("grammar", Grammar.parse(self.grammar))
         if self.draft_with is not None and not isinstance(self.draft_with, str):
             raise _invalid("draft_with", "a name", self.draft_with, "leave it out for the loaded drafter")
-        for name in ("ignore_eos", "history"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "history"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, "True or False", getattr(self, name))
         if self.prediction is not None and not isinstance(self.prediction, str):

@@ -226,12 +226,19 @@ class StreamingDetokenizer:
         prompt_ids: tokens that precede the text.
         stop: strings that end the text, none of them empty.
         min_tokens: number of tokens before which no stop string ends the text.
+        include_stop: leave the stop string that ends the text in it.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
         self._has_stop = bool(stop)
         self._search = StopSearch(tuple(stop))
@@ -288,7 +295,8 @@ class StreamingDetokenizer:
         """Complete the text of a row that has ended; return the number of held characters in it."""
         search = self._search
         if search.match and finish_reason == "stop":
-            return search.match[0]
+            start, end = search.match
+            return end if self._include_stop else start
         rest = self._decoder.flush()
         search.held += rest
         self._segments.append((rest, drafted))

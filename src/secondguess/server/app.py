@@ -16,7 +16,7 @@ from starlette.responses import Response
 from secondguess import __version__
 from secondguess.engine import DrainingError, QueueFullError
 from secondguess.errors import SecondGuessError
-from secondguess.server import chats, completions, model_routes, responses
+from secondguess.server import chats, completions, infills, model_routes, responses
 from secondguess.server.errors import ApiError, api_error, validation_error
 from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.playground import playground_routes
@@ -39,7 +39,7 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
     service = Service(engine, settings)
     app = FastAPI(title="secondguess", version=__version__, redoc_url=None)
     app.state.service = service
-    for module in (completions, chats, responses, model_routes):
+    for module in (completions, infills, chats, responses, model_routes):
         app.include_router(module.router)
     app.include_router(playground_routes(), include_in_schema=False)
     app.add_middleware(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ Messages = list[dict[str, Any]]
 EMPTY = ("", None, numpy.datetime64("NaT"))
 """Forms of an empty content: text and null. Transformers 5.23 removes None from a message, with its key, and passes the
 third value to the template as null."""
+
+TOOLS_OF_A_MESSAGE = re.compile(r"""\bmessage(?:\.tools\b|\[["']tools["']\])""")
+"""Expression of chat templates, such as that of Phi-4-mini, that read tools as the text of a message's field."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,12 @@ class ChatTemplate:
             add_generation_prompt=conversation.begins_reply,
             **conversation.variables,
         )
-        messages = _readable(partial(format_messages, tokenize=False), conversation.messages)
+        messages = conversation.messages
+        if conversation.tools and not conversation.has_images and TOOLS_OF_A_MESSAGE.search(source):
+            messages = _with_tools(messages, conversation.tools)
+            if "tool_calls" not in source:
+                messages = [_with_written_calls(message) for message in messages]
+        messages = _readable(partial(format_messages, tokenize=False), messages)
         if not conversation.has_images:
             messages = with_list_contents(partial(format_messages, tokenize=False), messages)
         render = partial(format_messages, messages, continue_final_message=conversation.continues)
@@ -261,15 +270,29 @@ def _forms(messages: Messages, suffix: str = "") -> Iterator[Messages]:
     """Yield messages in the forms that templates read, the most common one first.
 
     Arguments of calls are objects, or JSON for templates that join them to other text. An empty content
-    beside calls is text, or null for templates that write calls only then.
+    beside calls is text, or null for templates that write calls only then. Identifiers of calls are as they came, or
+    of nine characters for templates that refuse others, such as Mistral's.
 
     Args:
         messages: those of a `Conversation`.
         suffix: text that is added to the names of called functions.
     """
-    for empty in EMPTY:
-        for read_arguments in (json.loads, str):
-            yield [_with_form(message, read_arguments, empty, suffix) for message in messages]
+    for known in (messages, [_with_short_ids(message) for message in messages]):
+        for empty in EMPTY:
+            for read_arguments in (json.loads, str):
+                yield [_with_form(message, read_arguments, empty, suffix) for message in known]
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with identifiers of nine letters and digits, equal ones for equal ones."""
+
+    def short(identifier: str) -> str:
+        return hashlib.sha256(identifier.encode("utf-8", "replace")).hexdigest()[:9]
+
+    if "tool_call_id" in message:
+        return message | {"tool_call_id": short(message["tool_call_id"])}
+    calls = [call | {"id": short(call["id"])} for call in message.get("tool_calls", ())]
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _with_form(
@@ -282,6 +305,25 @@ def _with_form(
         name, arguments = call["function"]["name"] + suffix, read_arguments(call["function"]["arguments"])
         calls.append(call | {"function": {"name": name, "arguments": arguments}})
     return message | {"content": message["content"] or empty, "tool_calls": calls}
+
+
+def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages of which the first one, from the system, has the definitions of tools as JSON."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    return [messages[0] | {"tools": text}, *messages[1:]]
+
+
+def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls in its content, as Phi-4-mini writes them and its template does not."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [function | {"arguments": json.loads(function["arguments"])} for function in functions]
+    written = f"<|tool_call|>{json.dumps(calls, ensure_ascii=False)}<|/tool_call|>"
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"content": message["content"] + written}
 
 
 def _formatted(render: Callable[[Messages], str], messages: Messages) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -19,7 +20,13 @@ from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill, end_tokens
 from secondguess.server.model import ServedModel, recommended_sampling
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
-from secondguess.server.schemas import ChatRequest, CompletionRequest, Sampling, SpeculationOptions
+from secondguess.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    InfillRequest,
+    Sampling,
+    SpeculationOptions,
+)
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
@@ -68,6 +75,12 @@ class Converter:
             recommended_sampling(target.checkpoint.source) if settings.generation_config else {}
         )
 
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens by their texts; outputs lack these texts, so that a stop string which is one needs the id."""
+        added = self._target.tokenizer.added_tokens_decoder
+        return {token.content: index for index, token in added.items() if token.special}
+
     def with_defaults(self, request: RequestType) -> RequestType:
         """Return a request whose sampling settings that are left out have the server's defaults."""
         missing = {
@@ -99,10 +112,25 @@ class Converter:
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.max_tokens, "max_tokens", request.logprobs, grammar)
         if request.suffix is not None and not request.ignore_eos:
-            ends = {*params.stop_token_ids, *end_tokens(self._target)}
-            params = replace(params, stop_token_ids=tuple(sorted(ends)))
+            params = self._ended_by_files(params)
         echo = [self._text(text) for text in texts] if request.echo else []
         return Job(prompts, params, echo=echo)
+
+    def infill(self, request: InfillRequest) -> Job:
+        """Return the job of a request of `/infill`."""
+        files = [(file.filename, file.text) for file in request.input_extra or ()]
+        prefix = request.input_prefix + request.prompt
+        for text in (prefix, request.input_suffix, *(text for _, text in files)):
+            check_characters(self._target, text)
+        prompts = [encode_infill(self._target, prefix, request.input_suffix, files, request.n_predict or 0)]
+        grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
+        params = self._params(request, prompts, request.n_predict, "n_predict", None, grammar)
+        return Job(prompts, params if request.ignore_eos else self._ended_by_files(params))
+
+    def _ended_by_files(self, params: SamplingParams) -> SamplingParams:
+        """Return settings with which a middle ends where another file would begin."""
+        ends = {*params.stop_token_ids, *end_tokens(self._target)}
+        return replace(params, stop_token_ids=tuple(sorted(ends)))
 
     def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat request."""
@@ -182,7 +210,10 @@ class Converter:
             check_limit(name, len(values), self._settings.max_stop_strings, f"entries of {name}")
         settings |= {
             "stop": tuple(stop),
-            "stop_token_ids": tuple(stop_token_ids),
+            "stop_token_ids": (
+                *stop_token_ids,
+                *(self._special_tokens[text] for text in stop if text in self._special_tokens),
+            ),
             "logit_bias": self._logit_bias(request),
             "max_tokens": self._max_tokens(prompts, max_tokens, limit_name),
             "logprobs": logprobs,

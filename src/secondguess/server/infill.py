@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from secondguess.server.errors import refused
@@ -23,10 +24,28 @@ ENDS = frozenset([
     "<fim_pad>", "<fim-pad>", "<file_sep>", "<repo_name>", "<reponame>", "<filename>", "\u2581<EOT>",
 ])  # fmt: skip
 """Tokens after a middle, with which text of another file would begin; a model's end tokens are often others."""
+REPOSITORY, FILE = (
+    ("<|repo_name|>", "<repo_name>", "<reponame>"),
+    ("<|file_sep|>", "<file_sep>", "<filename>"),
+)
+"""Tokens before the name of a repository, and before the name and the text of each of its files."""
 
 
-def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
+def encode_infill(
+    target: ServedModel,
+    prefix: str,
+    suffix: str,
+    files: Sequence[tuple[str, str]] = (),
+    max_tokens: int = 0,
+) -> list[int]:
     """Return the token ids of a prompt that asks for the text between a prefix and a suffix.
+
+    Args:
+        target: the model.
+        prefix: text before the middle.
+        suffix: text after it.
+        files: names and texts of other files or parts of files, which come first; the last ones as far as they fit.
+        max_tokens: positions that stay free for the middle.
 
     Raises:
         ApiError: a tokenizer without fill-in-the-middle tokens.
@@ -39,16 +58,49 @@ def encode_infill(target: ServedModel, prefix: str, suffix: str) -> list[int]:
     if all(name in vocab for name in SUFFIX_FIRST):
         before_suffix, before_prefix = (vocab[name] for name in SUFFIX_FIRST)
         beginning = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        return [*beginning, before_suffix, *second, before_prefix, *first]
+        return _after_files(
+            target, files, max_tokens, beginning, [before_suffix, *second, before_prefix, *first]
+        )
     tokens = next((names for names in FORMATS if all(name in vocab for name in names)), None)
     if tokens is None:
         raise refused(
             "suffix",
-            f"expected no suffix for {target.name}, whose tokenizer has no fill-in-the-middle tokens; leave it out",
+            f"expected no suffix for {target.name}, whose tokenizer has no fill-in-the-middle tokens; use /v1/completions "
+            "without it",
             "unsupported_parameter",
         )
     before_prefix, before_suffix, before_middle = (vocab[name] for name in tokens)
-    return [before_prefix, *first, before_suffix, *second, before_middle]
+    return _after_files(
+        target, files, max_tokens, [], [before_prefix, *first, before_suffix, *second, before_middle]
+    )
+
+
+def _after_files(
+    target: ServedModel,
+    files: Sequence[tuple[str, str]],
+    max_tokens: int,
+    beginning: list[int],
+    rest: list[int],
+) -> list[int]:
+    """Return the token ids of a prompt with those of files, as many of the last ones as fit into the context."""
+    if not files:
+        return beginning + rest
+    tokenizer: Any = target.tokenizer
+    vocab = tokenizer.get_vocab()
+    repository, file = (
+        next(([vocab[name]] for name in names if name in vocab), []) for names in (REPOSITORY, FILE)
+    )
+
+    def encoded(text: str) -> list[int]:
+        tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return tokens
+
+    found = repository + encoded("project\n") if repository else []
+    for name, text in files:
+        found += file + encoded(f"{name}\n{text}" if file else f"\n\n--- {name} ---\n\n{text}")
+    found += file + encoded("file\n") if file else encoded("\n\n--- file ---\n\n")
+    room = target.context_length - 1 - max_tokens - len(beginning) - len(rest)
+    return beginning + found[max(0, len(found) - max(0, room)) :] + rest
 
 
 def end_tokens(target: ServedModel) -> list[int]:

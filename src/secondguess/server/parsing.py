@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
+from secondguess.server.call_texts import read_calls
+from secondguess.server.reply_templates import LISTED_CALLS
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in the tokenizers' response templates."""
@@ -72,6 +75,7 @@ class TemplateParser:
         prompt: the prompt; chat templates often write the beginning of a reply.
         tools: definitions of the functions, by which arguments get their types.
         stop: stop strings of the request.
+        include_stop: the stop string that ends the reply is a part of it.
     """
 
     def __init__(
@@ -81,16 +85,17 @@ class TemplateParser:
         prompt: Sequence[int],
         tools: Sequence[Mapping[str, Any]],
         stop: Sequence[str],
+        include_stop: bool = False,
     ) -> None:
         self.num_reasoning_tokens = 0
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
-        self._parser = tokenizer.get_response_parser(
-            dict(template), prefix=list(prompt), tools=list(tools) or None
-        )
+        self._new_parser = partial(tokenizer.get_response_parser, tools=list(tools) or None)
+        self._parser = self._new_parser(dict(template), prefix=list(prompt))
         self._tools = {tool["function"]["name"] for tool in tools}
         calls = template["fields"].get("tool_calls", {})
-        self._is_structured_by_tags = calls.get("content", "json") != "json"
+        self._is_structured_by_tags = calls.get("content", "json") not in ("json", "text")
         self._search = StopSearch(stop)
+        self._include_stop = include_stop
         added = tokenizer.added_tokens_decoder
         self._special_tokens = {
             *tokenizer.all_special_ids,
@@ -117,13 +122,16 @@ class TemplateParser:
 
     def finish(self, stopped: bool) -> list[Delta]:
         deltas = [] if stopped else self._push_special()
-        is_cut = stopped and self._special is None and self._search.match is not None
-        deltas += self._parse("" if is_cut else self._search.held + self._decoder.flush())
+        match = self._search.match if stopped and self._special is None else None
+        if match is None:
+            deltas += self._parse(self._search.held + self._decoder.flush())
+        elif self._include_stop:
+            deltas += self._parse(self._search.release(match[1]))
         ending = self._special or ""  # an end token, which can close a field, but is no text
         last = self._parse(ending)
         if not self._is_broken:
             last += self._follow(self._last_events)
-        if stopped and self._unsettled and not (self._is_broken or self._has_answer):
+        if self._unsettled and not (self._is_broken or self._has_answer):
             # such as a call in another format, which would leave no trace
             last.append(Delta("content", self._unsettled))
         if last and last[-1].field != "tool_call":
@@ -181,17 +189,24 @@ class TemplateParser:
             return []
         if event["type"] == "region_close":
             self._region = None
-            if name != "tool_calls" and name not in REASONING_FIELDS:
+            if name != "tool_calls" and not (name in REASONING_FIELDS and event["value"]):
                 return []  # content ends where the text after it, not settled yet, opens a region
             if name == "tool_calls":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                deltas = [_tool_call(value, self._tools) for value in values]
+                deltas = [_tool_call(call, self._tools) for call in self._calls_of(event["value"])]
         elif not event.get("dirty") and (name == "content" or name in REASONING_FIELDS):
             deltas = [Delta("content" if name == "content" else "reasoning", event["text"])]
         else:
             return []
         self._unsettled = ""
         return deltas
+
+    def _calls_of(self, value: Any) -> list[Any]:
+        """Return the calls that a field holds: one, several, or a text that lists them."""
+        if isinstance(value, str):
+            parser = self._new_parser(LISTED_CALLS, prefix=[])  # it gives arguments their types
+            parser.feed(json.dumps(read_calls(value)))
+            value = parser.finalize()[0]["tool_calls"]
+        return value if isinstance(value, list) else [value]
 
 
 class ForcedCallParser:
@@ -256,12 +271,18 @@ def _tool_call(value: Mapping[str, Any], tools: Set[str]) -> Delta:
     """Return a tool call.
 
     Raises:
-        ValueError: it calls none of the tools.
+        ValueError: it calls none of the tools, or its arguments are no JSON object in valid Unicode.
     """
     name, arguments = value["function"]["name"], value["function"]["arguments"]
     if name not in tools:
         raise ValueError(f"a call of {name}")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments {arguments!r:.60}")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()
     return Delta("tool_call", text, name, new_id("call"))
 
 

@@ -93,6 +93,25 @@ def report(outputs: Sequence[Output]) -> Json:
     return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
 
 
+def timings(num_prompt: int, output: Output) -> Json:
+    """Return the times of a prompt and its output, as llama.cpp's server reports them."""
+    stats = output.stats
+    prefill = stats.seconds["prefill"]
+    spent = {
+        "prompt": (num_prompt - stats.num_reused, prefill),
+        "predicted": (len(output.token_ids), sum(stats.seconds.values()) - prefill),
+    }
+    found: Json = {"cache_n": stats.num_reused}
+    for name, (number, seconds) in spent.items():
+        found |= {
+            f"{name}_n": number,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / max(1, number),
+            f"{name}_per_second": number / seconds if seconds else 0.0,
+        }
+    return found | {"draft_n": stats.num_drafted, "draft_n_accepted": stats.num_accepted}
+
+
 def origin(piece: Piece, tokenizer: Any) -> Json:
     """Return the fields that `report: true` adds to a choice of a chunk: its text by origin, rejected drafts."""
     rejected = text_of_tokens(tokenizer, piece.rejected) if piece.rejected else ""

@@ -5,6 +5,7 @@ The formats are those that the models' chat templates write for earlier calls; d
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 ResponseTemplate = dict[str, Any]
@@ -19,26 +20,59 @@ CALLS_BEGIN, CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls en
 CALL_BEGIN, CALL_END = _deepseek("tool call begin"), _deepseek("tool call end")
 SEPARATOR = _deepseek("tool sep")
 
-BEGINNING = r"(?s)^.*?(?=(?:<think>\s{0,4})?\Z)"
+BEGINNING = r"(?s)^.*?(?=(?:<(?:seed:)?think>\s{0,4})?\Z)"
 """All of a prompt but reasoning that it has opened."""
-CALL = {"type": "function", "function": "{content}"}
 NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-CALL_OF_LIST = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
-REASONING = {"reasoning_content": {"open_pattern": r"\A\s{0,4}<think>", "close_pattern": r"</think>\s{0,4}"}}
+REASONING = {
+    "reasoning_content": {
+        "open_pattern": r"\A\s{0,4}<(?:seed:)?think>",
+        "close_pattern": r"</(?:seed:)?think>\s{0,4}",
+    }
+}
 CONTENT: ResponseTemplate = {"content": {"content": "text"}}
-END_OF_TEXT = r"</s>|<\|end_of_text\|>|<\|eot_id\|>|<\|eom_id\|>|<\|end\|>"
+END_OF_TEXT = r"</s>|<\|(?:end_?of_?text|eo[tm](?:_id)?|(?:im_)?end)\|>"
+AT_END = rf"\s{{0,4}}(?:{END_OF_TEXT})\Z"
+
+
+LISTED_CALLS: ResponseTemplate = {
+    "start_anchor_pattern": BEGINNING,
+    "fields": {
+        "tool_calls": {
+            "content": "json",
+            "transform_each": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        }
+    },
+}
+"""Response template of calls as `call_texts.read_calls` returns them, written as JSON."""
 
 
 def _calls(begin: str, end: str, **settings: Any) -> ResponseTemplate:
-    """Return the field of tool calls between two patterns."""
+    """Return the field of calls between two patterns, of which the first one has the name."""
     return {
         "open_pattern": begin,
         "close_pattern": end,
         "repeats": True,
         "content": "json",
-        "transform": NAMED_CALL if "(?P<name>" in begin else CALL,
+        "transform": NAMED_CALL,
         **settings,
     }
+
+
+def _listed_calls(begin: str, end: str = AT_END) -> ResponseTemplate:
+    """Return the field of calls between two patterns, which `call_texts.read_calls` reads."""
+    return {"open_pattern": begin, "close_pattern": end, "repeats": True, "content": "text"}
+
+
+LLAMA = _listed_calls(
+    r"\A\s{0,4}(?:<\|python_(?:tag|start)\|>)?\s{0,4}"
+    r'(?=\{\s{0,4}"(?:type|name)"\s{0,4}:|\[\s{0,4}[A-Za-z_]\w{0,63}\()',
+    rf"\s{{0,4}}(?:<\|python_end\|>(?:{END_OF_TEXT})?|{END_OF_TEXT})\Z",
+)
+GRANITE = _listed_calls(
+    r"\s{0,4}(?:<\|tool_call\|>|<tool_call>|\Afunctools)\s{0,4}(?=[\[{])",
+    rf"\s{{0,4}}(?:<\|/tool_call\|>\s{{0,4}}(?:{END_OF_TEXT})?|{END_OF_TEXT})\Z",
+)
 
 
 class Family(NamedTuple):
@@ -79,11 +113,12 @@ FAMILIES = (
         },
     ),
     Family(
-        "Qwen3-Coder",
+        "Qwen3-Coder and Seed-OSS",
         ("<function=", "<parameter="),
         {
-            "open_pattern": r"\s{0,4}<tool_call>\s{0,4}<function=(?P<name>[^>\s]+)>",
-            "close": "</tool_call>",
+            # Qwen3-Coder at times leaves the first tag out.
+            "open_pattern": r"\s{0,4}(?:<(?:seed:)?tool_call>\s{0,4})?<function=(?P<name>[^>\s]+)>",
+            "close": ["</tool_call>", "</seed:tool_call>"],
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
@@ -93,12 +128,27 @@ FAMILIES = (
         },
     ),
     Family(
+        "GLM-4.5",
+        ("<tool_call>", "<arg_key>"),
+        {
+            "open_pattern": r"\s{0,4}<tool_call>\s{0,4}(?P<name>[\w.-]+)\s{0,4}(?=<)",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s{0,4}<arg_value>(?P<value>.*?)</arg_value>"
+            },
+            "transform": NAMED_CALL,
+        },
+    ),
+    Family(
         "Hermes and Qwen",
         ("<tool_call>", "arguments"),
-        # Qwen2.5-Coder writes its call as a block of code. Strings in JSON have no line breaks.
-        _calls(
-            r'\s{0,4}<tool_call>|\A\s{0,4}```(?:json)?\s{0,4}(?=\{\s{0,4}"name"\s{0,4}:)',
-            r"</tool_call>|(?<=\}\n)```",
+        # Qwen2.5-Coder writes its calls as JSON without tags, or as a block of code. Strings in JSON have no line breaks.
+        _listed_calls(
+            r"\s{0,4}<tool_call>|\A\s{0,4}(?:```(?:json)?\s{0,4})?"
+            r'(?=\{\s{0,4}"name"\s{0,4}:\s{0,4}"[\w.-]{1,64}"\s{0,4},\s{0,4}"arguments"\s{0,4}:)',
+            rf"</tool_call>|(?<=\}}\n)```|{AT_END}",
         ),
     ),
     Family(
@@ -127,16 +177,7 @@ FAMILIES = (
             rf"\s{{0,4}}(?:(?=\[TOOL_CALLS\]\w)|(?:{END_OF_TEXT})\Z)",
         ),
     ),
-    Family(
-        "Mistral",
-        ("[TOOL_CALLS]",),
-        _calls(
-            r"\s{0,4}\[TOOL_CALLS\]\s{0,4}",
-            rf"\s{{0,4}}(?:{END_OF_TEXT})\Z",
-            transform_each=True,
-            transform=CALL_OF_LIST,
-        ),
-    ),
+    Family("Mistral", ("[TOOL_CALLS]",), _listed_calls(r"\s{0,4}\[TOOL_CALLS\]\s{0,4}")),
     Family(
         "FunctionGemma",
         ("<start_function_call>",),
@@ -146,28 +187,10 @@ FAMILIES = (
             content_args={"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
         ),
     ),
-    Family(
-        "Granite",
-        ("<|tool_call|>",),
-        _calls(
-            r"\s{0,4}<\|tool_call\|>\s{0,4}",
-            rf"\s{{0,4}}(?:<\|/tool_call\|>\s{{0,4}}|{END_OF_TEXT})\Z",
-            transform_each=True,
-            transform=CALL_OF_LIST,
-        ),
-    ),
-    Family(
-        "Llama 3",
-        ("<|start_header_id|>", '"parameters"'),
-        _calls(
-            r'\A\s{0,4}(?:<\|python_tag\|>)?\s{0,4}(?=\{\s{0,4}"(?:type|name)"\s{0,4}:)',
-            rf"\s{{0,4}}(?:{END_OF_TEXT})\Z",
-            transform={
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-            },
-        ),
-    ),
+    Family("Granite", ("<|tool_call|>",), GRANITE),
+    Family("Phi-4-mini", ("<|tool|>", "<|/tool|>"), GRANITE),
+    Family("Llama 3", ("<|start_header_id|>", "tools"), LLAMA),
+    Family("Llama 4", ("<|header_start|>", "tools"), LLAMA),
 )
 """Families, of which the first one whose marks are found is taken."""
 
@@ -180,7 +203,7 @@ def find_family(chat_template: str) -> Family | None:
 def response_template(chat_template: str) -> ResponseTemplate | None:
     """Return the response template for a chat template; None if it writes neither calls in a known format nor reasoning."""
     family = find_family(chat_template)
-    reasons = REASONING if "</think>" in chat_template else {}
+    reasons = REASONING if re.search(r"</(?:seed:)?think>", chat_template) else {}
     if family is None:
         fields = {**reasons, **CONTENT} if reasons else None
     else:

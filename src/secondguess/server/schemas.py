@@ -226,7 +226,7 @@ class Extensions(Body):
         default=None, description="as structured_outputs.choice"
     )
     guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
-    include_stop_str_in_output: Literal[False] | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: Literal[True] | None = None
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"
@@ -269,6 +269,34 @@ class CompletionRequest(Sampling):
         default=None, description="0: the prompt is scored, and nothing generated"
     )
     suffix: str | None = Field(default=None, description="needs a tokenizer with fill-in-the-middle tokens")
+
+
+class ExtraFile(Body):
+    """Other file, or a part of one, in a request of `/infill`."""
+
+    accepted = frozenset({"time"})
+
+    filename: str = "file"
+    text: str
+
+
+class InfillRequest(Sampling):
+    """Body of llama.cpp's `/infill`."""
+
+    # Editors always send these. Limits of time and of indentation would only shorten the text.
+    accepted = HINTS | {"samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms"}
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Bounded[ExtraFile] | None = None
+    prompt: str = Field(default="", description="text after the prefix, such as the beginning of a line")
+    n_predict: LimitOrZero = Field(default=None, description="0: the prompt is read into the cache alone")
+    n: Literal[1] | None = None
+    response_fields: Bounded[str] | None = Field(
+        default=None,
+        description="fields of the reply, such as content or timings/predicted_ms; by default all",
+    )
+    stream_options: None = unsupported("the last event has the counts")
 
 
 class SystemMessage(Body):

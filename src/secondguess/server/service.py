@@ -29,7 +29,7 @@ from secondguess.server.parsing import (
 )
 from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
-from secondguess.server.schemas import ChatRequest, CompletionRequest
+from secondguess.server.schemas import Sampling
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
 from secondguess.server.streams import JsonReply, RequestStream, unless_disconnected
@@ -74,7 +74,7 @@ class Service:
                 "model_not_found",
             )
 
-    def admit(self, request: ChatRequest | CompletionRequest | ResponseRequest, http: HttpRequest) -> str:
+    def admit(self, request: Sampling | ResponseRequest, http: HttpRequest) -> str:
         """Check a request's model, and log who sent it, as far as the request says; return the model's name.
 
         Raises:
@@ -150,7 +150,14 @@ class Service:
         if not job.tools or job.params.grammar is not None:  # text that looks like a call is none
             fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
             template = {**template, "fields": fields}
-        parser = TemplateParser(self.target.tokenizer, template, job.prompts[0], job.tools, job.params.stop)
+        parser = TemplateParser(
+            self.target.tokenizer,
+            template,
+            job.prompts[0],
+            job.tools,
+            job.params.stop,
+            job.params.include_stop_str_in_output,
+        )
         return SingleCallParser(parser) if job.single_call else parser
 
     def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:

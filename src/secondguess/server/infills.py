@@ -1,0 +1,81 @@
+"""Route `/infill` of llama.cpp, which plugins of editors call: the text between a prefix and a suffix."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from secondguess.engine import Output
+from secondguess.server.bodies import BoundedRoute
+from secondguess.server.convert import Job
+from secondguess.server.replies import Json, finish_reason, timings
+from secondguess.server.schemas import InfillRequest
+from secondguess.server.service import Service, check_finished
+from secondguess.server.streams import RequestStream, streamed, to_event
+
+router = APIRouter(tags=["completions"], route_class=BoundedRoute)
+
+
+@router.post("/infill")
+async def create_infill(request: InfillRequest, http: HttpRequest) -> Response:
+    """Write the text between a prefix and a suffix."""
+    service: Service = http.app.state.service
+    model = service.admit(request, http)
+    convert = partial(service.convert.infill, request)
+    build = partial(_reply, service, request, model)
+    if request.stream:
+        job, generation = await service.start(http, convert)
+        events = _events(generation, partial(build, job))
+        return streamed(generation, events, ends_with_done=False)
+    return await service.reply(http, convert, build)
+
+
+async def _events(stream: RequestStream, build: Any) -> AsyncIterator[bytes]:
+    """Yield the pieces of a middle, then the reply without its text."""
+    async for _, event in stream.pieces():
+        if event.piece.text:
+            yield to_event({"index": 0, "content": event.piece.text, "stop": False})
+    outputs = stream.outputs()
+    check_finished(outputs)
+    yield to_event({**build(outputs), "content": ""})
+
+
+def _reply(service: Service, request: InfillRequest, model: str, job: Job, outputs: Sequence[Output]) -> Json:
+    """Return the reply in llama.cpp's form, or the fields of it that the request names."""
+    (output,) = outputs
+    whole = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    included, end = job.params.include_stop_str_in_output, len(output.text)
+    word = next(
+        (stop for stop in job.params.stop if whole.startswith(stop, max(0, end - included * len(stop)))), ""
+    )
+    is_cut = finish_reason(output) == "length"
+    reply = {
+        "index": 0,
+        "content": output.text,
+        "stop": True,
+        "model": model,
+        "stop_type": "limit" if is_cut else "word" if word else "eos",
+        "stopping_word": "" if is_cut else word,
+        "tokens_predicted": len(output.token_ids),
+        "tokens_evaluated": len(job.prompts[0]),
+        "tokens_cached": output.stats.num_reused,
+        "truncated": False,
+        "timings": timings(len(job.prompts[0]), output),
+    }
+    if not request.response_fields:
+        return reply
+    found = ((name, _at(reply, name.split("/"))) for name in request.response_fields)
+    return {name: value for name, value in found if value is not None}
+
+
+def _at(reply: Json, path: Sequence[str]) -> object:
+    """Return a field of a reply; None if it has none of this name."""
+    value: object = reply
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
