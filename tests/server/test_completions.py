@@ -206,3 +206,15 @@ def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(clie
     assert caught.value.status_code == 503
     with pytest.raises(openai.APIError, match="because the server stops"):
         list(complete(client, stream=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_are_those_of_llama_cpp(client, stream):
+    reply = complete(client, n=2, stream=stream, extra_body={"timings_per_token": True})
+    timings = (list(reply)[-1] if stream else reply).timings
+    tokens = len(
+        client.completions.create(model="builtin", prompt="def f(", logprobs=0).choices[0].logprobs.tokens
+    )
+    assert timings["predicted_n"] == 2 * tokens
+    assert timings["prompt_n"] > 0
+    assert timings["draft_n_accepted"] <= timings["draft_n"]

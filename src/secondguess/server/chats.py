@@ -21,7 +21,7 @@ from secondguess.server.replies import (
     delta_fields,
     finish_reason,
     message,
-    report,
+    requested_statistics,
     usage,
 )
 from secondguess.server.schemas import ChatRequest
@@ -60,7 +60,7 @@ def _chat_completion(
             "finish_reason": finish_reason(output, "tool_calls" in found),
         }
         choices.append(choice | {"logprobs": chat_logprobs(output.logprobs) if request.logprobs else None})
-    more = report(outputs) if request.report else {}
+    more = requested_statistics(request, job.prompts, outputs)
     if request.metadata is not None:
         more["metadata"] = request.metadata
     return head.reply(choices, usage=usage(job.prompts, outputs, num_reasoning), **more)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.convert import Job
-from secondguess.server.replies import Head, Json, origin, report, usage
+from secondguess.server.replies import Head, Json, origin, requested_statistics, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.service import Service, check_finished
 from secondguess.server.streams import RequestStream, to_event
@@ -64,7 +64,7 @@ class ChunkStream(ABC, Generic[RequestT]):
         for index, output in enumerate(outputs):
             for choice in self.end(index, output):
                 yield self._chunk([choice])
-        last = report(outputs) if self.request.report else {}
+        last = requested_statistics(self.request, self.job.prompts, outputs)
         if self._no_usage:
             last["usage"] = usage(self.job.prompts, outputs, self.num_reasoning_tokens)
         if last:

@@ -21,7 +21,7 @@ from secondguess.server.replies import (
     echoed_logprobs,
     finish_reason,
     logprobs_by_token,
-    report,
+    requested_statistics,
     usage,
 )
 from secondguess.server.schemas import CompletionRequest
@@ -61,7 +61,7 @@ def _completion(
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [None, *map(logprobs_by_token, output.prompt_logprobs)]
         choices.append(choice)
-    more = report(outputs) if request.report else {}
+    more = requested_statistics(request, job.prompts, outputs)
     return head.reply(choices, usage=usage(job.prompts, outputs), **more)
 
 

@@ -65,7 +65,7 @@ def _reply(service: Service, request: InfillRequest, model: str, job: Job, outpu
         "tokens_evaluated": len(job.prompts[0]),
         "tokens_cached": output.stats.num_reused,
         "truncated": False,
-        "timings": timings(len(job.prompts[0]), output),
+        "timings": timings(job.prompts, outputs),
     }
     if not request.response_fields:
         return reply

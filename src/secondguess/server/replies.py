@@ -14,6 +14,7 @@ from secondguess.engine import Output
 from secondguess.sampling.text import REPLACEMENT, Piece, text_of_tokens
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta
+from secondguess.server.schemas import Extensions
 
 Json = dict[str, Any]
 
@@ -78,6 +79,14 @@ def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reaso
     }
 
 
+def requested_statistics(
+    request: Extensions, prompts: Sequence[Sequence[int]], outputs: Sequence[Output]
+) -> Json:
+    """Return the fields that `report` and `timings_per_token` add to a reply."""
+    found = report(outputs) if request.report else {}
+    return found | {"timings": timings(prompts, outputs)} if request.timings_per_token else found
+
+
 def report(outputs: Sequence[Output]) -> Json:
     """Return the fields that `report: true` adds; vLLM's `metrics` are null for several samples."""
     statistics = [
@@ -93,15 +102,19 @@ def report(outputs: Sequence[Output]) -> Json:
     return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
 
 
-def timings(num_prompt: int, output: Output) -> Json:
-    """Return the times of a prompt and its output, as llama.cpp's server reports them."""
-    stats = output.stats
-    prefill = stats.seconds["prefill"]
+def timings(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> Json:
+    """Return times in milliseconds and per token, as llama.cpp's server reports them, summed over outputs."""
+    stats = [output.stats for output in outputs]
+    num_cached = sum(each.num_reused for each in stats[:: len(outputs) // len(prompts)])
+    prefill = sum(each.seconds["prefill"] for each in stats)
     spent = {
-        "prompt": (num_prompt - stats.num_reused, prefill),
-        "predicted": (len(output.token_ids), sum(stats.seconds.values()) - prefill),
+        "prompt": (sum(map(len, prompts)) - num_cached, prefill),
+        "predicted": (
+            sum(len(output.token_ids) for output in outputs),
+            sum(sum(each.seconds.values()) for each in stats) - prefill,
+        ),
     }
-    found: Json = {"cache_n": stats.num_reused}
+    found: Json = {"cache_n": num_cached}
     for name, (number, seconds) in spent.items():
         found |= {
             f"{name}_n": number,
@@ -109,7 +122,10 @@ def timings(num_prompt: int, output: Output) -> Json:
             f"{name}_per_token_ms": 1000 * seconds / max(1, number),
             f"{name}_per_second": number / seconds if seconds else 0.0,
         }
-    return found | {"draft_n": stats.num_drafted, "draft_n_accepted": stats.num_accepted}
+    num_drafted, num_accepted = (
+        sum(getattr(each, name) for each in stats) for name in ("num_drafted", "num_accepted")
+    )
+    return found | {"draft_n": num_drafted, "draft_n_accepted": num_accepted}
 
 
 def origin(piece: Piece, tokenizer: Any) -> Json:

@@ -87,7 +87,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 HINTS = frozenset([
     "service_tier", "store", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",  # OpenAI
     "cache_salt", "kv_transfer_params", "priority", "request_id", "spaces_between_special_tokens",  # vLLM
-    "cache_prompt", "id_slot", "return_progress", "timings_per_token",  # llama.cpp
+    "cache_prompt", "id_slot", "return_progress",  # llama.cpp
     "rid", "keep_alive", "ttl",  # SGLang, Ollama, LM Studio
 ])  # fmt: skip
 """Fields of requests that cannot change the text: hints for caches, queues and storage."""
@@ -228,6 +228,9 @@ class Extensions(Body):
     guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Literal[True] | None = None
+    timings_per_token: bool | None = Field(
+        default=None, description="add llama.cpp's timings to the reply, or to the last chunk of a stream"
+    )
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"
     )
