@@ -4,11 +4,11 @@
 
 Two rows decode; a prompt of `--prompt-tokens` tokens joins. Between two rounds it may be prefilled
 for as long as `MAX_DELAY` rounds (`engine/prefill_budget.py`); the times of the steps show whether
-it was. Then a second prompt that shares `--share` of the first one's tokens is decoded, and again
-without the cache of the first. In between, a short prompt arrives while the long one is prefilled alone. Every text is compared with that of a run alone. Models whose context
-is shorter than `--context` are loaded with a changed configuration: their texts are of no use beyond
-their own context, but take as long. Exits with code 1 if a text differs, or if more tokens than the
-unshared ones are prefilled.
+it was. Then a short prompt arrives while the long one is prefilled alone. Then a second prompt that shares `--share` of the
+first one's tokens is decoded, and again without the cache of the first. Every text is compared with that of a run alone.
+Models whose context is shorter than `--context` are loaded with a changed configuration: their texts are of no use beyond
+their own context, but take as long. Exits with code 1 if a text differs, or if more tokens than the unshared ones are
+prefilled.
 """
 
 from __future__ import annotations
