@@ -1,0 +1,81 @@
+"""Markdown as HTML that is safe to insert into the page: text is escaped, addresses are those of the web or of mail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import OptionsDict
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+
+MAX_MARKDOWN_BYTES = 2**18
+"""Size of a text that is rendered; it takes about a second in the worst case."""
+MAX_COLOURED_CHARACTERS = 20_000
+"""Length of a code block whose syntax is coloured."""
+
+
+class _Markdown(MarkdownIt):
+    def validateLink(self, url: str) -> bool:
+        return re.match(r"(https?|mailto):", url, re.IGNORECASE) is not None
+
+
+def _coloured(code: str, language: str, _attributes: str) -> str:
+    """Return code as HTML with the classes of Pygments; an empty text, which leaves it plain, for an unknown language."""
+    if not language or len(code) > MAX_COLOURED_CHARACTERS:
+        return ""
+    try:
+        lexer = get_lexer_by_name(language, stripnl=False)
+    except ClassNotFound:
+        return ""
+    html: str = highlight(code, lexer, HtmlFormatter(nowrap=True))
+    return html
+
+
+def _open_link(
+    renderer: RendererHTML,
+    tokens: Sequence[Token],
+    index: int,
+    options: OptionsDict,
+    _env: MutableMapping[str, Any],
+) -> str:
+    tokens[index].attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
+    return renderer.renderToken(tokens, index, options, _env)
+
+
+def _open_cell(
+    renderer: RendererHTML,
+    tokens: Sequence[Token],
+    index: int,
+    options: OptionsDict,
+    _env: MutableMapping[str, Any],
+) -> str:
+    """Return the tag of a cell with its alignment as an attribute: the policy of the page refuses inline styles."""
+    style = str(tokens[index].attrs.pop("style", ""))
+    if style:
+        tokens[index].attrs["align"] = style.partition(":")[2]
+    return renderer.renderToken(tokens, index, options, _env)
+
+
+def _renderer() -> MarkdownIt:
+    markdown = _Markdown("commonmark", {"html": False, "highlight": _coloured})
+    markdown.enable(["table", "strikethrough"]).disable("image")
+    markdown.add_render_rule("link_open", _open_link)
+    for cell in ("th_open", "td_open"):
+        markdown.add_render_rule(cell, _open_cell)
+    return markdown
+
+
+_RENDERER = _renderer()
+
+
+def to_html(text: str) -> str:
+    """Return the HTML of Markdown. HTML in the text is shown as text, images as links."""
+    html: str = _RENDERER.render(text)
+    return html
