@@ -80,7 +80,9 @@ async def render_markdown(http: Request) -> Response:
     """Return the HTML of the Markdown in the body, as JSON: a browser that is sent here shows no page of it."""
     body = await http.body()
     if len(body) > MAX_MARKDOWN_BYTES:
-        message = f"expected at most {MAX_MARKDOWN_BYTES} bytes of Markdown, got {len(body)}; show the text itself"
+        message = (
+            f"expected at most {MAX_MARKDOWN_BYTES} bytes of Markdown, got {len(body)}; show the text itself"
+        )
         return error_response(ApiError(413, message, code="request_too_large"))
     html = await run_in_threadpool(to_html, body.decode("utf-8", "replace"))
     return JsonReply({"html": html})

@@ -1,8 +1,7 @@
 // Mode of chats: conversations, their messages and the box for the next one.
 
-import { Failure } from './api.js';
 import { ReplyView, onCopyCode } from './markdown.js';
-import { $, announce, copyWith, create, hideNotice, number, page, percent, rate, showNotice } from './page.js';
+import { $, announce, copyWith, create, hideNotice, isNarrow, number, page, percent, rate, showNotice } from './page.js';
 import { Tally, follow, keepingEnd, textOf } from './replies.js';
 import { run, stop } from './server.js';
 import { readConversations, removeConversation, writeConversation } from './storage.js';
@@ -11,13 +10,14 @@ const ENDINGS = {
   length: 'Cut off: max tokens reached.',
   context: 'Cut off: the context is full.',
   stopped: 'Stopped.',
-  cut: 'Incomplete: the connection ended.',
+  failed: 'Incomplete: the request failed.',
 };
-const CAN_GO_ON = ['length', 'stopped', 'cut'];
+const CAN_GO_ON = ['length', 'stopped', 'failed'];
 
 let conversations = readConversations();
 let conversation = newConversation();
-let views = []; // of the replies that are shown
+const views = new WeakMap(); // message -> the view of a reply
+let shown = []; // views of the conversation
 let images = []; // of the next message, as data: URLs
 
 function newConversation() {
@@ -58,10 +58,11 @@ async function receive(messages, reply, fields) {
   const target = conversation;
   const before = target.messages;
   const tally = new Tally();
-  const reasoning = reply.reasoning;
+  const { reasoning, ending } = reply;
   target.messages = [...messages, reply];
   draw();
-  const view = views.at(-1);
+  scrollToEnd();
+  const view = views.get(reply);
   const article = $('messages').lastElementChild;
   await run(async (settings, signal) => {
     reply.ending = 'stopped';
@@ -77,15 +78,20 @@ async function receive(messages, reply, fields) {
       });
       reply.ending = tally.ending;
     } catch (error) {
-      if (error instanceof Failure) reply.ending = 'cut';
+      if (!signal.aborted) reply.ending = 'failed';
       throw error;
     }
   });
   const hasReplied = Boolean(tally.text || tally.reasoning || tally.stats);
-  if (hasReplied) reply.stats = statsOf(tally);
-  else target.messages = before;
+  if (hasReplied) {
+    reply.stats = statsOf(tally);
+  } else {
+    reply.ending = ending;
+    target.messages = before;
+  }
   keep(target);
-  if (target === conversation) draw();
+  if (target === conversation) keepingEnd($('messages'), draw);
+  drawList();
   return hasReplied;
 }
 
@@ -110,15 +116,18 @@ function showProgress(article, reply, tally) {
 
 // --- Messages ---------------------------------------------------------------------------------------------------
 
-/** Draw the conversation and the list of conversations. */
+/** Draw the conversation; replies that were drawn before keep their elements. */
 function draw() {
-  for (const view of views) view.clearOrigins();
-  views = [];
+  for (const view of shown) view.clearOrigins();
+  shown = [];
   const hint = create('p', { className: 'hint', textContent: 'Replies appear here. The whole conversation is sent with every message.' });
   const articles = conversation.messages.map(articleOf);
   $('messages').replaceChildren(...(articles.length ? articles : [hint]));
+  for (const view of shown) view.refresh();
+}
+
+function scrollToEnd() {
   $('messages').scrollTop = $('messages').scrollHeight;
-  drawList();
 }
 
 function articleOf(message, index) {
@@ -135,28 +144,37 @@ function saidContent({ text, images: urls }) {
 }
 
 function replyContent(message) {
-  const body = create('div', { className: 'reply' });
+  if (!views.has(message)) views.set(message, new ReplyView($('messages'), message.parts));
+  const view = views.get(message);
+  shown.push(view);
   const reasoning = create('details', { className: 'reasoning', hidden: !message.reasoning }, create('summary', { textContent: 'Reasoning' }));
   reasoning.append(create('p', { textContent: message.reasoning }));
-  views.push(new ReplyView(body, $('messages'), message.parts));
-  return [reasoning, body];
+  return [reasoning, view.element];
 }
 
 /** Return the line below a message: its end, its statistics, and what can be done with it. */
 function footOf(message, index) {
   const isLast = index === conversation.messages.length - 1;
   const isReply = message.role === 'assistant';
-  const text = isReply ? [ENDINGS[message.ending], describe(message.stats)].filter(Boolean).join(' ') : '';
-  const names = ['copy'];
-  if (!isReply) names.push('edit');
-  if (isReply && isLast) names.push('regenerate');
-  if (isReply && isLast && CAN_GO_ON.includes(message.ending) && textOf(message.parts)) names.push('continue');
-  const buttons = names.map((name) => {
-    const button = create('button', { type: 'button', className: 'quiet', textContent: name[0].toUpperCase() + name.slice(1) });
-    button.dataset.action = name;
-    return button;
-  });
-  return create('footer', {}, create('span', { className: 'stats', textContent: text }), ...buttons);
+  const foot = create('footer', {}, actionButton('Copy'));
+  if (!isReply) {
+    foot.append(actionButton('Edit'));
+    return foot;
+  }
+  if (isLast) foot.append(actionButton('Regenerate'));
+  foot.append(create('span', { className: 'stats', textContent: describe(message.stats) }));
+  if (message.ending in ENDINGS) {
+    const ending = create('p', { className: 'ending' }, ENDINGS[message.ending]);
+    if (isLast && CAN_GO_ON.includes(message.ending) && textOf(message.parts)) ending.append(' ', actionButton('Continue', ''));
+    foot.prepend(ending);
+  }
+  return foot;
+}
+
+function actionButton(name, className = 'quiet') {
+  const button = create('button', { type: 'button', className, textContent: name });
+  button.dataset.action = name.toLowerCase();
+  return button;
 }
 
 function describe(stats) {
@@ -231,6 +249,7 @@ export async function sendMessage() {
 
 /** Keep a conversation for the next visit; without messages there is nothing to keep. */
 function keep(target) {
+  if (target.isDiscarded) return;
   target.changed = Date.now();
   conversations = conversations.filter(({ id }) => id !== target.id);
   if (target.messages.length === 0) return;
@@ -258,12 +277,20 @@ function select(chosen) {
   hideNotice();
   conversation = chosen;
   draw();
-  if (matchMedia('(max-width: 54rem)').matches) $('conversations').open = false;
-  else $('chat-prompt').focus();
+  drawList();
+  scrollToEnd();
+  if (isNarrow('64rem')) $('conversations').open = false;
+  focusBox();
+}
+
+/** Focus the box of the next message, except on phones, where this shows the keyboard. */
+function focusBox() {
+  if (page.mode === 'chat' && !isNarrow('54rem')) $('chat-prompt').focus();
 }
 
 function discardConversation(chosen) {
   if (!confirm(`Delete this conversation?\n\n${titleOf(chosen).slice(0, 200)}`)) return;
+  chosen.isDiscarded = true; // also while a reply to it arrives
   removeConversation(chosen.id);
   conversations = conversations.filter((each) => each !== chosen);
   if (chosen === conversation) select(newConversation());
@@ -326,12 +353,11 @@ export function startChat() {
   $('messages').addEventListener('click', onCopyCode);
   $('new-chat').addEventListener('click', () => select(newConversation()));
   for (const id of ['colours', 'ghosts']) {
-    $(id).addEventListener('change', () => { for (const view of views) view.redraw(); });
+    $(id).addEventListener('change', () => { for (const view of shown) view.refresh(); });
   }
   // After an answer with the key, or of a server that is back, Markdown can be rendered that could not be before.
-  document.addEventListener('model', () => { for (const view of views) view.redraw(); });
+  document.addEventListener('model', () => { for (const view of shown) view.refresh(); });
   addEventListener('pagehide', () => { if (page.running && conversation.messages.length) keep(conversation); });
-  if (matchMedia('(max-width: 70rem)').matches) $('conversations').open = false;
-  conversation = conversations[0] ?? conversation;
-  draw();
+  if (isNarrow('64rem')) $('conversations').open = false;
+  select(conversations[0] ?? conversation);
 }

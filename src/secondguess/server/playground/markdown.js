@@ -78,14 +78,13 @@ function originsOf(element, segments) {
 
 /** Reply that is shown as Markdown, or as tokens. */
 export class ReplyView {
-  constructor(element, scroller, segments) {
-    this.element = element;
+  constructor(scroller, segments) {
+    this.element = create('div', { className: 'reply' });
     this.scroller = scroller;
     this.segments = segments;
-    this.tokens = new TextView(element, scroller);
+    this.tokens = new TextView(this.element, scroller);
     this.origins = [];
-    this.isStale = this.isRendering = false;
-    this.redraw();
+    this.isRendered = this.isStale = this.isRendering = false;
   }
 
   add(segments) {
@@ -98,12 +97,14 @@ export class ReplyView {
     else this.renderSoon();
   }
 
-  /** Draw the reply as the settings say. */
-  redraw() {
+  /** Show the reply as the settings say. */
+  refresh() {
     this.clearOrigins();
-    const isShown = isShownAsTokens();
-    this.element.classList.toggle('tokens', isShown);
-    if (!isShown) return this.renderSoon();
+    const { classList } = this.element;
+    const isSame = classList.contains('tokens') === isShownAsTokens();
+    classList.toggle('tokens', isShownAsTokens());
+    if (!isShownAsTokens()) return isSame && this.isRendered ? this.showOrigins() : this.renderSoon();
+    if (isSame) return;
     this.element.replaceChildren();
     this.tokens.add(this.segments);
   }
@@ -125,11 +126,13 @@ export class ReplyView {
 
   async render() {
     const text = textOf(this.segments);
-    let children;
+    let children = [];
     try {
-      children = text ? await elementsOf(text) : [];
+      if (text) children = await elementsOf(text);
+      this.isRendered = true;
     } catch { // the server is gone or refuses the text: it is shown as it is
       children = [create('p', { className: 'plain', textContent: text })];
+      this.isRendered = false;
     }
     if (isShownAsTokens()) return; // the choice was made meanwhile
     keepingEnd(this.scroller, () => replaceChildren(this.element, children));

@@ -18,6 +18,9 @@ export function create(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Return whether the window is at most this wide. */
+export const isNarrow = (width) => matchMedia(`(max-width: ${width})`).matches;
+
 /** Show a text to readers of screens. */
 export function announce(text) {
   $('status').textContent = text;

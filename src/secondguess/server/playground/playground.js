@@ -73,8 +73,8 @@ $('key').addEventListener('change', checkServer);
 if (/Mac|iPhone|iPad/.test(navigator.platform)) {
   for (const key of document.querySelectorAll('.control-enter')) key.textContent = '⌘ Enter';
 }
-startSettings();
-startChat();
 const modeOfAddress = location.hash.slice(1);
 selectMode(modeOfAddress in modes ? modeOfAddress : 'chat');
+startSettings();
+startChat();
 pollServer();

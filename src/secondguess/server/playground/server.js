@@ -56,7 +56,9 @@ function askForKey() {
 async function loadModel() {
   page.model = await (await request('playground/model')).json();
   const { name, context_length: length } = page.model;
-  $('model').textContent = length ? `${name}, context ${number(length)}` : name;
+  const shown = /^[./]/.test(name) ? name.split('/').filter(Boolean).at(-1) : name; // of a path, its last part
+  $('model').textContent = length ? `${shown}, context ${number(length)}` : shown;
+  $('model').title = name;
   document.dispatchEvent(new Event('model'));
 }
 

@@ -1,6 +1,6 @@
 // Settings: fields of requests, and choices that are kept for the next visit.
 
-import { $, number, page } from './page.js';
+import { $, isNarrow, number, page } from './page.js';
 import { read, write } from './storage.js';
 
 const KEY = 'secondguess-settings';
@@ -64,5 +64,5 @@ export function startSettings() {
   $('settings-form').addEventListener('submit', (event) => event.preventDefault());
   $('speculation').addEventListener('change', showDraftLimit);
   showDraftLimit();
-  if (matchMedia('(max-width: 54rem)').matches) $('settings').open = false;
+  if (isNarrow('54rem')) $('settings').open = false;
 }

@@ -1,6 +1,7 @@
 // What survives a reload. Every function works without storage, in which case nothing is kept.
 
 const MAX_CONVERSATIONS = 100;
+const MAX_CHARACTERS = 4_000_000; // of one conversation; browsers store about five million of a server
 const PREFIX = 'secondguess-conversation-';
 
 /** Return a stored value, or null. */
@@ -49,6 +50,7 @@ export function readConversations() {
 
 /** Store a conversation, if need be in place of the oldest others; return false if it has no room. */
 export function writeConversation(conversation) {
+  if (JSON.stringify(conversation).length > MAX_CHARACTERS) return false;
   const others = readConversations().filter(({ id }) => id !== conversation.id);
   for (const { id } of others.splice(MAX_CONVERSATIONS - 1)) removeConversation(id);
   while (!write(PREFIX + conversation.id, conversation)) {

@@ -6,7 +6,7 @@
   const systemIsDark = matchMedia('(prefers-color-scheme: dark)');
   const isDark = () => (root.dataset.theme ? root.dataset.theme === 'dark' : systemIsDark.matches);
   const showSwitch = () => {
-    document.getElementById('theme').textContent = isDark() ? 'Light colours' : 'Dark colours';
+    document.getElementById('theme').textContent = isDark() ? 'Light' : 'Dark';
   };
 
   try {
