@@ -32,7 +32,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.testclient import TestClient
 
 from secondguess.server.playground import PATHS, content_type, playground_routes
-from secondguess.server.playground.markdown import MAX_MARKDOWN_BYTES, to_html
+from secondguess.server.playground.markdown import (
+    LANGUAGES,
+    MAX_COLOURED_CODE,
+    MAX_COLOURED_TEXT,
+    MAX_MARKDOWN_BYTES,
+    to_html,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -589,6 +595,23 @@ def test_markdown_is_rendered_with_tables_and_coloured_code():
         assert part in html
 
 
+def test_code_is_plain_in_other_languages_and_in_long_texts():
+    block = "```{}\ndef f(): pass\n```\n"
+    assert "<span" in to_html(block.format("Py"))
+    assert "<span" not in to_html(block.format("brainfuck"))
+    assert "<span" not in to_html(block.format("python") + "word " * MAX_COLOURED_TEXT)
+    assert "<span" not in to_html(f"```python\n{'x = 1' * MAX_COLOURED_CODE}\n```")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_time_for_coloured_code_is_bounded(language):
+    for unit in ("\n", "x\n ", '"\\', "a."):
+        code = (unit * MAX_COLOURED_CODE)[: MAX_COLOURED_CODE - 9]
+        start = time.process_time()
+        assert "<span" in to_html(f"```{language}\n0 {code}\n```")
+        assert time.process_time() - start < 5
+
+
 def test_the_route_of_markdown_replies_with_json_and_has_a_limit(files_client):
     reply = files_client.post("/playground/markdown", content="*é*".encode())
     assert reply.headers["content-type"] == "application/json"
@@ -836,6 +859,19 @@ def test_texts_have_contrast(fake, open_page, scheme):
     selectors = "#notice, label, small, .hint, .model, .server, .legend span, .gauges dd, .gauges dt, .tabs button, .primary"
     low = page.evaluate(CONTRAST, selectors)
     assert low == []
+
+
+@browser_test
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_of_a_chat_have_contrast(fake, open_page, scheme):
+    fake.answer = MARKDOWN
+    fake.finish_reason = "length"
+    page = chat_page(fake, open_page, color_scheme=scheme)
+    say(page, "Hello")
+    page.uncheck("#colours")
+    page.wait_for_selector(".code .k")
+    selectors = "h3, .said, .reply *, .message footer *, .title, #chat-help, .chat-only label, summary"
+    assert page.evaluate(CONTRAST, selectors) == []
 
 
 CONTRAST = """selectors => {

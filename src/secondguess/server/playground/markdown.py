@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -12,13 +13,40 @@ from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+from pygments.lexers import get_all_lexers, get_lexer_by_name
 
 MAX_MARKDOWN_BYTES = 2**18
-"""Size of a text that is rendered; it takes about a second in the worst case."""
-MAX_COLOURED_CHARACTERS = 20_000
-"""Length of a code block whose syntax is coloured."""
+"""Size of a text that is rendered; it takes about a second in the worst case, without coloured code."""
+MAX_COLOURED_TEXT = 2**15
+"""Length of a text in which code is coloured."""
+MAX_COLOURED_CODE = 4_000
+"""Length of a block of code that is coloured. The time for hostile code grows with its square: at this length it is at most a
+second for the languages below, by trials with repeated signs."""
+LANGUAGES = (
+    *(
+        "bash",
+        "c",
+        "cpp",
+        "csharp",
+        "css",
+        "diff",
+        "go",
+        "html",
+        "ini",
+        "java",
+        "javascript",
+        "json",
+        "kotlin",
+    ),
+    *("python", "rust", "sql", "toml", "typescript", "xml", "yaml"),
+)
+_NAMES = {
+    name
+    for _, names, *_ in get_all_lexers(plugins=False)
+    if set(names[:1]) & set(LANGUAGES)
+    for name in names
+}
+"""Names of the languages, such as `py` and `js`."""
 
 
 class _Markdown(MarkdownIt):
@@ -28,12 +56,9 @@ class _Markdown(MarkdownIt):
 
 def _coloured(code: str, language: str, _attributes: str) -> str:
     """Return code as HTML with the classes of Pygments; an empty text, which leaves it plain, for an unknown language."""
-    if not language or len(code) > MAX_COLOURED_CHARACTERS:
+    if language.lower() not in _NAMES or len(code) > MAX_COLOURED_CODE:
         return ""
-    try:
-        lexer = get_lexer_by_name(language, stripnl=False)
-    except ClassNotFound:
-        return ""
+    lexer = get_lexer_by_name(language, stripnl=False)
     html: str = highlight(code, lexer, HtmlFormatter(nowrap=True))
     return html
 
@@ -63,8 +88,9 @@ def _open_cell(
     return renderer.renderToken(tokens, index, options, _env)
 
 
-def _renderer() -> MarkdownIt:
-    markdown = _Markdown("commonmark", {"html": False, "highlight": _coloured})
+@cache
+def _renderer(has_colours: bool) -> MarkdownIt:
+    markdown = _Markdown("commonmark", {"html": False, "highlight": _coloured if has_colours else None})
     markdown.enable(["table", "strikethrough"]).disable("image")
     markdown.add_render_rule("link_open", _open_link)
     for cell in ("th_open", "td_open"):
@@ -72,10 +98,7 @@ def _renderer() -> MarkdownIt:
     return markdown
 
 
-_RENDERER = _renderer()
-
-
 def to_html(text: str) -> str:
     """Return the HTML of Markdown. HTML in the text is shown as text, images as links."""
-    html: str = _RENDERER.render(text)
+    html: str = _renderer(len(text) <= MAX_COLOURED_TEXT).render(text)
     return html
