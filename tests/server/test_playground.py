@@ -1,6 +1,7 @@
 """The playground in headless Chromium: against an application that speaks the API's events, and against the API itself.
 
-`SECONDGUESS_SCREENSHOTS=docs` writes the screenshots of the documentation to that folder.
+`SECONDGUESS_SCREENSHOTS=docs` writes the screenshots of the documentation to that folder. They are of a model that writes
+Markdown, such as Qwen2.5-Coder-0.5B-Instruct: `SECONDGUESS_SCREENSHOTS_MODEL` is its path.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from secondguess.server.playground.markdown import (
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 SCREENSHOTS = os.environ.get("SECONDGUESS_SCREENSHOTS")
+SCREENSHOTS_MODEL = os.environ.get("SECONDGUESS_SCREENSHOTS_MODEL", "builtin")
 MAX_SCREENSHOT_BYTES = 150_000
 
 browser_test = pytest.mark.skipif(
@@ -608,7 +610,7 @@ def test_the_time_for_coloured_code_is_bounded(language):
     for unit in ("\n", "x\n ", '"\\', "a."):
         code = (unit * MAX_COLOURED_CODE)[: MAX_COLOURED_CODE - 9]
         start = time.process_time()
-        assert "<span" in to_html(f"```{language}\n0 {code}\n```")
+        assert "<span" in to_html(f"```{language}\n+0 <a>\n{code}\n```")
         assert time.process_time() - start < 5
 
 
@@ -1329,7 +1331,9 @@ def real_url() -> Iterator[str]:
     from secondguess.engine import Engine
 
     # The default controller decides by measured times and may draft nothing, which the screenshots may show.
-    engine = Engine(secondguess.load(controller=None if SCREENSHOTS else "fixed:4"))
+    engine = Engine(
+        secondguess.load(SCREENSHOTS_MODEL) if SCREENSHOTS else secondguess.load(controller="fixed:4")
+    )
     try:
         with serve(app.create_app(engine)) as port:
             yield f"http://127.0.0.1:{port}"
@@ -1408,43 +1412,52 @@ def test_a_limited_draft_of_the_api(real_url, open_page):
     not SCREENSHOTS, reason="writes the screenshots of the documentation: set SECONDGUESS_SCREENSHOTS"
 )
 def test_screenshots_for_the_documentation(real_url, open_page):
-    page = open_page(f"{real_url}#completion", color_scheme="light")
-    is_ready(page)
-    screenshot(page, "idle")
+    def open_mode(mode: str, **settings: Any) -> Any:
+        page = open_page(f"{real_url}#{mode}", **({"color_scheme": "light"} | settings))
+        is_ready(page)
+        page.set_default_timeout(120_000)
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        return page
+
+    page = open_mode("chat", viewport={"width": 1120, "height": 760})
+    page.fill("#max-tokens", "150")
+    say(page, "Show a short class for a stack in Python, then list its methods.")
+    page.wait_for_timeout(1000)  # for the last rendering
+    page.evaluate("document.getElementById('messages').scrollTo(0, 0)")
+    screenshot(page, "chat")
+
+    page = open_mode("completion")
+    page.fill("#max-tokens", "128")
+    page.check("#ghosts")
     page.keyboard.press("Control+Enter")
     wait_for_end(page)
     screenshot(page, "completion", full_page=True)
 
-    page = open_page(f"{real_url}#race", color_scheme="light")
-    is_ready(page)
-    page.fill("#max-tokens", "240")
+    page = open_mode("race", viewport={"width": 1120, "height": 700})
     page.click("[data-run=race]")
     # Not `wait_for_function`, which the page's policy refuses.
     while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.2:
         pass
-    screenshot(page, "race", full_page=True)
+    screenshot(page, "race")
     page.keyboard.press("Escape")
 
-    page = open_page(f"{real_url}#chat", color_scheme="dark")
-    is_ready(page)
-    page.fill("#max-tokens", "96")
-    page.fill("#chat-prompt", "return the first n prime numbers")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page, "chat")
-    screenshot(page, "dark", full_page=True)
+    page = open_mode("chat", color_scheme="dark", viewport={"width": 1120, "height": 760})
+    page.uncheck("#colours")
+    page.fill("#max-tokens", "110")
+    say(page, "Show a function that reads a JSON file in Python.")
+    page.wait_for_timeout(1000)
+    screenshot(page, "dark")
 
-    page = open_page(
-        real_url, color_scheme="light", viewport={"width": 390, "height": 844}, device_scale_factor=2
-    )
-    is_ready(page)
-    page.click("[data-run=completion]")
-    wait_for_end(page)
-    page.evaluate("scrollTo(0, 0)")
+    page = open_mode("chat", viewport={"width": 390, "height": 844}, device_scale_factor=1.5)
+    page.evaluate("document.getElementById('max-tokens').value = '100'")
+    say(page, "Name three uses of a queue in programs, as a list.")
+    page.wait_for_timeout(1000)
     screenshot(page, "phone")
 
-    page = open_page(f"{real_url}#completion", color_scheme="light")
-    is_ready(page)
+    page = open_mode("completion")
     page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#completion-output .drafted")
+    page.keyboard.press("Escape")
     wait_for_end(page)
     page.route("**/*", lambda route: route.abort())
     page.click("[data-run=completion]")
