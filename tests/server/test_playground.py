@@ -903,10 +903,28 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
     page = open_page(f"{fake.url}#{mode}", viewport={"width": 360, "height": 740}, has_touch=True)
     is_ready(page)
     if mode == "chat":
-        page.fill("#chat-prompt", "Sort a list of numbers.")
+        wide = "wide" * 30
+        fake.answer = [[f"{wide}\n\n`{wide}`\n\n| {wide} | {wide} |\n|-|-|\n\n```\n{wide}\n```", True]]
+        page.fill("#chat-prompt", wide)
     page.click(f"[data-run={mode}]")
     wait_for_end(page, mode)
+    if mode == "chat":
+        page.wait_for_selector(".reply .code")
+        assert page.evaluate(
+            "(box => box.scrollWidth <= box.clientWidth)(document.getElementById('messages'))"
+        )
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@browser_test
+@pytest.mark.parametrize("mode", ["chat", "completion", "race"])
+def test_unfolded_settings_cover_nothing_on_a_phone(fake, open_page, mode):
+    page = open_page(f"{fake.url}#{mode}", viewport={"width": 360, "height": 640}, has_touch=True)
+    is_ready(page)
+    page.click("#settings summary")
+    settings, prompt = (page.locator(each).bounding_box() for each in ("#settings", f"#{mode}-prompt"))
+    assert settings["y"] + settings["height"] <= prompt["y"]
+    assert settings["height"] > 300
 
 
 # --- Chat ---

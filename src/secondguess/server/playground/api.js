@@ -19,9 +19,10 @@ export class Failure extends Error {
   }
 }
 
-function headers() {
+/** Return the headers of a request with a body of this type. */
+export function headers(type = 'application/json') {
   const key = $('key').value.trim();
-  return { 'Content-Type': 'application/json', ...(key && { Authorization: `Bearer ${key}` }) };
+  return { 'Content-Type': type, ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
 /** Return the response to a request with the API key, whose errors become a Failure. */

@@ -1,6 +1,6 @@
 // Replies as Markdown, which the server renders; in this module alone, HTML becomes elements.
 
-import { request } from './api.js';
+import { headers, request } from './api.js';
 import { $, copyWith, create } from './page.js';
 import { TextView, keepingEnd, textOf } from './replies.js';
 
@@ -15,8 +15,8 @@ const isShownAsTokens = () => $('colours').checked && ($('ghosts').checked || !h
 
 /** Return the elements of Markdown. The server has escaped every text of it; scripts and event handlers are refused, too. */
 async function elementsOf(markdown) {
-  const response = await request('playground/markdown', { method: 'POST', body: markdown });
-  const { html } = await response.json();
+  const options = { method: 'POST', headers: headers('text/markdown'), body: markdown };
+  const { html } = await (await request('playground/markdown', options)).json();
   const { body } = new DOMParser().parseFromString(html, 'text/html');
   for (const block of body.querySelectorAll('pre')) addCopyButton(block);
   return [...body.children];
