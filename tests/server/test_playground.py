@@ -782,7 +782,11 @@ def test_a_refused_message_returns_to_its_box(fake, open_page):
     page.wait_for_selector("#notice:not([hidden])")
     wait_for_end(page, "chat")
     assert page.input_value("#chat-prompt") == "Hello"
-    assert page.locator(".message").count() == 0
+    assert page.locator(".message, #conversation-list li").count() == 0
+    fake.mood = "ready"
+    page.reload()
+    is_ready(page)
+    assert page.locator("#conversation-list li").count() == 0
 
 
 @browser_test
@@ -1182,6 +1186,20 @@ def test_conversations_survive_a_reload_and_can_be_deleted(fake, open_page):
     assert page.locator(".message").count() == 0
     reload(page)
     assert titles.all_inner_texts() == ["Second."]
+
+
+@browser_test
+def test_a_reload_during_a_reply_keeps_what_came(fake, open_page):
+    fake.seconds_per_chunk = 0.2
+    page = chat_page(fake, open_page)
+    page.fill("#chat-prompt", "Sort a list.")
+    page.press("#chat-prompt", "Enter")
+    assert page.locator("#conversation-list .title").all_inner_texts() == ["Sort a list."]
+    page.wait_for_selector(".reply.running > *")
+    reload(page)
+    assert text_of(page, ".said") == "Sort a list."
+    assert page.locator(".ending [data-action=continue]").is_visible()
+    page.wait_for_selector(".reply > *")
 
 
 @browser_test

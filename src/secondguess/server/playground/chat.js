@@ -60,8 +60,11 @@ async function receive(messages, reply, fields) {
   const tally = new Tally();
   const { reasoning, ending } = reply;
   target.messages = [...messages, reply];
+  keep(target);
   draw();
+  drawList();
   scrollToEnd();
+  focusBox();
   const view = views.get(reply);
   const article = $('messages').lastElementChild;
   await run(async (settings, signal) => {
@@ -120,7 +123,8 @@ function showProgress(article, reply, tally) {
 function draw() {
   for (const view of shown) view.clearOrigins();
   shown = [];
-  const hint = create('p', { className: 'hint', textContent: 'Replies appear here. The whole conversation is sent with every message.' });
+  const text = 'Replies appear here. The whole conversation is sent with every message.';
+  const hint = create('p', { className: 'hint', textContent: text });
   const articles = conversation.messages.map(articleOf);
   $('messages').replaceChildren(...(articles.length ? articles : [hint]));
   for (const view of shown) view.refresh();
@@ -140,15 +144,16 @@ function articleOf(message, index) {
 }
 
 function saidContent({ text, images: urls }) {
-  return [...urls.map((src) => create('img', { src, alt: 'Attached image' })), create('div', { className: 'said', textContent: text })];
+  const pictures = urls.map((src) => create('img', { src, alt: 'Attached image' }));
+  return [...pictures, create('div', { className: 'said', textContent: text })];
 }
 
 function replyContent(message) {
   if (!views.has(message)) views.set(message, new ReplyView($('messages'), message.parts));
   const view = views.get(message);
   shown.push(view);
-  const reasoning = create('details', { className: 'reasoning', hidden: !message.reasoning }, create('summary', { textContent: 'Reasoning' }));
-  reasoning.append(create('p', { textContent: message.reasoning }));
+  const reasoning = create('details', { className: 'reasoning', hidden: !message.reasoning });
+  reasoning.append(create('summary', { textContent: 'Reasoning' }), create('p', { textContent: message.reasoning }));
   return [reasoning, view.element];
 }
 
@@ -180,7 +185,8 @@ function actionButton(name, className = 'quiet') {
 function describe(stats) {
   if (!stats) return '';
   const { numTokens, tokensPerSecond, share, tokensPerPass } = stats;
-  return `${number(numTokens)} tokens, ${rate(tokensPerSecond)} tokens/s, ${percent(share)} drafted, ${number(tokensPerPass, 2)} tokens per pass`;
+  const speed = `${number(numTokens)} tokens, ${rate(tokensPerSecond)} tokens/s`;
+  return `${speed}, ${percent(share)} drafted, ${number(tokensPerPass, 2)} tokens per pass`;
 }
 
 const actions = {
@@ -208,10 +214,11 @@ function edit(index) {
     if (page.running || !box.value.trim()) return;
     ask([...conversation.messages.slice(0, index), { ...message, text: box.value }]);
   };
+  const cancel = () => { draw(); focusBox(); };
   const sendButton = create('button', { type: 'button', className: 'primary', textContent: 'Send', onclick: send });
-  const cancelButton = create('button', { type: 'button', textContent: 'Cancel', onclick: draw });
+  const cancelButton = create('button', { type: 'button', textContent: 'Cancel', onclick: cancel });
   box.addEventListener('keydown', (event) => {
-    if (event.key === 'Escape' && !event.isComposing) draw();
+    if (event.key === 'Escape' && !event.isComposing) cancel();
     else sendOnEnter(event, send);
   });
   article.querySelector('.said').replaceWith(box);
@@ -252,7 +259,10 @@ function keep(target) {
   if (target.isDiscarded) return;
   target.changed = Date.now();
   conversations = conversations.filter(({ id }) => id !== target.id);
-  if (target.messages.length === 0) return;
+  if (target.messages.length === 0) {
+    removeConversation(target.id);
+    return;
+  }
   conversations.unshift(target);
   if (!writeConversation(target)) {
     showNotice('storage', 'The browser has no room for this conversation: it is lost when the page is closed. Delete others.');
@@ -266,7 +276,8 @@ function drawList() {
     const title = titleOf(each);
     const open = create('button', { type: 'button', className: 'title', textContent: title, title, onclick: () => select(each) });
     if (each === conversation) open.setAttribute('aria-current', 'true');
-    const discard = create('button', { type: 'button', className: 'quiet', textContent: '×', onclick: () => discardConversation(each) });
+    const discard = create('button', { type: 'button', className: 'quiet', textContent: '×' });
+    discard.addEventListener('click', () => discardConversation(each));
     discard.ariaLabel = `Delete conversation: ${title}`;
     return create('li', {}, open, discard);
   }));
@@ -311,7 +322,8 @@ function readImage(file) {
 
 /** Attach the images among files, where the model takes images. */
 async function attach(files) {
-  const chosen = page.model?.takes_images ? [...files].filter(({ type }) => $('image-files').accept.split(',').includes(type)) : [];
+  if (!page.model?.takes_images) return;
+  const chosen = [...files].filter(({ type }) => $('image-files').accept.split(',').includes(type));
   try {
     showImages([...images, ...await Promise.all(chosen.map(readImage))]);
   } catch (error) {
