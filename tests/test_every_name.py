@@ -66,6 +66,7 @@ NAMES = {
         "chat": "test_chat.py::test_each_reply_reads_the_whole_conversation",
         "serve": "server/test_run.py::test_a_signal_finishes_requests_and_refuses_new_ones",
         "verify": "cli/test_cli.py::test_verify_tests_the_named_model",
+        "score": "cli/test_cli.py::test_score_compares_formats_of_weights",
         "inspect": "cli/test_cli.py::test_inspect_describes_a_model_without_loading_it",
         "train": "train/test_train_heads.py::test_a_trained_draft_model_has_a_card_and_drafts",
         "bench": "bench/test_run_bench.py::test_every_system_runs_at_every_temperature",

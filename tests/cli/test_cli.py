@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from families import needs_kernels
 from forked import start_command
 from secondguess import __main__ as started
 from secondguess import __version__
-from secondguess.api import LLM
+from secondguess.api import LLM, load
 from secondguess.cli import main
 from secondguess.configuration import LoadSettings
 from secondguess.runtime.native.library import units
@@ -828,3 +829,50 @@ def test_training_checks_its_folder_before_it_starts(secondguess_command, tmp_pa
     done = secondguess_command("train", "eagle", "--out", tmp_path / "eagle")
     assert done.code == 2
     assert "expected a folder for --out that can be written to" in done.err
+
+
+@pytest.mark.parametrize("draft_length", [None, "0"])
+def test_score_compares_formats_of_weights(secondguess_command, tmp_path, draft_length):
+    text = "def add(a, b):\n    return a + b\n"
+    (tmp_path / "text.py").write_text(text)
+    options = [] if draft_length is None else ["--draft-length", draft_length]
+    done = secondguess_command(
+        "score",
+        str(tmp_path / "text.py"),
+        "-",
+        "--window",
+        "9",
+        "--compare",
+        "int8",
+        "--json",
+        *options,
+        stdin=text.encode(),
+    )
+    assert done.code == 0, done.err
+    plain, quantised = json.loads(done.out)
+    llm = load(drafter="none")
+    score = llm.score(text, window=9)
+    assert plain["num_tokens"] == quantised["num_tokens"] == 2 * len(score.logprobs)
+    assert plain["logprob"] == pytest.approx(2 * score.logprob, abs=0.05)
+    assert plain["perplexity"] == pytest.approx(score.perplexity, rel=0.01)
+    assert plain["bits_per_byte"] == pytest.approx(-score.logprob / math.log(2) / len(text), rel=0.01)
+    assert plain["mean_change"] == 0 < quantised["mean_change"] < 0.5
+    assert plain["runtime"] != quantised["runtime"]
+    table = secondguess_command("score", str(tmp_path / "text.py"), "--window", "9")
+    assert f"{score.perplexity:.1f}" in table.out
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        (b"", [], "got nothing"),
+        (b"\xff", [], "UTF-8"),
+        (b"x = 1", ["--window", "1"], "window of at least 2"),
+        (b"x", [], "at least 2 tokens"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_error(secondguess_command, tmp_path, content, arguments, words):
+    (tmp_path / "text").write_bytes(content)
+    done = secondguess_command("score", str(tmp_path / "text"), *arguments)
+    assert done.code == 2
+    assert words in done.err

@@ -69,6 +69,8 @@ def test_without_a_key_nothing_but_probes_answers(authorization):
             ("GET", "/v1/models"),
             ("POST", "/tokenize"),
             ("GET", "/v1/models/builtin"),
+            ("GET", "/playground/model"),
+            ("POST", "/playground/markdown"),
         ):
             reply = client.request(method, path, headers=headers, content=b"not read")
             assert reply.status_code == 401

@@ -19,6 +19,25 @@ def test_the_model_is_listed_with_its_context(client):
     assert client.models.retrieve("builtin") == model
 
 
+def test_the_playground_is_told_what_the_model_takes():
+    settings = ServerSettings(model_names=("org/model", "alias"), max_output_tokens=100)
+    engine = FakeEngine()
+    with TestClient(create_app(engine, settings)) as client:
+        assert client.get("/playground/model").json() == {
+            "name": "org/model",
+            "context_length": 2048,
+            "has_chat_template": True,
+            "takes_images": False,
+            "sampling": {"temperature": 1.0, "top_p": 1.0},
+            "max_tokens": 100,
+        }
+    engine.llm.target.tokenizer.chat_template = None
+    with TestClient(create_app(engine)) as client:
+        assert client.get("/playground/model").json()["has_chat_template"] is False
+    with TestClient(create_app(engine, ServerSettings(chat_template="{{ messages }}"))) as client:
+        assert client.get("/playground/model").json()["has_chat_template"] is True
+
+
 def test_a_server_can_have_several_names_with_slashes():
     names = ("org/model", "alias")
     with serving(FakeEngine(), ServerSettings(model_names=names)) as url, openai_client(url) as client:

@@ -1,6 +1,7 @@
 """The playground in headless Chromium: against an application that speaks the API's events, and against the API itself.
 
-`SECONDGUESS_SCREENSHOTS=docs` writes the screenshots of the documentation to that folder.
+`SECONDGUESS_SCREENSHOTS=docs` writes the screenshots of the documentation to that folder. They are of a model that writes
+Markdown, such as Qwen2.5-Coder-0.5B-Instruct: `SECONDGUESS_SCREENSHOTS_MODEL` is its path.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import re
 import shutil
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.testclient import TestClient
 
-from secondguess.server.playground import CONTENT_TYPES, PATHS, playground_routes
+from secondguess.server.playground import PATHS, content_type, playground_routes
+from secondguess.server.playground.markdown import (
+    LANGUAGES,
+    MAX_COLOURED_CODE,
+    MAX_COLOURED_TEXT,
+    MAX_MARKDOWN_BYTES,
+    to_html,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 SCREENSHOTS = os.environ.get("SECONDGUESS_SCREENSHOTS")
+SCREENSHOTS_MODEL = os.environ.get("SECONDGUESS_SCREENSHOTS_MODEL", "builtin")
 MAX_SCREENSHOT_BYTES = 150_000
 
 browser_test = pytest.mark.skipif(
@@ -56,7 +67,7 @@ def files_client() -> TestClient:
 def test_files_have_their_types_and_a_strict_policy(files_client, path, name):
     reply = files_client.get(path)
     assert reply.status_code == 200
-    assert reply.headers["content-type"] == f"{CONTENT_TYPES[name]}; charset=utf-8"
+    assert reply.headers["content-type"] == f"{content_type(name)}; charset=utf-8"
     assert reply.headers["x-content-type-options"] == "nosniff"
     policy = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
@@ -69,7 +80,11 @@ def test_files_have_their_types_and_a_strict_policy(files_client, path, name):
 def test_the_page_refers_to_files_that_exist_and_to_no_other_host(files_client):
     page = files_client.get("/").text
     named = re.findall(r'(?:src|href)="(?!data:|#)([^"]+)"', page)
-    assert sorted(named) == ["playground/playground.css", "playground/playground.js"]
+    assert sorted(named) == [
+        "playground/playground.css",
+        "playground/playground.js",
+        "playground/theme.js",
+    ]
     for path in named:
         assert files_client.get(f"/{path}").status_code == 200
     # Namespaces of XML are names, not addresses that are loaded.
@@ -77,15 +92,27 @@ def test_the_page_refers_to_files_that_exist_and_to_no_other_host(files_client):
     assert not re.search(r"https?://", "".join(texts))
 
 
-def test_text_is_never_inserted_as_html(files_client):
-    script = files_client.get("/playground/playground.js").text
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", script
-    )
+def scripts(files_client) -> dict[str, str]:
+    return {name: files_client.get(path).text for path, name in PATHS.items() if name.endswith(".js")}
 
 
-def test_every_id_of_the_script_is_in_the_page(files_client):
-    page, script = files_client.get("/").text, files_client.get("/playground/playground.js").text
+def test_html_is_inserted_in_one_module_alone(files_client):
+    for name, script in scripts(files_client).items():
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setHTML", script
+        )
+        assert ("DOMParser" in script) == (name == "markdown.js")
+
+
+def test_every_module_that_is_imported_is_served(files_client):
+    imported = {
+        name for script in scripts(files_client).values() for name in re.findall(r"from '\./([^']+)'", script)
+    }
+    assert imported | {"playground.js", "theme.js"} == set(scripts(files_client))
+
+
+def test_every_id_of_the_scripts_is_in_the_page(files_client):
+    page, script = files_client.get("/").text, "".join(scripts(files_client).values())
     ids = set(re.findall(r'id="([^"]+)"', page))
     assert set(re.findall(r"\$\('([^']+)'\)", script)) <= ids
     targets = re.findall(r'(?:for|aria-labelledby|aria-describedby|aria-controls)="([^"]+)"', page)
@@ -117,7 +144,6 @@ TEXT = "".join(part for part, _ in ANSWER)
 NUM_TOKENS = 64
 STATS = {
     "index": 0,
-    "finish_reason": "length",
     "exactness": "lossless",
     "num_rounds": 30,
     "num_tokens": NUM_TOKENS,
@@ -138,6 +164,10 @@ class FakeServer:
     mood: str = "ready"
     seconds_per_chunk: float = 0.01
     api_key: str | None = None
+    has_chat_template: bool = True
+    takes_images: bool = False
+    finish_reason: str = "stop"
+    reasoning: str = ""
     answer: list[list[Any]] = field(default_factory=lambda: ANSWER)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_disconnected: int = 0
@@ -149,10 +179,10 @@ class FakeServer:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+        app.add_api_route("/playground/model", self.model)  # in place of the one that asks a real model
         app.include_router(playground_routes())
         app.add_api_route("/ready", self.ready)
         app.add_api_route("/metrics", self.metrics)
-        app.add_api_route("/v1/models", self.models)
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.add_api_route(path, self.generate, methods=["POST"])
         return app
@@ -167,8 +197,15 @@ class FakeServer:
         ]
         return PlainTextResponse("\n".join(lines))
 
-    async def models(self, http: Request) -> Any:
-        return self._refusal(http) or {"object": "list", "data": [{"id": "tiny", "max_model_len": 512}]}
+    async def model(self, http: Request) -> Any:
+        return self._refusal(http) or {
+            "name": "tiny",
+            "context_length": 512,
+            "has_chat_template": self.has_chat_template,
+            "takes_images": self.takes_images,
+            "sampling": {"temperature": 0.7, "top_p": 0.8},
+            "max_tokens": None,
+        }
 
     async def generate(self, http: Request) -> Any:
         body = await http.json()
@@ -209,6 +246,9 @@ class FakeServer:
         )
         key = "messages" in body
         try:
+            if self.reasoning:
+                delta = {"role": "assistant", "reasoning_content": self.reasoning}
+                yield self._event({"choices": [{"index": 0, "delta": delta}], "usage": None})
             for count, segment in enumerate(segments):
                 await asyncio.sleep(self.seconds_per_chunk)
                 origin = {"segments": [segment], "rejected": REJECTED if segment is ANSWER[2] else ""}
@@ -223,11 +263,13 @@ class FakeServer:
             else:
                 yield self._event(
                     {
-                        "choices": [{"index": 0, "finish_reason": "length", "text": "", "delta": {}}],
+                        "choices": [
+                            {"index": 0, "finish_reason": self.finish_reason, "text": "", "delta": {}}
+                        ],
                         "usage": None,
                     }
                 )
-                usage = {"completion_tokens": min(NUM_TOKENS, body["max_tokens"])}
+                usage = {"completion_tokens": min(NUM_TOKENS, body.get("max_tokens", NUM_TOKENS))}
                 yield self._event(
                     {"choices": [], "usage": usage, "secondguess": {"samples": [self._stats(body)]}}
                 )
@@ -236,11 +278,10 @@ class FakeServer:
             self.num_disconnected += 1
             raise
 
-    @staticmethod
-    def _stats(body: dict[str, Any]) -> dict[str, Any]:
+    def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
         plain = {"num_drafted": 0, "num_accepted": 0, "acceptance_rate": None, "acceptance_length": 1.0}
         plain |= {"drafted_per_position": [], "accepted_per_position": []}
-        return STATS | (plain if body["speculation"] == "off" else {})
+        return STATS | {"finish_reason": self.finish_reason} | (plain if body["speculation"] == "off" else {})
 
     @staticmethod
     def _event(value: dict[str, Any]) -> bytes:
@@ -322,6 +363,13 @@ def wait_for_end(page: Any, mode: str = "completion") -> None:
     page.wait_for_selector(f"#{mode} [data-run][aria-disabled=false]")
 
 
+def say(page: Any, message: str) -> None:
+    """Send a message and wait for the end of the reply."""
+    page.fill("#chat-prompt", message)
+    page.press("#chat-prompt", "Enter")
+    wait_for_end(page, "chat")
+
+
 def text_of(page: Any, selector: str) -> str:
     found: str = page.locator(selector).inner_text()
     return found
@@ -357,7 +405,8 @@ def joined_answer() -> list[list[Any]]:
 
 @browser_test
 def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fake, open_page):
-    page = open_page(fake.url)
+    fake.finish_reason = "length"
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     assert text_of(page, "#model") == "tiny, context 512"
     page.click("[data-run=completion]")
@@ -373,8 +422,9 @@ def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fa
 
 @browser_test
 def test_rejected_drafts_are_ghosts_before_the_token_in_their_place(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
+    page.check("#ghosts")
     page.click("[data-run=completion]")
     wait_for_end(page)
     ghost = page.locator("#completion-output .rejected")
@@ -397,7 +447,7 @@ def test_rejected_drafts_are_ghosts_before_the_token_in_their_place(fake, open_p
 
 @browser_test
 def test_settings_are_sent_under_the_names_of_the_api(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     for name, value in {
         "temperature": "0.7",
@@ -431,7 +481,7 @@ def test_settings_are_sent_under_the_names_of_the_api(fake, open_page):
 
 @browser_test
 def test_an_invalid_setting_is_not_sent(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.fill("#temperature", "-1")
     page.keyboard.press("Control+Enter")
@@ -444,18 +494,15 @@ def test_an_invalid_setting_is_not_sent(fake, open_page):
 def test_a_chat_sends_the_whole_conversation(fake, open_page):
     page = open_page(f"{fake.url}#chat")
     is_ready(page)
+    page.check("#ghosts")
     for message in ("Sort a list.", "Shorter."):
-        page.fill("#chat-prompt", message)
-        page.keyboard.press("Control+Enter")
-        wait_for_end(page, "chat")
+        say(page, message)
     assert [each["role"] for each in fake.bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert fake.bodies[1]["messages"][1]["content"] == TEXT
     assert page.locator(".message").count() == 4
     assert origins(page, ".message:last-child .reply") == joined_answer()
     page.click("#new-chat")
-    page.fill("#chat-prompt", "Again.")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page, "chat")
+    say(page, "Again.")
     assert [each["content"] for each in fake.bodies[2]["messages"]] == ["Again."]
 
 
@@ -466,19 +513,17 @@ def test_a_new_conversation_during_a_reply_begins_empty(fake, open_page):
     is_ready(page)
     page.fill("#chat-prompt", "Old.")
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector(".reply .drafted")
+    page.wait_for_selector(".reply.running > *")
     page.click("#new-chat")
     wait_for_end(page, "chat")
     fake.seconds_per_chunk = 0
-    page.fill("#chat-prompt", "New.")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page, "chat")
+    say(page, "New.")
     assert [each["content"] for each in fake.bodies[-1]["messages"]] == ["New."]
 
 
 @browser_test
 def test_an_empty_maximum_draft_length_is_that_of_the_page(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.select_option("#speculation", "bounded")
     page.fill("#max-draft", "")
@@ -487,24 +532,140 @@ def test_an_empty_maximum_draft_length_is_that_of_the_page(fake, open_page):
     assert fake.bodies[-1]["speculation"] == {"max_draft": 4}
 
 
+HOSTILE = {
+    "image": "<img src=x onerror=\"document.title='injected'\">",
+    "script": "<script>document.title='injected'</script>",
+    "script in a block": "<div>\n\n<script>document.title='injected'</script>\n\n</div>",
+    "link to a script": "[click](javascript:document.title='injected')",
+    "link in capitals": "[click](JaVaScRiPt:document.title='injected')",
+    "link with entities": "[click](&#106;avascript&colon;document.title='injected')",
+    "link of data": "[click](data:text/html,<script>alert(1)</script>)",
+    "automatic link": "<javascript:alert(1)>",
+    "reference": "[click][x]\n\n[x]: vbscript:alert(1)",
+    "title": '[click](https://a.example "x" onmouseover=alert(1) ")',
+    "picture": "![alt](https://a.example/picture.png)",
+    "language": '```"><img/src=x/onerror=alert(1)>\ncode\n```',
+    "highlighted": "```html\n<script>alert(1)</script>\n```",
+    "frame": "<iframe srcdoc=\"<script>parent.document.title='injected'</script>\"></iframe>",
+    "form": "<form action=https://a.example><button>send</button></form>",
+    "style": "<style>body{display:none}</style><b style='color:red'>x</b>",
+    "table": "| a |\n| :-: |\n| <svg onload=alert(1)> |",
+    "comment": "<!-- --!><img src=x onerror=alert(1)> -->",
+    "broken tag": '<a href="x`"<img src=y onerror=alert(1)//',
+}
+
+TEXT_TAGS = {"a", "blockquote", "br", "code", "em", "hr", "li", "ol", "p", "pre", "s", "span", "strong", "ul"}
+ALLOWED_TAGS = (
+    TEXT_TAGS | {"table", "tbody", "td", "th", "thead", "tr"} | {f"h{level}" for level in range(1, 7)}
+)
+ALLOWED_ATTRIBUTES = {"align", "class", "href", "rel", "start", "target", "title"}
+
+
+class TagCollector(HTMLParser):
+    """Parser that notes all tags and attributes of HTML."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: dict[str, str | None] = {}
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(attrs)
+
+
+@pytest.mark.parametrize("markdown", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_markdown_becomes_harmless_html(markdown):
+    found = TagCollector(to_html(markdown))
+    assert found.tags <= ALLOWED_TAGS
+    assert found.attributes.keys() <= ALLOWED_ATTRIBUTES
+    assert re.match(r"(https?|mailto):", found.attributes.get("href") or "https:")
+
+
+def test_markdown_is_rendered_with_tables_and_coloured_code():
+    html = to_html(
+        "# Title\n\n| a |\n| -: |\n| 1 |\n\n~~old~~ [mail](mailto:a@b.example)\n\n```python\ndef f(): pass\n```"
+    )
+    for part in (
+        "<h1>Title</h1>",
+        '<td align="right">1</td>',
+        "<s>old</s>",
+        '<a href="mailto:a@b.example" target="_blank" rel="noopener noreferrer">mail</a>',
+        '<span class="k">def</span>',
+    ):
+        assert part in html
+
+
+def test_code_is_plain_in_other_languages_and_in_long_texts():
+    block = "```{}\ndef f(): pass\n```\n"
+    assert "<span" in to_html(block.format("Py"))
+    assert "<span" not in to_html(block.format("brainfuck"))
+    assert "<span" not in to_html(block.format("python") + "word " * MAX_COLOURED_TEXT)
+    assert "<span" not in to_html(f"```python\n{'x = 1' * MAX_COLOURED_CODE}\n```")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_time_for_coloured_code_is_bounded(language):
+    for unit in ("\n", "x\n ", '"\\', "a."):
+        code = (unit * MAX_COLOURED_CODE)[: MAX_COLOURED_CODE - 9]
+        start = time.process_time()
+        assert "<span" in to_html(f"```{language}\n+0 <a>\n{code}\n```")
+        assert time.process_time() - start < 5
+
+
+def test_the_route_of_markdown_replies_with_json_and_has_a_limit(files_client):
+    reply = files_client.post("/playground/markdown", content="*é*".encode())
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json() == {"html": "<p><em>é</em></p>\n"}
+    assert files_client.post("/playground/markdown", content=b"\xff*").status_code == 200
+    refused = files_client.post("/playground/markdown", content=b"a" * (MAX_MARKDOWN_BYTES + 1))
+    assert refused.status_code == 413
+    assert "expected at most" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, "*a **b " * 9_000, "![[]()" * 9_000, "> " * 30_000, "`" * 60_000]
+)
+def test_the_time_for_markdown_is_bounded(text):
+    start = time.process_time()
+    to_html(text)
+    assert time.process_time() - start < 5
+
+
 @browser_test
 def test_markup_in_prompts_and_replies_is_shown_as_text(fake, open_page):
     markup = "<img src=x onerror=\"document.title='injected'\"><b>&amp;</b>"
     fake.answer = [[markup, True]]
     page = open_page(f"{fake.url}#chat")
     is_ready(page)
-    page.fill("#chat-prompt", markup)
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page, "chat")
-    assert text_of(page, ".said") == text_of(page, ".reply") == markup
+    say(page, markup)
+    page.wait_for_selector(".reply p")
+    assert text_of(page, ".said") == markup
+    assert text_of(page, ".reply") == markup.replace("&amp;", "&")  # an entity, as Markdown has them
+    page.check("#ghosts")
+    assert text_of(page, ".reply") == markup
     assert page.locator(".messages img, .messages b").count() == 0
+    assert page.title() == "secondguess playground"
+
+
+@browser_test
+def test_hostile_markdown_runs_nothing_in_the_page(fake, open_page):
+    fake.answer = [["\n\n".join([*HOSTILE.values(), "The end."]), True]]
+    page = open_page(f"{fake.url}#chat")
+    is_ready(page)
+    say(page, "Hello")
+    page.get_by_text("The end.").wait_for()
+    for link in page.locator(".reply a").all():
+        assert re.match(r"https?:", link.get_attribute("href"))
+    assert page.locator(".reply :is(img, script, iframe, form, style, svg, [onerror], [style])").count() == 0
     assert page.title() == "secondguess playground"
 
 
 @browser_test
 def test_escape_stops_the_request_and_keeps_the_text(fake, open_page):
     fake.seconds_per_chunk = 0.2
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#completion-output .drafted")
@@ -526,7 +687,6 @@ def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page):
     fake.seconds_per_chunk = 0.02
     page = open_page(f"{fake.url}#race")
     is_ready(page)
-    page.fill("#temperature", "0.8")
     page.click("[data-run=race]")
     page.wait_for_selector("#lane-speculative .drafted")
     wait_for_end(page, "race")
@@ -547,7 +707,7 @@ def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page):
 @browser_test
 def test_a_busy_server_is_asked_again(fake, open_page):
     fake.mood = "busy"
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#notice:not([hidden])")
@@ -562,7 +722,7 @@ def test_a_busy_server_is_asked_again(fake, open_page):
 @browser_test
 def test_a_draining_server_is_named(fake, open_page):
     fake.mood = "draining"
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     page.wait_for_selector('#server[data-state="draining"]')
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#notice:not([hidden])")
@@ -576,7 +736,7 @@ def test_a_draining_server_is_named(fake, open_page):
 def test_a_server_that_is_gone_is_named_and_found_again(open_page):
     fake = FakeServer()
     with serve(fake.app()) as fake.port:
-        page = open_page(fake.url)
+        page = open_page(f"{fake.url}#completion")
         is_ready(page)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector('#server[data-state="gone"]')
@@ -602,7 +762,7 @@ def test_a_server_that_is_gone_is_named_and_found_again(open_page):
 )
 def test_a_failed_reply_says_why(fake, open_page, mood, message):
     fake.mood = mood
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#notice:not([hidden])")
@@ -622,13 +782,17 @@ def test_a_refused_message_returns_to_its_box(fake, open_page):
     page.wait_for_selector("#notice:not([hidden])")
     wait_for_end(page, "chat")
     assert page.input_value("#chat-prompt") == "Hello"
-    assert page.locator(".message").count() == 0
+    assert page.locator(".message, #conversation-list li").count() == 0
+    fake.mood = "ready"
+    page.reload()
+    is_ready(page)
+    assert page.locator("#conversation-list li").count() == 0
 
 
 @browser_test
 def test_the_api_key_is_sent_and_not_stored(fake, open_page):
     fake.api_key = "secret-key"
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     page.wait_for_selector('#server[data-state="locked"]')
     page.fill("#key", "secret-key")
     page.press("#key", "Tab")
@@ -647,7 +811,7 @@ def test_the_api_key_is_sent_and_not_stored(fake, open_page):
 
 @browser_test
 def test_a_key_that_is_no_longer_valid_is_asked_for(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     fake.api_key = "new-key"
     page.keyboard.press("Control+Enter")
@@ -663,21 +827,20 @@ def test_a_key_that_is_no_longer_valid_is_asked_for(fake, open_page):
 
 @browser_test
 def test_tabs_follow_the_arrow_keys(fake, open_page):
-    page = open_page(fake.url)
+    page = open_page(f"{fake.url}#completion")
     is_ready(page)
     page.focus("#tab-completion")
-    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
     assert page.evaluate("document.activeElement.id") == "tab-chat"
     assert page.locator("#chat").is_visible()
     assert page.locator("#completion").is_hidden()
-    page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert page.locator("#race").is_visible()
 
 
 @browser_test
 def test_the_chosen_theme_is_kept(fake, open_page):
-    page = open_page(fake.url, color_scheme="light")
+    page = open_page(f"{fake.url}#completion", color_scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
     page.click("#theme")
@@ -685,7 +848,7 @@ def test_the_chosen_theme_is_kept(fake, open_page):
     assert dark != light
     page.reload()
     assert page.evaluate(background) == dark
-    assert text_of(page, "#theme") == "Light colours"
+    assert text_of(page, "#theme") == "Light"
 
 
 @browser_test
@@ -693,7 +856,7 @@ def test_the_chosen_theme_is_kept(fake, open_page):
 def test_texts_have_contrast(fake, open_page, scheme):
     """WCAG 2 AA: 4.5 to 1 for every text, against the background that it stands on."""
     fake.mood = "refusing"
-    page = open_page(fake.url, color_scheme=scheme)
+    page = open_page(f"{fake.url}#completion", color_scheme=scheme)
     is_ready(page)
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#notice:not([hidden])")
@@ -702,6 +865,19 @@ def test_texts_have_contrast(fake, open_page, scheme):
     selectors = "#notice, label, small, .hint, .model, .server, .legend span, .gauges dd, .gauges dt, .tabs button, .primary"
     low = page.evaluate(CONTRAST, selectors)
     assert low == []
+
+
+@browser_test
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_of_a_chat_have_contrast(fake, open_page, scheme):
+    fake.answer = MARKDOWN
+    fake.finish_reason = "length"
+    page = chat_page(fake, open_page, color_scheme=scheme)
+    say(page, "Hello")
+    page.uncheck("#colours")
+    page.wait_for_selector(".code .k")
+    selectors = "h3, .said, .reply *, .message footer *, .title, #chat-help, .chat-only label, summary"
+    assert page.evaluate(CONTRAST, selectors) == []
 
 
 CONTRAST = """selectors => {
@@ -731,10 +907,453 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
     page = open_page(f"{fake.url}#{mode}", viewport={"width": 360, "height": 740}, has_touch=True)
     is_ready(page)
     if mode == "chat":
-        page.fill("#chat-prompt", "Sort a list of numbers.")
+        wide = "wide" * 30
+        fake.answer = [[f"{wide}\n\n`{wide}`\n\n| {wide} | {wide} |\n|-|-|\n\n```\n{wide}\n```", True]]
+        page.fill("#chat-prompt", wide)
     page.click(f"[data-run={mode}]")
     wait_for_end(page, mode)
+    if mode == "chat":
+        page.wait_for_selector(".reply .code")
+        assert page.evaluate(
+            "(box => box.scrollWidth <= box.clientWidth)(document.getElementById('messages'))"
+        )
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@browser_test
+@pytest.mark.parametrize("mode", ["chat", "completion", "race"])
+def test_unfolded_settings_cover_nothing_on_a_phone(fake, open_page, mode):
+    page = open_page(f"{fake.url}#{mode}", viewport={"width": 360, "height": 640}, has_touch=True)
+    is_ready(page)
+    page.click("#settings summary")
+    settings, prompt = (page.locator(each).bounding_box() for each in ("#settings", f"#{mode}-prompt"))
+    assert settings["y"] + settings["height"] <= prompt["y"]
+    assert settings["height"] > 300
+
+
+# --- Chat ---
+
+
+def chat_page(fake, open_page, **settings):
+    page = open_page(f"{fake.url}#chat", **settings)
+    is_ready(page)
+    return page
+
+
+def reload(page):
+    page.reload()
+    is_ready(page)
+
+
+def marked(page, kind):
+    """Texts that are coloured as of this origin in Markdown, joined."""
+    return page.evaluate(
+        """kind => [...CSS.highlights.get(kind)]
+          .map((range) => range.startContainer.data.slice(range.startOffset, range.endOffset)).join('|')""",
+        kind,
+    )
+
+
+MARKDOWN = [
+    ["Use **", True],
+    ["json", False],
+    ["** to [read](https://a.example) `x`:\n\n```python\ndef f():\n", True],
+    ["    pass", False],
+    ["\n```\n", True],
+]
+
+
+@browser_test
+def test_chat_is_first_for_a_model_with_a_chat_template(fake, open_page):
+    page = open_page(fake.url)
+    is_ready(page)
+    assert page.locator("#chat").is_visible()
+    assert page.locator("[role=tab]").first.inner_text() == "Chat"
+    assert page.evaluate("document.activeElement.id") == "chat-prompt"
+
+
+@browser_test
+def test_a_model_without_a_chat_template_has_no_chat(fake, open_page):
+    fake.has_chat_template = False
+    page = chat_page(fake, open_page)
+    assert page.locator("#completion").is_visible()
+    assert page.locator("#tab-chat").is_hidden()
+    page.focus("#tab-completion")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#race").is_visible()
+
+
+@browser_test
+def test_replies_are_markdown_coloured_by_origin(fake, open_page):
+    fake.answer = MARKDOWN
+    page = chat_page(fake, open_page)
+    say(page, "Hello")
+    page.wait_for_selector(".reply .code .k")
+    assert text_of(page, ".reply strong") == "json"
+    assert page.get_attribute(".reply a", "href") == "https://a.example"
+    assert marked(page, "sampled") == "json|    pass".replace("    pass", "    |pass")
+    assert marked(page, "drafted").replace("|", "") == "Use  to read x:def f():"
+    page.uncheck("#colours")
+    assert marked(page, "drafted") == marked(page, "sampled") == ""
+    assert text_of(page, ".reply strong") == "json"
+    page.check("#colours")
+    page.check("#ghosts")
+    assert "".join(text for text, _ in origins(page, ".reply")) == "".join(text for text, _ in MARKDOWN)
+
+
+@browser_test
+def test_the_choice_of_colours_survives_a_reload(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.uncheck("#colours")
+    reload(page)
+    assert not page.is_checked("#colours")
+    page.click("#tab-completion")
+    page.click("[data-run=completion]")
+    wait_for_end(page)
+    colours = page.locator("#completion-output span").evaluate_all(
+        "all => new Set(all.filter(each => each.className !== 'given').map(each => getComputedStyle(each).color)).size"
+    )
+    assert colours == 1
+
+
+@browser_test
+def test_code_is_copied_without_its_head(fake, open_page):
+    fake.answer = MARKDOWN
+    page = chat_page(fake, open_page, permissions=["clipboard-read", "clipboard-write"])
+    say(page, "Hello")
+    page.click("[data-copy-code]")
+    page.get_by_text("Copied").first.wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "def f():\n    pass\n"
+    page.click(".from-assistant [data-action=copy]")
+    assert page.evaluate("navigator.clipboard.readText()") == "".join(text for text, _ in MARKDOWN)
+
+
+@browser_test
+def test_text_is_copied_where_the_clipboard_needs_another_address(fake, open_page):
+    """Pages of another machine without HTTPS have no `navigator.clipboard`."""
+    page = chat_page(fake, open_page, permissions=["clipboard-read"])
+    say(page, "Hello")
+    page.evaluate("window.kept = navigator.clipboard")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
+    page.click(".from-user [data-action=copy]")
+    page.get_by_text("Copied").first.wait_for()
+    assert page.evaluate("kept.readText()") == "Hello"
+
+
+@browser_test
+def test_a_reply_is_text_while_markdown_cannot_be_rendered(fake, open_page):
+    fake.answer = MARKDOWN
+    page = chat_page(fake, open_page)
+    page.route("**/playground/markdown", lambda route: route.abort())
+    say(page, "Hello")
+    page.wait_for_selector(".reply .plain")
+    assert text_of(page, ".reply") == "".join(text for text, _ in MARKDOWN)
+
+
+@browser_test
+def test_a_reply_that_max_tokens_cut_off_goes_on(fake, open_page):
+    fake.finish_reason = "length"
+    page = chat_page(fake, open_page)
+    say(page, "Sort a list.")
+    assert "Cut off: max tokens reached." in text_of(page, ".from-assistant .ending")
+    assert "97 tokens/s, 53 % drafted" in text_of(page, ".from-assistant .stats")
+    fake.finish_reason = "stop"
+    page.click("[data-action=continue]")
+    wait_for_end(page, "chat")
+    body = fake.bodies[-1]
+    assert body["messages"] == [
+        {"role": "user", "content": "Sort a list."},
+        {"role": "assistant", "content": TEXT},
+    ]
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert page.locator(".message").count() == 2
+    assert page.locator(".ending").count() == 0
+    say(page, "Thanks.")
+    assert fake.bodies[-1]["messages"][1]["content"] == TEXT + TEXT
+    assert "continue_final_message" not in fake.bodies[-1]
+
+
+@browser_test
+def test_a_reply_that_cannot_go_on_stays_as_it_is(fake, open_page):
+    fake.finish_reason = "length"
+    page = chat_page(fake, open_page)
+    say(page, "Sort a list.")
+    fake.mood = "refusing"
+    page.click("[data-action=continue]")
+    page.wait_for_selector("#notice:not([hidden])")
+    assert "Cut off: max tokens reached." in text_of(page, ".from-assistant .ending")
+    fake.mood = "ready"
+    say(page, "Thanks.")
+    assert fake.bodies[-1]["messages"][1]["content"] == TEXT
+
+
+@browser_test
+def test_a_full_context_has_no_continuation(fake, open_page):
+    fake.finish_reason = "context"
+    page = chat_page(fake, open_page)
+    say(page, "Sort a list.")
+    assert text_of(page, ".ending") == "Cut off: the context is full."
+    assert page.locator("[data-action=continue]").count() == 0
+
+
+@browser_test
+def test_enter_sends_and_shift_enter_does_not(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.fill("#chat-prompt", "one")
+    page.press("#chat-prompt", "Shift+Enter")
+    page.keyboard.type("two")
+    page.evaluate(
+        """() => document.getElementById('chat-prompt').dispatchEvent(
+          new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true, cancelable: true }))"""
+    )
+    assert fake.bodies == []
+    page.press("#chat-prompt", "Enter")
+    wait_for_end(page, "chat")
+    assert fake.bodies[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
+    assert page.input_value("#chat-prompt") == ""
+
+
+@browser_test
+def test_a_stopped_reply_is_kept_and_says_so(fake, open_page):
+    fake.seconds_per_chunk = 0.2
+    page = chat_page(fake, open_page)
+    page.fill("#chat-prompt", "Sort a list.")
+    page.press("#chat-prompt", "Enter")
+    page.wait_for_selector(".reply.running > *")
+    page.click("#chat [data-stop]")
+    wait_for_end(page, "chat")
+    assert text_of(page, ".ending").startswith("Stopped.")
+    assert page.locator("#chat [data-stop]").is_hidden()
+    fake.seconds_per_chunk = 0
+    say(page, "Go on.")
+    kept = fake.bodies[-1]["messages"][1]["content"]
+    assert kept
+    assert TEXT.startswith(kept)
+
+
+@browser_test
+def test_the_last_reply_is_generated_again(fake, open_page):
+    page = chat_page(fake, open_page)
+    say(page, "Sort a list.")
+    fake.answer = [["Another.", False]]
+    page.click("[data-action=regenerate]")
+    wait_for_end(page, "chat")
+    assert fake.bodies[1]["messages"] == fake.bodies[0]["messages"]
+    page.get_by_text("Another.").wait_for()
+    assert page.locator(".message").count() == 2
+    fake.mood = "refusing"
+    page.click("[data-action=regenerate]")
+    page.wait_for_selector("#notice:not([hidden])")
+    wait_for_end(page, "chat")
+    assert text_of(page, ".reply") == "Another."  # the reply before stays
+
+
+@browser_test
+def test_an_edited_message_replaces_what_follows(fake, open_page):
+    page = chat_page(fake, open_page)
+    for message in ("One.", "Two.", "Three."):
+        say(page, message)
+    page.locator("[data-action=edit]").nth(1).click()
+    box = page.get_by_label("Message", exact=True).first
+    assert box.input_value() == "Two."
+    box.fill("2.")
+    box.press("Enter")
+    wait_for_end(page, "chat")
+    assert [each["content"] for each in fake.bodies[-1]["messages"]] == ["One.", TEXT, "2."]
+    assert page.locator(".said").all_inner_texts() == ["One.", "2."]
+    page.locator("[data-action=edit]").first.click()
+    page.keyboard.press("Escape")
+    assert page.locator(".said").all_inner_texts() == ["One.", "2."]
+    assert len(fake.bodies) == 4
+
+
+@browser_test
+def test_conversations_survive_a_reload_and_can_be_deleted(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.on("dialog", lambda dialog: dialog.accept())
+    say(page, "First.")
+    page.click("#new-chat")
+    say(page, "Second.")
+    reload(page)
+    titles = page.locator("#conversation-list .title")
+    assert titles.all_inner_texts() == ["Second.", "First."]
+    assert page.locator("[aria-current=true]").inner_text() == "Second."
+    titles.nth(1).click()
+    assert text_of(page, ".said") == "First."
+    page.wait_for_selector(".reply > *")
+    assert marked(page, "drafted") != ""
+    page.get_by_label("Delete conversation: First.").click()
+    assert page.locator(".message").count() == 0
+    reload(page)
+    assert titles.all_inner_texts() == ["Second."]
+
+
+@browser_test
+def test_a_reload_during_a_reply_keeps_what_came(fake, open_page):
+    fake.seconds_per_chunk = 0.2
+    page = chat_page(fake, open_page)
+    page.fill("#chat-prompt", "Sort a list.")
+    page.press("#chat-prompt", "Enter")
+    assert page.locator("#conversation-list .title").all_inner_texts() == ["Sort a list."]
+    page.wait_for_selector(".reply.running > *")
+    reload(page)
+    assert text_of(page, ".said") == "Sort a list."
+    assert page.locator(".ending [data-action=continue]").is_visible()
+    page.wait_for_selector(".reply > *")
+
+
+@browser_test
+def test_a_conversation_that_is_deleted_during_its_reply_stays_deleted(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.on("dialog", lambda dialog: dialog.accept())
+    say(page, "First.")
+    fake.seconds_per_chunk = 0.2
+    page.fill("#chat-prompt", "More.")
+    page.press("#chat-prompt", "Enter")
+    page.wait_for_selector(".reply.running > *")
+    page.get_by_label("Delete conversation: First.").click()
+    wait_for_end(page, "chat")
+    reload(page)
+    assert page.locator("#conversation-list li").count() == 0
+
+
+FILL_STORAGE = """() => {
+  for (let size = 2 ** 22; size > 1000; size /= 2) {
+    try {
+      for (let place = 0; ; place += 1) localStorage.setItem(`other-${size}-${place}`, 'x'.repeat(size));
+    } catch { /* no room for this size */ }
+  }
+}"""
+
+
+@browser_test
+def test_a_conversation_takes_the_room_of_the_oldest_one(fake, open_page):
+    page = chat_page(fake, open_page)
+    fake.answer = [["first " * 10_000, True]]
+    say(page, "First.")
+    page.evaluate(FILL_STORAGE)
+    page.click("#new-chat")
+    fake.answer = [["second " * 5_000, True]]
+    say(page, "Second.")
+    assert page.locator("#notice").is_hidden()
+    reload(page)
+    assert page.locator("#conversation-list .title").all_inner_texts() == ["Second."]
+
+
+@browser_test
+def test_a_conversation_without_room_is_named_and_goes_on(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.evaluate(FILL_STORAGE)
+    fake.answer = [["first " * 10_000, True]]
+    say(page, "First.")
+    assert text_of(page, "#notice").startswith("The browser has no room for this conversation")
+    say(page, "Second.")
+    assert len(fake.bodies[-1]["messages"]) == 3
+
+
+@browser_test
+@pytest.mark.parametrize("stored", ["{", "null", '{"id": "x", "messages": [{"role": "user"}]}', "[]"])
+def test_what_another_version_stored_does_no_harm(fake, open_page, stored):
+    page = chat_page(fake, open_page)
+    page.evaluate("text => localStorage.setItem('secondguess-conversation-x', text)", stored)
+    page.evaluate("text => localStorage.setItem('secondguess-settings', text)", stored)
+    reload(page)
+    assert page.locator("#conversation-list li").count() == 0
+    say(page, "Hello")
+    assert len(fake.bodies) == 1
+
+
+@browser_test
+def test_a_page_without_storage_works(fake, open_page):
+    page = open_page("about:blank")
+    page.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('refused', 'SecurityError'); } })"
+    )
+    page.goto(f"{fake.url}#chat")
+    is_ready(page)
+    say(page, "Hello")
+    page.wait_for_selector(".reply > *")
+    page.click("#theme")
+    assert text_of(page, "#theme") == "Light"
+
+
+@browser_test
+def test_empty_settings_are_not_sent_and_show_the_models_own(fake, open_page):
+    page = chat_page(fake, open_page)
+    assert page.get_attribute("#temperature", "placeholder") == "0.7"
+    assert page.get_attribute("#top-p", "placeholder") == "0.8"
+    page.fill("#system", "Be brief.")
+    page.press("#system", "Tab")
+    say(page, "Hello")
+    assert fake.bodies[0].keys() == {
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+        "report",
+        "speculation",
+    }
+    assert fake.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    reload(page)
+    assert page.input_value("#system") == "Be brief."
+
+
+PICTURE = b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@browser_test
+def test_images_are_sent_to_a_model_that_takes_them(fake, open_page):
+    page = chat_page(fake, open_page)
+    assert page.locator("#attach").is_hidden()
+    fake.takes_images = True
+    reload(page)
+    file = {"name": "picture.png", "mimeType": "image/png", "buffer": PICTURE}
+    page.click("#attach")
+    page.set_input_files("#image-files", [file, file])
+    page.get_by_label("Remove image 2").click()
+    say(page, "Describe it.")
+    url = "data:image/png;base64," + b64encode(PICTURE).decode()
+    assert fake.bodies[0]["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": url}},
+                {"type": "text", "text": "Describe it."},
+            ],
+        }
+    ]
+    assert page.locator("#images").is_hidden()
+    reload(page)
+    assert page.get_attribute(".from-user img", "src") == url
+
+
+@browser_test
+@pytest.mark.parametrize("size", [(1366, 620), (360, 740), (360, 640)])
+def test_both_lanes_of_a_race_are_in_view(fake, open_page, size):
+    page = open_page(f"{fake.url}#race", viewport={"width": size[0], "height": size[1]})
+    is_ready(page)
+    page.click("[data-run=race]")
+    page.wait_for_selector("#lane-speculative .drafted")
+    for lane in ("plain", "speculative"):
+        box = page.locator(f"#lane-{lane} .output").bounding_box()
+        assert box["y"] >= 0
+        assert box["height"] >= 40
+        assert box["y"] + box["height"] <= size[1]
+    wait_for_end(page, "race")
+
+
+@browser_test
+def test_reasoning_is_apart_from_the_reply_and_not_sent_again(fake, open_page):
+    fake.reasoning = "I think."
+    page = chat_page(fake, open_page)
+    say(page, "Hello")
+    assert text_of(page, ".reasoning summary").startswith("Reasoning")
+    page.click(".reasoning summary")
+    assert text_of(page, ".reasoning p") == "I think."
+    say(page, "More.")
+    assert fake.bodies[1]["messages"][1] == {"role": "assistant", "content": TEXT}
 
 
 # --- The API itself ---
@@ -748,7 +1367,9 @@ def real_url() -> Iterator[str]:
     from secondguess.engine import Engine
 
     # The default controller decides by measured times and may draft nothing, which the screenshots may show.
-    engine = Engine(secondguess.load(controller=None if SCREENSHOTS else "fixed:4"))
+    engine = Engine(
+        secondguess.load(SCREENSHOTS_MODEL) if SCREENSHOTS else secondguess.load(controller="fixed:4")
+    )
     try:
         with serve(app.create_app(engine)) as port:
             yield f"http://127.0.0.1:{port}"
@@ -758,7 +1379,7 @@ def real_url() -> Iterator[str]:
 
 @browser_test
 def test_a_completion_of_the_api(real_url, open_page):
-    page = open_page(real_url)
+    page = open_page(f"{real_url}#completion")
     is_ready(page)
     page.fill("#max-tokens", "48")
     page.keyboard.press("Control+Enter")
@@ -784,6 +1405,7 @@ def test_a_chat_with_the_api(real_url, open_page):
         wait_for_end(page, "chat")
         assert page.locator("#notice").is_hidden(), text_of(page, "#notice")
     assert page.locator(".reply").count() == 2
+    page.check("#ghosts")
     assert all(page.locator(".reply").all_text_contents())
 
 
@@ -810,7 +1432,7 @@ def test_a_race_of_the_api_writes_the_same_text_twice(real_url, open_page, tempe
 
 @browser_test
 def test_a_limited_draft_of_the_api(real_url, open_page):
-    page = open_page(real_url)
+    page = open_page(f"{real_url}#completion")
     is_ready(page)
     page.fill("#max-tokens", "48")
     page.select_option("#speculation", "bounded")
@@ -826,43 +1448,52 @@ def test_a_limited_draft_of_the_api(real_url, open_page):
     not SCREENSHOTS, reason="writes the screenshots of the documentation: set SECONDGUESS_SCREENSHOTS"
 )
 def test_screenshots_for_the_documentation(real_url, open_page):
-    page = open_page(real_url, color_scheme="light")
-    is_ready(page)
-    screenshot(page, "idle")
+    def open_mode(mode: str, **settings: Any) -> Any:
+        page = open_page(f"{real_url}#{mode}", **({"color_scheme": "light"} | settings))
+        is_ready(page)
+        page.set_default_timeout(120_000)
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        return page
+
+    page = open_mode("chat", viewport={"width": 1120, "height": 760})
+    page.fill("#max-tokens", "150")
+    say(page, "Show a short class for a stack in Python, then list its methods.")
+    page.wait_for_timeout(1000)  # for the last rendering
+    page.evaluate("document.getElementById('messages').scrollTo(0, 0)")
+    screenshot(page, "chat")
+
+    page = open_mode("completion")
+    page.fill("#max-tokens", "128")
+    page.check("#ghosts")
     page.keyboard.press("Control+Enter")
     wait_for_end(page)
     screenshot(page, "completion", full_page=True)
 
-    page = open_page(f"{real_url}#race", color_scheme="light")
-    is_ready(page)
-    page.fill("#max-tokens", "240")
+    page = open_mode("race", viewport={"width": 1120, "height": 700})
     page.click("[data-run=race]")
     # Not `wait_for_function`, which the page's policy refuses.
     while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.2:
         pass
-    screenshot(page, "race", full_page=True)
+    screenshot(page, "race")
     page.keyboard.press("Escape")
 
-    page = open_page(f"{real_url}#chat", color_scheme="dark")
-    is_ready(page)
-    page.fill("#max-tokens", "96")
-    page.fill("#chat-prompt", "return the first n prime numbers")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page, "chat")
-    screenshot(page, "dark", full_page=True)
+    page = open_mode("chat", color_scheme="dark", viewport={"width": 1120, "height": 760})
+    page.uncheck("#colours")
+    page.fill("#max-tokens", "110")
+    say(page, "Show a function that reads a JSON file in Python.")
+    page.wait_for_timeout(1000)
+    screenshot(page, "dark")
 
-    page = open_page(
-        real_url, color_scheme="light", viewport={"width": 390, "height": 844}, device_scale_factor=2
-    )
-    is_ready(page)
-    page.click("[data-run=completion]")
-    wait_for_end(page)
-    page.evaluate("scrollTo(0, 0)")
+    page = open_mode("chat", viewport={"width": 390, "height": 844}, device_scale_factor=1.5)
+    page.evaluate("document.getElementById('max-tokens').value = '100'")
+    say(page, "Name three uses of a queue in programs, as a list.")
+    page.wait_for_timeout(1000)
     screenshot(page, "phone")
 
-    page = open_page(real_url, color_scheme="light")
-    is_ready(page)
+    page = open_mode("completion")
     page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#completion-output .drafted")
+    page.keyboard.press("Escape")
     wait_for_end(page)
     page.route("**/*", lambda route: route.abort())
     page.click("[data-run=completion]")

@@ -56,6 +56,19 @@ def test_a_stream_has_the_same_parts(served):
     assert chunks[-1].usage == chat(client).usage
 
 
+def test_a_stream_of_content_has_the_origin_of_each_token():
+    text = "One, two, three, four and five."
+    with serving(chat_engine(text)) as url, openai_client(url) as client:
+        reply = client.chat.completions.create(
+            model="chatty", messages=MESSAGES, stream=True, extra_body={"report": True}
+        )
+        choices = [choice.model_dump() for chunk in reply for choice in chunk.choices]
+    contents = [choice for choice in choices if choice["delta"]["content"]]
+    segments = [part for choice in contents[:-1] for part in choice["secondguess"]["segments"]]
+    assert {drafted for _, drafted in segments} == {True, False}
+    assert text.startswith("".join(part for part, _ in segments))
+
+
 @pytest.mark.parametrize("route", ["chat", "stream", "responses"])
 def test_without_parallel_calls_the_first_one_alone_is_returned(route):
     with serving(chat_engine(CALL + CALL)) as url, openai_client(url) as client:

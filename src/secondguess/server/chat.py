@@ -75,6 +75,11 @@ class ChatTemplate:
         self._name = target.name
         self._template = template
 
+    @property
+    def exists(self) -> bool:
+        """True if the model has a template, so that it can format messages."""
+        return bool(self._template or self._tokenizer.chat_template or processor_template(self._target))
+
     @cached_property
     def response_template(self) -> Mapping[str, Any] | None:
         """Description of replies: reasoning, content and tool calls; None if it is not known.

@@ -84,6 +84,8 @@ class _Chunks(ChunkStream[ChatRequest]):
     def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
         """Yield the choices of a piece; the first has its log-probabilities and, if it is content, `more`."""
         deltas = self._parsers[index].feed(event.piece)
+        if {delta.field for delta in deltas} == {"content"}:  # parsers may return one per token
+            deltas = [Delta("content", "".join(delta.text for delta in deltas))]
         is_content = deltas == [Delta("content", event.piece.text)]
         given = [delta for delta in deltas if delta.text or delta.field == "tool_call"]
         if not given and event.logprobs:
