@@ -1,6 +1,6 @@
 """Public API: `load()` once, then `generate()` or `stream()`.
 
-This module validates input and loads models. All tokens are decided in `rounds.run_round`, which
+This module validates input and loads models. All tokens are decided in `decode.run_round`, which
 `engine/shared_batch.py` calls for the rows of all calls.
 """
 
@@ -21,6 +21,7 @@ from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import TokenLogprob
+from secondguess.decode import Components
 from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec
@@ -37,7 +38,6 @@ from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
 from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
-from secondguess.rounds import Components
 from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.runtime.support import without_defaults_of_caller
 from secondguess.sampling import SamplingParams

@@ -10,9 +10,7 @@ import torch
 import secondguess
 from secondguess import BadInputError, load
 from secondguess.core import Row
-from secondguess.decode import Batch
-from secondguess.prefilling import LOGITS_BYTES
-from secondguess.rounds import Components
+from secondguess.decode import LOGITS_BYTES, Batch, Components
 from secondguess.sampling import SamplingParams
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return file.read()"
@@ -107,7 +105,7 @@ def test_passes_are_limited_in_size(llm, monkeypatch):
         return score(rows, draft)
 
     monkeypatch.setattr(llm.target.runtime, "score", watch)
-    monkeypatch.setattr("secondguess.prefilling.LOGITS_BYTES", 4 * 5 * llm.target.runtime.vocab_size)
+    monkeypatch.setattr("secondguess.decode.LOGITS_BYTES", 4 * 5 * llm.target.runtime.vocab_size)
     assert 4 * 5 * llm.target.runtime.vocab_size < LOGITS_BYTES
     parts = llm.generate(ids, max_tokens=0, prompt_logprobs=0)
     assert max(sizes) == 5
