@@ -22,6 +22,8 @@ from typing import Any
 
 from common import make_parser, store
 
+from secondguess.checkpoint.loader import load_model
+
 PROMPT = [5, 6, 7, 8] * 16
 BUSY_LOOP = """
 import time
@@ -54,7 +56,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]
 
     torch.set_num_threads(options.threads)
     competitor = [sys.executable, "-S", "-c", BUSY_LOOP.format(pause=options.pause / 1e3)]
-    runtime = Checkpoint.resolve(model, device="cpu").load().runtime
+    runtime = load_model(Checkpoint.resolve(model, device="cpu")).runtime
     row = Row(list(PROMPT), SamplingParams())
     runtime.begin([row])
     results: dict[str, dict[str, Any]] = {}

@@ -44,8 +44,8 @@ from secondguess.bench.tables import show, table
 from secondguess.checkpoint.memory import available_memory
 from secondguess.core import Row
 from secondguess.decode import Batch, Components
-from secondguess.drafters import make_drafter
 from secondguess.drafters.self import SelfDrafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.base import ChainRequest, RowNoise
 from secondguess.runtime.cached import CachedRuntime

@@ -34,7 +34,7 @@ from released_models import RELEASES, Release
 
 from secondguess.api import LLM, load
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.loader import read_module
+from secondguess.checkpoint.loader import load_model, read_module
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import Source, open_source
 from secondguess.core import Draft, Row
@@ -254,7 +254,7 @@ def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str,
         name = "file" if model == release.path else "folder"
         for quantize in QUANTIZATIONS:
             plan = Checkpoint.resolve(str(model), dtype="bfloat16", device="cpu", quantize=quantize)
-            loaded = plan.load()
+            loaded = load_model(plan)
             label = f"{name}, {quantize or 'as it is'}, {loaded.runtime_description}"
             found = {kind: logs_of(loaded, tokens) for kind, tokens in samples.items()}
             report[label] = {kind: compared(exact[kind], found[kind], samples[kind]) for kind in KINDS}

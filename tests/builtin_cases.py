@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from secondguess.api import LLM, choose_controller
-from secondguess.drafters import make_drafter
+from secondguess.drafters.spec import make_drafter
 
 
 def with_drafter(pair: LLM, drafter: str, controller: str | None = None) -> LLM:

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from checkpoints import read_module, write_tokenizer
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.base import ForwardOutput, HiddenStates
@@ -266,7 +267,9 @@ def runtime_of(
     if runtime == "graphs":
         return graphs_of(directory, getattr(torch, dtype or "float32"))
     dtype = dtype or ("bfloat16" if runtime == "native" else "float32")
-    return Checkpoint.resolve(directory, dtype=dtype, device="cpu", runtime=runtime, **options).load().runtime
+    return load_model(
+        Checkpoint.resolve(directory, dtype=dtype, device="cpu", runtime=runtime, **options)
+    ).runtime
 
 
 def graphs_of(directory: Path, dtype: torch.dtype = torch.float32) -> CachedRuntime:

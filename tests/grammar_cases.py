@@ -13,9 +13,9 @@ import torch
 from llguidance import LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from secondguess.params import Grammar, SamplingParams
 from secondguess.proof.fakes import NextTokenDist
-from secondguess.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
-from secondguess.sampling.params import SamplingParams
+from secondguess.sampling.grammar import GrammarCompiler, GrammarMatcher
 
 TEXTS = [*string.ascii_lowercase, "ab", "ca", "bc", "aa"]
 

@@ -10,7 +10,7 @@ from secondguess import SamplingParams, load
 from secondguess.drafters import DRAFTERS
 from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
-from secondguess.sampling.params import MAX_SAMPLES
+from secondguess.params import MAX_SAMPLES
 
 pytestmark = pytest.mark.transformers
 

@@ -36,12 +36,12 @@ from grammar_cases import ENDS, REGEXES, masked_dist, tiny_matcher, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.drafters.spec import make_drafter
 from secondguess.drafters.trees import TreeOptions
 from secondguess.drafters.vocabulary.drafters import StringDrafter
 from secondguess.errors import BadInputError, MismatchWarning

@@ -17,8 +17,8 @@ from secondguess.controllers import CONTROLLERS
 from secondguess.drafters import DRAFTERS
 from secondguess.drafters.vocabulary.pair import METHODS
 from secondguess.export import ENGINES
+from secondguess.params import GrammarKind
 from secondguess.runtime.weight_format import QUANTIZATIONS
-from secondguess.sampling.grammar import GrammarKind
 from secondguess.verifiers import VERIFIERS
 from secondguess.workloads.loading import DATA_SETS
 

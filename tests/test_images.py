@@ -17,6 +17,7 @@ from families import GEMMA, LLAMA_LIKE, VOCAB_SIZE, needs_kernels
 from secondguess import load
 from secondguess.api import LLM, encode
 from secondguess.checkpoint.classes import outline_of
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint, ties_embeddings
 from secondguess.controllers import make_controller
 from secondguess.drafters.self import SelfDrafter
@@ -260,7 +261,7 @@ def test_heads_are_tied_as_the_outer_configuration_says(is_tied):
 def test_other_dtypes_and_encodings_are_loaded(dtype, quantize, vision, secondguess_command):
     """The field for tied embeddings may be outside of the text's configuration."""
     path = vision.llm.target.checkpoint.path
-    loaded = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize).load()
+    loaded = load_model(Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize))
     logits = loaded.runtime.probe(torch.arange(5, 12)[None]).logits
     exact = vision.llm.target.runtime.probe(torch.arange(5, 12)[None]).logits
     assert (logits - exact).norm() < 0.6 * exact.norm()

@@ -18,8 +18,8 @@ from grammar_cases import tiny_matcher, with_regex
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.drafters.spec import make_drafter
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.native.decoder import NativeDecoder

@@ -17,8 +17,8 @@ from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.self import SelfDrafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import UnsupportedModelError
 from secondguess.proof.enumeration import enumerate_rounds
 from secondguess.runtime.transformers import TransformersRuntime

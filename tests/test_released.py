@@ -20,7 +20,7 @@ from torch import Tensor
 
 from families import needs_kernels
 from secondguess.api import LLM, load
-from secondguess.checkpoint.loader import _checked_tokens, _outline, _packed_decoder
+from secondguess.checkpoint.loader import _checked_tokens, _outline, _packed_decoder, load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.native import library
@@ -111,12 +111,12 @@ def test_the_fused_runtime_refuses_wrong_positions_in_bfloat16(smollm2, monkeypa
     monkeypatch.setattr(Rotary, "table", lambda self, length: table(self, length).flip(0))
     plan = Checkpoint.resolve(str(make_folder(smollm2)), dtype="bfloat16", device="cpu", runtime="fused")
     with pytest.raises(UnsupportedModelError):
-        plan.load()
+        load_model(plan)
     assert "the fused runtime is not used" in caplog.text
 
 
 def test_a_module_with_wrong_products_is_not_packed(smollm2, monkeypatch):
-    model = Checkpoint.resolve(str(make_folder(smollm2)), dtype="bfloat16", device="cpu").read_module()
+    model = module_of(Checkpoint.resolve(str(make_folder(smollm2)), dtype="bfloat16", device="cpu"))
     forward = KernelLinear.forward
     monkeypatch.setattr(KernelLinear, "forward", lambda self, values: 1.1 * forward(self, values))
     assert not pack_linears(model)

@@ -8,37 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from os import PathLike, fspath
 from typing import Any, overload
 
 import torch
 
-from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.memory import check_memory, head_memory
 from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import TokenLogprob
-from secondguess.decode import Components
-from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.spec import DrafterSpec
+from secondguess.drafters.spec import DrafterSpec, make_drafter
 from secondguess.engine.generation import (
-    MAX_ROWS,
     Generation,
     Output,
     check_request,
-    fits_memory,
     make_row,
 )
-from secondguess.engine.shared_batch import SharedBatch
+from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
 from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
-from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.runtime.support import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
@@ -73,46 +67,14 @@ PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 
 
-class LLM:
+class LLM(Models):
     """Target model with a drafter, ready to generate. Created by `load`.
 
     Calls share the controller, which learns the costs and acceptance rates of drafts from each
     call. Later calls may therefore use other draft lengths and run faster or slower; the output
     distribution does not change. A prompt that begins like an earlier one is prefilled only from
     where it differs. Calls from several threads decode together, as one batch.
-
-    Args:
-        target: model whose distribution the output follows, with its tokenizer and load settings.
-        drafter: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
-        controller: chooses the draft lengths.
-        cache_bytes: KV cache bytes per token, over all models; 0 skips the memory check.
-        share_history: draft from recent outputs of other calls, too (`Row.history`).
     """
-
-    def __init__(
-        self,
-        target: LoadedModel,
-        drafter: Drafter | None = None,
-        verifier: Verifier | None = None,
-        controller: Controller | None = None,
-        cache_bytes: int = 0,
-        share_history: bool = False,
-    ) -> None:
-        if drafter is None or verifier is None or controller is None or isinstance(drafter, str):
-            raise BadInputError(
-                f"expected loaded parts, got {target!r:.60}; load a model by secondguess.load(MODEL, DRAFTER, ...)"
-            )
-        self.cache_bytes = cache_bytes
-        self.share_history = share_history
-        self.target = target
-        self.drafter = drafter
-        self.verifier = verifier
-        self.controller = controller
-        components = Components(GuidedRuntime(target.runtime), drafter, verifier, controller)
-        self.shared_batch = SharedBatch(
-            components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
-        )
 
     # With `n` by name, the result depends on its value.
     @overload
@@ -376,7 +338,7 @@ def load(
     heads = [head_memory(spec.name, spec.head_bytes)] if spec.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     with without_defaults_of_caller(pair.target.device):
-        target, *draft_models = loaded = [each.load() for each in checkpoints]
+        target, *draft_models = loaded = [load_model(each) for each in checkpoints]
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
             spec = resolve_drafter(confirmed)
             chosen_controller = choose_controller(controller, spec)

@@ -31,16 +31,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from secondguess.sampling import SamplingParams
-
+from secondguess.params import MAX_DRAFT_LENGTH as MAX_DRAFT_LENGTH
+from secondguess.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "context", "grammar"]
 """Reason why a row ended.
@@ -513,10 +512,6 @@ class Verdict:
     def lengths(self) -> list[int]:
         """Number of accepted nodes, per row."""
         return [len(path) for path in self.paths]
-
-
-MAX_DRAFT_LENGTH = 64
-"""Largest draft length, in levels. No longer draft is useful, so larger values are refused."""
 
 
 class Candidate(NamedTuple):

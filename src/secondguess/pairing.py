@@ -15,7 +15,7 @@ from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
-from secondguess.heads.files import find_head_folder
+from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime, partial_forward_error
 from secondguess.runtime.weight_format import INT4

@@ -9,6 +9,7 @@ from in_turns import ModelsWithOwnCaches, in_turns, with_own_cache
 
 from secondguess.bench import systems as systems_module
 from secondguess.bench.systems import Models, SecondguessSystem
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import UnsupportedModelError
 
@@ -71,7 +72,7 @@ def test_a_draft_model_is_read_once_and_shared(models, tiny_draft_checkpoint):
 
 
 def test_weights_that_cannot_be_shared_are_refused(tiny_checkpoint):
-    whole = Checkpoint.resolve(str(tiny_checkpoint), dtype="float32", runtime="transformers").load()
+    whole = load_model(Checkpoint.resolve(str(tiny_checkpoint), dtype="float32", runtime="transformers"))
     with pytest.raises(UnsupportedModelError, match="runs as a whole"):
         with_own_cache(whole)
 

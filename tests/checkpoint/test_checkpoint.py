@@ -31,7 +31,7 @@ from families import (
 from secondguess import load
 from secondguess.checkpoint import loader, memory
 from secondguess.checkpoint.description import describe
-from secondguess.checkpoint.loader import wrap_model
+from secondguess.checkpoint.loader import load_model, reference_module, wrap_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
@@ -81,7 +81,7 @@ def shard(folder):
     ],
 )
 def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left, dtype):
-    expected = score(Checkpoint.resolve(copied, dtype=dtype, device="cpu").load())
+    expected = score(load_model(Checkpoint.resolve(copied, dtype=dtype, device="cpu")))
     size = Checkpoint.resolve(copied, dtype=dtype).memory().weights
     weights = copied / "model.safetensors"
     others = {name: tensor * 0 for name, tensor in load_file(weights).items()}
@@ -115,7 +115,7 @@ def test_only_the_files_that_transformers_reads_are_read(copied, tmp_path, left,
 
 
 def test_the_chosen_dtype_device_and_runtime_are_described(checkpoint):
-    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(checkpoint, dtype="float32", device="cpu"))
     assert (loaded.name, loaded.path, loaded.dtype) == (str(checkpoint), str(checkpoint), "float32")
     assert (loaded.device, loaded.checkpoint.quantize, loaded.end_tokens) == ("cpu", None, frozenset({0}))
     assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
@@ -139,28 +139,30 @@ def test_auto_is_bfloat16_where_the_kernels_run_the_model(monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_the_requested_dtype_is_used(checkpoint, dtype):
-    loaded = Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu"))
     assert loaded.dtype == dtype
-    assert loaded.module().dtype == getattr(torch, dtype)
+    assert reference_module(loaded).dtype == getattr(torch, dtype)
     assert_near(score(loaded).float(), plain_logits(plain_model(checkpoint), TOKENS)[-1], tolerance=0.2)
     assert loaded.runtime.cache.values[0].dtype == getattr(torch, dtype)
 
 
 @needs_kernels
 def test_the_module_of_a_model_whose_layers_the_kernels_run_is_one_that_torch_computes(checkpoint):
-    loaded = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="transformers").load()
+    loaded = load_model(
+        Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu", runtime="transformers")
+    )
     assert type(loaded.runtime.model.lm_head) is KernelLinear
-    assert type(loaded.module().lm_head) is torch.nn.Linear
+    assert type(reference_module(loaded).lm_head) is torch.nn.Linear
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_quantised_module_is_no_reference(checkpoint, dtype):
-    loaded = Checkpoint.resolve(
-        checkpoint, dtype=dtype, device="cpu", runtime="transformers", quantize="int8"
-    ).load()
+    loaded = load_model(
+        Checkpoint.resolve(checkpoint, dtype=dtype, device="cpu", runtime="transformers", quantize="int8")
+    )
     with pytest.raises(UnsupportedModelError, match="weights in 8 bits"):
-        loaded.module()
+        reference_module(loaded)
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
@@ -168,8 +170,8 @@ def test_int8_logits_are_near_the_exact_ones(by_kernels, checkpoint, monkeypatch
     if not by_kernels:
         pytest.importorskip("torchao")
         monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda device: False)
-    exact = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu").load()
-    rounded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8").load()
+    exact = load_model(Checkpoint.resolve(checkpoint, dtype="float32", device="cpu"))
+    rounded = load_model(Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", quantize="int8"))
     assert rounded.checkpoint.quantize == "int8"
     difference = (score(rounded) - score(exact)).abs().max()
     assert 0 < difference < 0.05 * score(exact).abs().max()
@@ -179,7 +181,7 @@ def test_int8_without_torchao_names_the_package_to_install(checkpoint, monkeypat
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda device: False)
     with pytest.raises(BadInputError, match=r"secondguess\[quant\]"):
-        Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers").load()
+        load_model(Checkpoint.resolve(checkpoint, quantize="int8", runtime="transformers"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_int8_without_torchao_names_the_package_to_install(checkpoint, monkeypat
 )
 def test_unknown_options_are_refused(checkpoint, option, value):
     with pytest.raises(BadInputError, match=f"{option}.*{value}"):
-        Checkpoint.resolve(checkpoint, **{option: value}).load()
+        load_model(Checkpoint.resolve(checkpoint, **{option: value}))
 
 
 def tiny(config_class, **sizes):
@@ -239,24 +241,24 @@ def test_unsupported_models_are_refused_by_name(kind, tmp_path):
     else:
         write_checkpoint(config, tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"(?s){words}"):
-        Checkpoint.resolve(tmp_path).load()
+        load_model(Checkpoint.resolve(tmp_path))
 
 
 def test_weights_without_a_language_model_are_refused(copied):
     base = plain_model(copied).model
     base.save_pretrained(copied)
     with pytest.raises(CheckpointError, match="LlamaModel"):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(CheckpointError, match="absent/model"):
-        Checkpoint.resolve("absent/model").load()
+        load_model(Checkpoint.resolve("absent/model"))
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        Checkpoint.resolve(tmp_path).load()
+        load_model(Checkpoint.resolve(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "max_position_embeddings"])
@@ -272,7 +274,7 @@ def test_a_configuration_without_layers_or_positions_is_refused(copied, name):
 def test_a_broken_configuration_is_refused(copied, content):
     (copied / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=str(copied)):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 @pytest.mark.parametrize("kept", [0, 6, 500, -100])
@@ -280,13 +282,13 @@ def test_truncated_weights_are_refused(copied, kept):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 def test_missing_weights_are_refused(copied):
     (copied / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(copied)):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 @pytest.mark.parametrize("content", [None, b"{"])
@@ -295,14 +297,14 @@ def test_a_missing_or_broken_tokenizer_is_refused(copied, content):
     if content is not None:
         (copied / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer"):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 def test_a_folder_without_any_file_of_a_tokenizer_is_named(copied):
     for file in copied.glob("*token*"):
         file.unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json; copy"):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_memory_that_the_system_does_not_give_is_named(checkpoint, monkeypatch, 
     monkeypatch.setattr(loader, "NativeDecoder", refuse)
     monkeypatch.setattr(loader, "_loader_of", lambda _: SimpleNamespace(from_pretrained=refuse))
     with pytest.raises(OutOfMemoryError, match="expected memory for weights of"):
-        Checkpoint.resolve(str(checkpoint)).load()
+        load_model(Checkpoint.resolve(str(checkpoint)))
 
 
 def edit_json(path, **fields):
@@ -334,21 +336,21 @@ def test_code_of_a_checkpoint_is_not_run(copied, part, monkeypatch, capfd):
     with pytest.raises(
         CheckpointError, match=r"got: one that needs code of the checkpoint; use a checkpoint"
     ):
-        Checkpoint.resolve(str(copied)).load()
+        load_model(Checkpoint.resolve(str(copied)))
     assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(3, {3}), ([3, 5], {3, 5}), (-1, set()), ([3, -1], {3})])
 def test_negative_end_tokens_stand_for_none(copied, ends, expected):
     edit_json(copied / "generation_config.json", eos_token_id=ends)
-    assert Checkpoint.resolve(str(copied)).load().end_tokens == expected
+    assert load_model(Checkpoint.resolve(str(copied))).end_tokens == expected
 
 
 @pytest.mark.parametrize("ends", ["<|end|>", 3.0, [[3]], [3, "x"]])
 def test_end_tokens_that_are_no_ids_are_refused(copied, ends):
     edit_json(copied / "generation_config.json", eos_token_id=ends)
     with pytest.raises(CheckpointError, match="expected eos_token_id to be a token id or a list"):
-        Checkpoint.resolve(str(copied)).load()
+        load_model(Checkpoint.resolve(str(copied)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -358,11 +360,11 @@ def test_layers_that_the_configuration_leaves_out_are_refused(copied, dtype):
     assert last > 0
     (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
     with pytest.raises(CheckpointError, match=rf"model\.layers\.{last}, while num_hidden_layers is {last}"):
-        Checkpoint.resolve(copied, dtype=dtype).load()
+        load_model(Checkpoint.resolve(copied, dtype=dtype))
     # With a tensor that no layer has it is another module, such as one that predicts later tokens.
     extra = {f"model.layers.{last}.eh_proj.weight": torch.zeros(1)}
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
-    Checkpoint.resolve(copied, dtype=dtype).load()
+    load_model(Checkpoint.resolve(copied, dtype=dtype))
 
 
 def test_left_out_layers_are_told_from_other_tensors():
@@ -393,12 +395,12 @@ def test_too_little_memory_is_reported_before_loading(checkpoint, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
     monkeypatch.setattr(memory, "available_memory", lambda _: 1000)
     with pytest.raises(OutOfMemoryError, match=r"weights.*cache"):
-        Checkpoint.resolve(checkpoint).load()
+        load_model(Checkpoint.resolve(checkpoint))
 
 
 def test_the_estimate_equals_the_memory_of_model_and_cache(checkpoint):
     need = Checkpoint.resolve(checkpoint, dtype="float32").memory(256)
-    loaded = Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", runtime="transformers").load()
+    loaded = load_model(Checkpoint.resolve(checkpoint, dtype="float32", device="cpu", runtime="transformers"))
     assert need.weights == sum(weight.nbytes for weight in loaded.runtime.model.parameters())
     score(loaded)
     cache = loaded.runtime.cache
@@ -481,7 +483,7 @@ def test_yarn_extends_the_context(original, limit, expected, by_layer_type):
 def test_text_beyond_the_positions_of_training_is_that_of_transformers_with_yarn(dtype, runtime, tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     folder = write_llama(tmp_path, seed=0, max_position_embeddings=64, rope_parameters=rope)
-    loaded = Checkpoint.resolve(folder, dtype=dtype, device="cpu", runtime=runtime).load()
+    loaded = load_model(Checkpoint.resolve(folder, dtype=dtype, device="cpu", runtime=runtime))
     tokens = torch.randint(10, 300, (250,), generator=torch.Generator().manual_seed(1)).tolist()
     found, expected = score(loaded, tokens), plain_logits(plain_model(folder), tokens)[-1]
     assert loaded.runtime.context_length == 256
@@ -525,20 +527,20 @@ def test_weights_outside_of_the_folder_are_refused(copied, name):
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
     with pytest.raises(CheckpointError, match="to be a file in it"):
-        Checkpoint.resolve(copied).load()
+        load_model(Checkpoint.resolve(copied))
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["gptq_model-4bit-128g.safetensors", "model.fp16.safetensors"])
 def test_weights_with_a_name_that_transformers_does_not_know_are_read_by_the_kernels(copied, name):
-    expected = score(Checkpoint.resolve(copied).load())
+    expected = score(load_model(Checkpoint.resolve(copied)))
     (copied / "model.safetensors").rename(copied / name)
-    assert torch.equal(score(Checkpoint.resolve(copied).load()), expected)
+    assert torch.equal(score(load_model(Checkpoint.resolve(copied))), expected)
 
 
 def test_a_directory_may_be_named_like_a_file(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "model.gguf")
-    assert Checkpoint.resolve(folder, dtype="float32").load().runtime.vocab_size == 300
+    assert load_model(Checkpoint.resolve(folder, dtype="float32")).runtime.vocab_size == 300
 
 
 def test_kernels_are_built_on_supported_systems():

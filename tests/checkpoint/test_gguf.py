@@ -18,6 +18,7 @@ from gguf_files import WIDTH, blocks, finish, write_model, writer_for
 from gguf_files import write_llama as write
 from secondguess.checkpoint.gguf.file import GgufFile
 from secondguess.checkpoint.gguf.weights import GgufWeights
+from secondguess.checkpoint.loader import load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
@@ -44,9 +45,9 @@ TOKENS = [5, 6, 7, 8, 9, 40, 41]
 def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tmp_path):
     file, model = write(tmp_path, kind, mixed, tied)
     exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers")
-    state = exact.read_module().state_dict()
+    state = module_of(exact).state_dict()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-    loaded = Checkpoint.resolve(file, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(file, device="cpu"))
     description = "native" if bits is None else f"native, weights in {bits} bits"
     assert (loaded.runtime_description, loaded.end_tokens) == (description, frozenset({0}))
     assert loaded.tokenizer.decode(loaded.encode("def f(x):")) == "def f(x):"
@@ -83,7 +84,7 @@ def test_the_rope_scaling_of_llama_3_is_read(tmp_path):
     file, _ = write(tmp_path, "Q8_0", rope_factors=factors)
     checkpoint = Checkpoint.resolve(file, dtype="float32", device="cpu")
     assert checkpoint.config.rope_parameters == LLAMA_3
-    assert checkpoint.read_module().config.rope_parameters == LLAMA_3
+    assert module_of(checkpoint).config.rope_parameters == LLAMA_3
     (tmp_path / "other").mkdir()
     file, _ = write(tmp_path / "other", "Q8_0", rope_factors=factors.sqrt())
     with pytest.raises(CheckpointError, match=r"factors \(1 to 2.83\) that are not Llama 3's"):
@@ -96,7 +97,7 @@ def test_a_number_of_heads_that_does_not_fit_the_weights_is_refused(dtype, tmp_p
     config = transformers.LlamaConfig.from_dict(model.config.to_dict() | {"num_key_value_heads": 3})
     write_model(writer_for(tmp_path, "llama", config, rope__freq_base=1e4), model, "Q8_0")
     with pytest.raises(CheckpointError, match=r"weights that can be read in .*model\.gguf, got: .*again"):
-        Checkpoint.resolve(tmp_path / "model.gguf", dtype=dtype, device="cpu").load()
+        load_model(Checkpoint.resolve(tmp_path / "model.gguf", dtype=dtype, device="cpu"))
 
 
 def write_mixture(folder: Path, kind: str) -> nn.Module:
@@ -147,7 +148,7 @@ def write_mixture(folder: Path, kind: str) -> nn.Module:
 def test_the_codes_of_experts_are_kept(kind, bits, tmp_path):
     model = write_mixture(tmp_path, kind)
     file = tmp_path / "model.gguf"
-    exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers").read_module()
+    exact = module_of(Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers"))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in exact.state_dict().items())
     tokens = torch.arange(2, 34)[None]
     with torch.inference_mode():
@@ -156,7 +157,7 @@ def test_the_codes_of_experts_are_kept(kind, bits, tmp_path):
     in_experts = 2 * 4 * 3 * 128 * WIDTH
     assert sum(checkpoint._num_stored.values()) > in_experts
     assert checkpoint.memory(0).weights < 1.3 * sum(each.numel() for each in model.parameters())
-    loaded = checkpoint.load()
+    loaded = load_model(checkpoint)
     assert loaded.runtime_description == f"native, weights in {bits} bits"
     errors = (loaded.runtime.probe(tokens).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.06  # rounding makes some tokens select other experts
@@ -260,7 +261,7 @@ def test_a_truncated_file_is_refused(tmp_path):
     for size in (len(whole) // 2, 100):
         file.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"expected .*model\.gguf.*got") as refused:
-            Checkpoint.resolve(file, device="cpu").load()
+            load_model(Checkpoint.resolve(file, device="cpu"))
         assert "\n" not in str(refused.value)
 
 

@@ -10,6 +10,7 @@ import transformers
 
 from families import needs_kernels, row_of
 from gguf_files import WIDTH, finish, write_model, writer_for
+from secondguess.checkpoint.loader import load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
@@ -186,9 +187,9 @@ def test_logits_are_those_of_the_model_that_was_written(case, tmp_path):
         expected = model(input_ids=TOKENS[None]).logits[0]
     exact = Checkpoint.resolve(file, dtype="float32", device="cpu", runtime="transformers")
     with torch.inference_mode():
-        found = exact.read_module()(input_ids=TOKENS[None]).logits[0]
+        found = module_of(exact)(input_ids=TOKENS[None]).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    loaded = Checkpoint.resolve(file, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(file, device="cpu"))
     assert loaded.runtime_description == "native, weights in 8 bits"
     row = row_of(TOKENS.tolist())
     loaded.runtime.begin([row])
@@ -218,7 +219,7 @@ def test_weights_that_the_class_does_not_have_are_refused(tmp_path):
         with torch.no_grad():
             write_model(writer, model, "Q8_0")
         with pytest.raises(CheckpointError, match=r"weights of a qwen3, got blk\.1\.attn_sinks\.weight"):
-            Checkpoint.resolve(folder / "model.gguf", device="cpu", runtime=runtime).load()
+            load_model(Checkpoint.resolve(folder / "model.gguf", device="cpu", runtime=runtime))
 
 
 def test_the_sizes_of_experts_are_read_for_other_architectures(tmp_path):

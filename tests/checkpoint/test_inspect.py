@@ -19,6 +19,7 @@ from families import FAMILIES, needs_kernels, write_checkpoint
 from secondguess import load
 from secondguess.builtin import head_path
 from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.memory import check_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
@@ -398,5 +399,5 @@ def test_kernels_that_a_check_has_refused_are_not_promised(tmp_path, monkeypatch
     for weight_format in plan.weight_formats:
         write_verdict(verdict_file(plan, weight_format), Verdict("layer 1", 3.0, 1.0))
     described = describe(plan)
-    assert described.runtime == plan.load().kind == "fused"
+    assert described.runtime == load_model(plan).kind == "fused"
     assert "layer 1 has 3 times the error of rounding" in described.not_native

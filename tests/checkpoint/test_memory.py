@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of, write_checkpoint
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.memory import return_freed_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import open_source
@@ -36,7 +37,7 @@ def anonymous_bytes(process):  # without pages of files, which the system drops 
     with open(f"/proc/{process}/status") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
 
-resolve(sys.argv[1], "none").load()  # imports, and buffers of torch
+load_model(resolve(sys.argv[1], "none"))  # imports, and buffers of torch
 for path, quantize in zip(sys.argv[2::2], sys.argv[3::2]):
     (estimates, tell), (starts, start) = os.pipe(), os.pipe()
     child = os.fork()  # each case begins with the memory of a process that has loaded nothing large
@@ -46,7 +47,7 @@ for path, quantize in zip(sys.argv[2::2], sys.argv[3::2]):
         checkpoint.tokenizer
         os.write(tell, str(need.total + need.excess).encode())
         os.read(starts, 1)
-        loaded = checkpoint.load()
+        loaded = load_model(checkpoint)
         os._exit(0)
     os.close(tell)
     estimate = int(os.read(estimates, 99))
@@ -130,7 +131,7 @@ def test_memory_that_was_freed_is_returned_to_the_system():
 def test_the_cache_takes_what_was_estimated(name, tmp_path):
     """Heads of other sizes per layer, layers that share keys, and the compressed keys of multi-latent attention."""
     path = write_checkpoint(FAMILIES[name](), tmp_path)
-    loaded = Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers").load()
+    loaded = load_model(Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers"))
     loaded.runtime.begin([row_of([5, 6, 7])])
     cache = loaded.runtime.cache
     num_bytes = sum(block.nbytes for block in (*cache.keys, *cache.values))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import write_tokenizer
 from families import FAMILIES, needs_kernels, row_of
 from gguf_files import finish, writer_for
+from secondguess.checkpoint.loader import load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.quantised import FP4_LEVELS
 from secondguess.checkpoint.source import open_source
@@ -78,7 +79,7 @@ def by_transformers(checkpoint):
 
 
 def test_the_weights_are_those_that_transformers_reads(checkpoint, by_transformers):
-    module = Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu").read_module()
+    module = module_of(Checkpoint.resolve(checkpoint, dtype="bfloat16", device="cpu"))
     expected = by_transformers.state_dict()
     assert module.state_dict().keys() == expected.keys()
     for name, value in module.state_dict().items():
@@ -275,7 +276,7 @@ def test_a_gguf_file_is_refused_without_the_kernels(checkpoint, tmp_path):
     with pytest.raises(
         UnsupportedModelError, match="expected a runtime with our kernels for a GGUF file of gpt-oss"
     ):
-        Checkpoint.resolve(file, dtype="float32", device="cpu").load()
+        load_model(Checkpoint.resolve(file, dtype="float32", device="cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -289,7 +290,7 @@ def test_a_broken_checkpoint_gives_one_error(broken, dtype, tmp_path):
         del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj.*download the checkpoint again"):
-        Checkpoint.resolve(folder, dtype=dtype, device="cpu").load()
+        load_model(Checkpoint.resolve(folder, dtype=dtype, device="cpu"))
 
 
 def test_a_product_of_weights_with_levels_and_others_is_not_kept_in_codes():

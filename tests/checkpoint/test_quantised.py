@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from checkpoints import random_llama, write_tokenizer
 from families import needs_kernels, row_of
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.loader import load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint, check_dtype_of_torchao
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
@@ -219,7 +220,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weights_are_those_that_the_format_defines(name, tmp_path):
     model = write(tmp_path, FORMATS[name])
-    found = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers").read_module()
+    found = module_of(Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers"))
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in found.state_dict().items())
     assert found.generation_config.eos_token_id == 0
 
@@ -230,7 +231,7 @@ def test_logits_are_those_of_the_dequantised_weights_within_the_rounding_of_inpu
     model, form = write(tmp_path, FORMATS[name]), FORMATS[name]
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
-    loaded = Checkpoint.resolve(tmp_path, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(tmp_path, device="cpu"))
     assert loaded.runtime_description == (f"native, weights in {form.bits} bits" if form.exact else "native")
     found = logits_of(loaded)
     assert error(found, expected) < (0.06 if form.exact else 0.03)
@@ -243,7 +244,7 @@ def test_stored_codes_of_experts_are_run(name, tmp_path):
     model = write(tmp_path, form, model=random_mixture())
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
-    loaded = Checkpoint.resolve(tmp_path, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(tmp_path, device="cpu"))
     assert loaded.runtime_description == "native, weights in 4 bits"
     assert error(logits_of(loaded), expected) < 0.06
 
@@ -340,7 +341,7 @@ def test_8_bit_floats_without_scales_are_weights(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     )
-    Checkpoint.resolve(tmp_path, dtype="float32", device="cpu").load()
+    load_model(Checkpoint.resolve(tmp_path, dtype="float32", device="cpu"))
 
 
 BROKEN = {
@@ -382,7 +383,7 @@ def test_a_broken_checkpoint_gives_one_error(change, message, dtype, tmp_path):
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message) as refused:
-        Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
+        load_model(Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu"))
     assert "\n" not in str(refused.value)
 
 
@@ -411,7 +412,7 @@ def test_groups_need_not_divide_the_inputs_if_each_input_names_its_own(tmp_path)
     for part in ("scales", "qzeros"):
         tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:3].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    found = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers").read_module()
+    found = module_of(Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers"))
     module = found.get_submodule(name)
     first = model.get_submodule(name).weight
     assert torch.equal(module.weight[:, :32], first[:, :32])
@@ -501,7 +502,7 @@ def write_fp8(path: Path, rows: int, columns: int, **sizes: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_what_a_file_of_8_bit_floats_leaves_alone_has_the_dtype_asked_for(dtype, tmp_path):
     model = write_fp8(tmp_path, 32, 32)
-    loaded = Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu"))
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0, -1]
     assert error(logits_of(loaded), expected) < 0.05
@@ -511,7 +512,7 @@ def test_what_a_file_of_8_bit_floats_leaves_alone_has_the_dtype_asked_for(dtype,
 def test_the_last_block_of_8_bit_floats_may_be_smaller(intermediate_size, block, tmp_path):
     model = write_fp8(tmp_path, *block, intermediate_size=intermediate_size)
     checkpoint = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu", runtime="transformers")
-    found = checkpoint.read_module().state_dict()
+    found = module_of(checkpoint).state_dict()
     for name, expected in model.state_dict().items():
         assert torch.equal(found[name], expected if "_proj" in name else expected.bfloat16().float()), name
     assert checkpoint.memory().weights == 4 * sum(each.numel() for each in model.parameters())
@@ -525,7 +526,7 @@ def test_scales_of_8_bit_floats_that_are_not_one_per_block_are_refused(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"up_proj \(fp8\): expected a scale for each block of 64 outputs"
     ):
-        Checkpoint.resolve(tmp_path, dtype="float32", device="cpu").read_module()
+        module_of(Checkpoint.resolve(tmp_path, dtype="float32", device="cpu"))
 
 
 def test_8_bit_floats_of_an_fp8_checkpoint_without_their_scales_are_refused(tmp_path):
@@ -575,7 +576,7 @@ def test_fp8_is_decoded_for_the_device_of_the_model(capability, is_decoded, tmp_
     assert set(asked) == {device}
     checkpoint = Checkpoint.resolve(tmp_path, dtype="float32", device="cpu")
     assert checkpoint.encoding is not None, "a GPU that does not run the model is irrelevant"
-    assert checkpoint.read_module().dtype == torch.float32
+    assert module_of(checkpoint).dtype == torch.float32
 
 
 def test_a_truncated_file_is_refused(tmp_path):
@@ -583,12 +584,12 @@ def test_a_truncated_file_is_refused(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"expected whole safetensors weights.*again"):
-        Checkpoint.resolve(tmp_path, device="cpu").load()
+        load_model(Checkpoint.resolve(tmp_path, device="cpu"))
 
 
 def check_weights(form, folder, model=None):
     model = write(folder, form, model=model)
-    found = Checkpoint.resolve(folder, dtype="float32", device="cpu", runtime="transformers").read_module()
+    found = module_of(Checkpoint.resolve(folder, dtype="float32", device="cpu", runtime="transformers"))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.state_dict().items())
 
 
@@ -646,4 +647,4 @@ def test_weights_of_other_shapes_than_the_configuration_says_are_refused(changes
     described = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(CheckpointError, match=r"of shape|other shapes"):
-        Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu").load()
+        load_model(Checkpoint.resolve(tmp_path, dtype=dtype, device="cpu"))

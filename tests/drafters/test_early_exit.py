@@ -18,9 +18,9 @@ from secondguess import custom_generate, load
 from secondguess.controllers import make_controller
 from secondguess.core import Draft, Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
 from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.drafters.trees import StaticTree, TreeShape
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel

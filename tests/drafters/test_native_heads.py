@@ -33,11 +33,11 @@ from secondguess.heads.native import (
 from secondguess.heads.packed import PackedHead
 from secondguess.heads.positions import RotaryConfig
 from secondguess.heads.runtime import FeatureRuntime
+from secondguess.params import SamplingParams
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not library.units(), reason="no compiled kernels on this machine")
 

@@ -9,6 +9,7 @@ import torch
 
 import secondguess
 from secondguess import BadInputError, load
+from secondguess.checkpoint.loader import module_of
 from secondguess.core import Row
 from secondguess.decode import LOGITS_BYTES, Batch, Components
 from secondguess.sampling import SamplingParams
@@ -34,7 +35,7 @@ def llm():
 
 def expected_logprobs(llm, ids):
     with torch.inference_mode():
-        logits = llm.target.checkpoint.read_module()(torch.tensor([ids])).logits[0]
+        logits = module_of(llm.target.checkpoint)(torch.tensor([ids])).logits[0]
     return logits.log_softmax(-1)
 
 

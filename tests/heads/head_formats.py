@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from secondguess.core import Budgets, Draft, Row
-from secondguess.drafters import make_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import Objective, TrainingBatch
 from secondguess.runtime.base import Runtime

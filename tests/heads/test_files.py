@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from secondguess.drafters import make_drafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import CheckpointError
 from secondguess.heads.files import (
     Provenance,

@@ -151,7 +151,7 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.sampling import SamplingParams
 torch.set_num_threads(2)
-runtime = Checkpoint.resolve(sys.argv[1], dtype="bfloat16", device="cpu", runtime="native").load().runtime
+runtime = load_model(Checkpoint.resolve(sys.argv[1], dtype="bfloat16", device="cpu", runtime="native")).runtime
 
 def forward(num_tokens):
     row = Row([5] * num_tokens, SamplingParams(max_tokens=64))

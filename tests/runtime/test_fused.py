@@ -26,6 +26,7 @@ from families import (
     write_checkpoint,
     write_varied,
 )
+from secondguess.checkpoint.loader import load_model, reference_module
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
@@ -60,7 +61,7 @@ def llama(tmp_path_factory):
 
 
 def load(path, runtime, dtype):
-    loaded = Checkpoint.resolve(path, runtime=runtime, dtype=dtype, device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(path, runtime=runtime, dtype=dtype, device="cpu"))
     assert loaded.kind == runtime
     return loaded.runtime
 
@@ -170,10 +171,10 @@ def test_a_token_reads_the_experts_that_it_selects(tmp_path):
 
 def test_a_wrong_family_description_is_not_used(llama, monkeypatch):
     monkeypatch.setattr(fused_decoder, "rotate", lambda states, *_: states)
-    loaded = Checkpoint.resolve(llama, dtype="float32", device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(llama, dtype="float32", device="cpu"))
     assert loaded.kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="use runtime auto or transformers"):
-        Checkpoint.resolve(llama, runtime="fused", dtype="float32", device="cpu").load()
+        load_model(Checkpoint.resolve(llama, runtime="fused", dtype="float32", device="cpu"))
 
 
 def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
@@ -188,7 +189,7 @@ def test_a_wrong_rope_scaling_is_detected(tmp_path, monkeypatch):
         self.frequencies = self.frequencies * 1.001
 
     monkeypatch.setattr(rotary.Rotary, "__init__", slightly_off)
-    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
+    assert load_model(Checkpoint.resolve(path, dtype="float32", device="cpu")).kind == "transformers"
 
 
 @pytest.mark.parametrize(
@@ -273,9 +274,9 @@ def test_fields_of_newer_versions_use_the_module():
 
 def test_undescribed_families_use_the_module(tmp_path):
     path = write_checkpoint(FAMILIES["gpt2"](), tmp_path)
-    assert Checkpoint.resolve(path, dtype="float32", device="cpu").load().kind == "transformers"
+    assert load_model(Checkpoint.resolve(path, dtype="float32", device="cpu")).kind == "transformers"
     with pytest.raises(UnsupportedModelError, match="gpt2"):
-        Checkpoint.resolve(path, runtime="fused", dtype="float32", device="cpu").load()
+        load_model(Checkpoint.resolve(path, runtime="fused", dtype="float32", device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -313,21 +314,21 @@ def test_length_dependent_rope_is_used_up_to_its_switch(tmp_path):
 
 def test_an_unknown_runtime_is_refused(llama):
     with pytest.raises(BadInputError, match="auto, native, fused, graphs, transformers, got 'quick'"):
-        Checkpoint.resolve(llama, runtime="quick").load()
+        load_model(Checkpoint.resolve(llama, runtime="quick"))
 
 
 def test_int8_uses_the_module(llama):
     assert (
-        Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int8").load().kind
+        load_model(Checkpoint.resolve(llama, dtype="float32", device="cpu", quantize="int8")).kind
         == "transformers"
     )
 
 
 def test_the_reference_module_is_read_again(llama):
-    loaded = Checkpoint.resolve(llama, dtype="float32", device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(llama, dtype="float32", device="cpu"))
     assert isinstance(loaded.runtime, FusedRuntime)
     assert torch.equal(
-        loaded.module().model.layers[0].mlp.down_proj.weight,
+        reference_module(loaded).model.layers[0].mlp.down_proj.weight,
         read_module(str(llama), torch.float32).model.layers[0].mlp.down_proj.weight,
     )
     assert isinstance(runtime_of(llama), FusedRuntime)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row, StoppingRule
 from secondguess.drafters.mirroring import TokenDrafter
@@ -260,7 +261,7 @@ def test_the_reason_against_graphs_is_reported(checkpoint):
     with pytest.raises(
         UnsupportedModelError, match=r"CUDA graphs need a CUDA device, got cpu\); use runtime auto"
     ):
-        Checkpoint.resolve(checkpoint, runtime="graphs", device="cpu").load()
+        load_model(Checkpoint.resolve(checkpoint, runtime="graphs", device="cpu"))
 
 
 def test_passes_are_padded_to_few_shapes(runtime, row):

@@ -19,6 +19,7 @@ from families import (
     row_of,
     write_checkpoint,
 )
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
@@ -203,9 +204,9 @@ def test_a_module_that_the_kernels_would_change_is_restored(make, monkeypatch):
 
 def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
     path = write_checkpoint(RECURRENT["lfm2"](), tmp_path)
-    model = Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load().runtime.model
+    model = load_model(Checkpoint.resolve(path, dtype="bfloat16", device="cpu")).runtime.model
     assert type(model.lm_head) is KernelLinear
-    model = Checkpoint.resolve(path, dtype="float32", device="cpu").load().runtime.model
+    model = load_model(Checkpoint.resolve(path, dtype="float32", device="cpu")).runtime.model
     assert type(model.lm_head) is nn.Linear
 
 
@@ -215,7 +216,7 @@ def test_a_hybrid_is_loaded_with_the_kernels_linear_layers(tmp_path):
 def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_path):
     path = write_checkpoint((FAMILIES | RECURRENT)[name](), tmp_path)
     checkpoint = Checkpoint.resolve(path, dtype=dtype, device="cpu", quantize=quantize)
-    loaded = checkpoint.load()
+    loaded = load_model(checkpoint)
     bits = {"int8": 8, "int4": 4}[quantize]
     assert loaded.runtime_description.startswith("transformers")
     assert loaded.runtime_description.endswith(f"weights in {bits} bits")
@@ -223,7 +224,7 @@ def test_modules_run_with_quantised_linear_layers(name, dtype, quantize, tmp_pat
         each.weight_format.bits for each in loaded.runtime.model.modules() if isinstance(each, KernelLinear)
     }
     assert kinds == {8, bits}  # the head has 8
-    exact = Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers").load()
+    exact = load_model(Checkpoint.resolve(path, dtype="float32", device="cpu", runtime="transformers"))
     tokens, found = random_tokens(9, seed=2), []
     for each in (loaded, exact):
         row = row_of(tokens)
@@ -256,7 +257,7 @@ def test_memory_is_that_of_the_layers_that_are_quantised(name, quantize, tmp_pat
     checkpoint = Checkpoint.resolve(
         write_checkpoint(config, tmp_path), dtype="bfloat16", device="cpu", quantize=quantize
     )
-    model = checkpoint.load().runtime.model
+    model = load_model(checkpoint).runtime.model
     layers = [each for each in model.modules() if isinstance(each, KernelLinear)]
     packed = sum(each.weight.numel() * each.weight_format.bytes_per_weight for each in layers)
     held = packed + sum(each.nbytes for each in model.parameters())

@@ -27,6 +27,7 @@ from families import (
     write_varied,
 )
 from secondguess import load
+from secondguess.checkpoint.loader import load_model, reference_module
 from secondguess.checkpoint.memory import peak_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.quantised import FP4_LEVELS
@@ -136,7 +137,7 @@ def test_similar_families_have_the_error_of_their_module(name, tmp_path):
     with torch.inference_mode():
         of_module = model(TOKENS, use_cache=False).logits
         truth = model.float()(TOKENS, use_cache=False).logits
-    loaded = Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(path, dtype="bfloat16", device="cpu"))
     assert loaded.kind == "native"
     found = loaded.runtime.probe(TOKENS).logits
     assert typical_error(found, truth) < 1.2 * typical_error(of_module, truth)
@@ -265,9 +266,9 @@ def test_a_released_runtime_can_be_used_again(llama):
 
 @by_name
 def test_quantised_weights_have_no_module(llama, name):
-    loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name).load()
+    loaded = load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize=name))
     with pytest.raises(UnsupportedModelError, match=f"weights in {QUANTIZATIONS[name].bits} bits"):
-        loaded.module()
+        reference_module(loaded)
 
 
 def test_int4_needs_the_kernels(llama, monkeypatch):
@@ -538,13 +539,13 @@ def test_an_arena_accepts_tensors_larger_than_its_pieces(monkeypatch):
 
 
 def test_bfloat16_models_are_native_and_described_as_such(llama):
-    loaded = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load()
+    loaded = load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu"))
     assert (loaded.kind, loaded.runtime_description) == ("native", "native")
-    drafting = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True).load()
+    drafting = load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True))
     assert drafting.runtime_description == "native, weights in 8 bits"
-    small = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8").load()
+    small = load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", quantize="int8"))
     assert small.runtime_description == "native, weights in 8 bits"
-    assert Checkpoint.resolve(llama, dtype="float32", device="cpu").load().kind == "fused"
+    assert load_model(Checkpoint.resolve(llama, dtype="float32", device="cpu")).kind == "fused"
 
 
 def test_a_draft_model_needs_half_the_memory(llama):
@@ -601,7 +602,7 @@ def test_an_expert_of_another_size_is_refused(tmp_path):
     tensors[name] = torch.zeros(tensors[name].shape[0], 1000)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"w2.weight of shape \(32, 1000\), not \(32, 48\)"):
-        Checkpoint.resolve(path, dtype="bfloat16", device="cpu").load()
+        load_model(Checkpoint.resolve(path, dtype="bfloat16", device="cpu"))
 
 
 def test_more_selected_experts_than_there_are_is_no_case_for_the_kernels():
@@ -756,12 +757,12 @@ def test_layers_can_be_left_out(some_checkpoint):
 
 def test_without_kernels_torch_is_used_with_a_warning(llama, monkeypatch, caplog):
     monkeypatch.setattr(library, "units", lambda: ())
-    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "fused"
+    assert load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu")).kind == "fused"
     (warning,) = caplog.messages
     assert "the kernels were not built" in warning
     assert "install secondguess again" in warning
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
-        Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", runtime="native").load()
+        load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", runtime="native"))
 
 
 def test_kernels_with_other_results_are_not_used(llama, monkeypatch):
@@ -772,7 +773,7 @@ def test_kernels_with_other_results_are_not_used(llama, monkeypatch):
         self.described.scaling *= 3
 
     monkeypatch.setattr(NativeDecoder, "__init__", slightly_off)
-    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "fused"
+    assert load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu")).kind == "fused"
 
 
 def test_kernels_of_other_sources_are_refused(monkeypatch):
@@ -904,9 +905,9 @@ def test_threads_of_a_forward_are_those_of_the_quota(llama, monkeypatch):
 
 def test_auto_without_matching_kernels_is_as_without_kernels(llama, monkeypatch):
     monkeypatch.setattr("secondguess.checkpoint.plan.has_bfloat16", lambda _: False)
-    assert Checkpoint.resolve(llama, device="cpu").load().dtype == "bfloat16"
+    assert load_model(Checkpoint.resolve(llama, device="cpu")).dtype == "bfloat16"
     monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
-    found = Checkpoint.resolve(llama, device="cpu").load()
+    found = load_model(Checkpoint.resolve(llama, device="cpu"))
     assert (found.kind, found.dtype) == ("fused", "float32")
 
 
@@ -932,10 +933,10 @@ def test_memory_is_checked_again_before_weights_are_read_again(llama, monkeypatc
     checkpoint = Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", drafts=True)
     enough = peak_memory([checkpoint.memory()])
     monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: enough)
-    assert checkpoint.load().kind == "native"
+    assert load_model(checkpoint).kind == "native"
     monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
     with pytest.raises(OutOfMemoryError, match="expected models that fit"):
-        checkpoint.load()
+        load_model(checkpoint)
 
 
 def test_a_module_that_fails_its_check_is_freed_before_another_is_read(llama, monkeypatch):
@@ -951,7 +952,7 @@ def test_a_module_that_fails_its_check_is_freed_before_another_is_read(llama, mo
     monkeypatch.setattr(Checkpoint, "read_module", read_one)
     monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
     monkeypatch.setattr("secondguess.runtime.fused.fuse", lambda *_: None)
-    assert Checkpoint.resolve(llama, dtype="bfloat16", device="cpu").load().kind == "transformers"
+    assert load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu")).kind == "transformers"
     assert len(modules) == 2
 
 

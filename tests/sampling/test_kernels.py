@@ -11,9 +11,9 @@ import torch
 
 from families import needs_kernels
 from secondguess.core import Draft, Row
+from secondguess.params import SamplingParams
 from secondguess.runtime.native import library, sampling
 from secondguess.sampling.noise import KeyedNoise
-from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.truncation import make_rule
 from secondguess.verifiers.base import likelihood_ratios, residual
 from secondguess.verifiers.block import prefix_weights

@@ -10,6 +10,7 @@ from released_models import RELEASES, make_folder
 
 from conftest import serving
 from secondguess import load
+from secondguess.checkpoint.loader import module_of
 from secondguess.engine import Engine
 from secondguess.server.model import short_name
 
@@ -62,7 +63,7 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path, monkeypatch):
             "local-completions", model_args=arguments, tasks=[task], batch_size=4
         )
     engine.close()
-    module = llm.target.checkpoint.read_module()
+    module = module_of(llm.target.checkpoint)
     for sample in results["samples"]["capitals"]:
         for arguments, (found, _) in zip(sample["arguments"], sample["filtered_resps"], strict=True):
             assert found == pytest.approx(log_likelihood(module, llm.target, *arguments), abs=1e-4)

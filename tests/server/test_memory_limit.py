@@ -8,7 +8,7 @@ from conftest import serving
 from secondguess import load
 from secondguess.checkpoint import memory
 from secondguess.engine import Engine
-from secondguess.engine.generation import MEMORY_SHARE, PROBS_BYTES
+from secondguess.engine.models import MEMORY_SHARE, PROBS_BYTES
 
 HELD = 256
 """Tokens of a request that the pretended memory holds; the model's context is longer."""

@@ -9,6 +9,7 @@ import torch
 
 from conftest import metrics_of, openai_client, serving, wait_for
 from secondguess import load
+from secondguess.checkpoint.loader import reference_module
 from secondguess.engine import Engine
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import text_of_token
@@ -91,7 +92,7 @@ def test_row_10_logprobs_are_those_of_a_teacher_forced_pass_of_the_unmodified_mo
     assert 0 < statistics["num_accepted"] < statistics["num_drafted"]
     prompt, output = target.encode(PROMPT), engine.llm.generate(PROMPT, max_tokens=40).token_ids
     with torch.inference_mode():
-        logits = target.module()(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        logits = reference_module(target)(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     expected = logits.float().log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
     assert found.token_logprobs == pytest.approx(expected, abs=1e-4)
     assert found.tokens == [text_of_token(target.tokenizer, token) for token in output]

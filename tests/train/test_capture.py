@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError
 from secondguess.train.capture import GIGABYTE, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
@@ -24,14 +25,14 @@ BATCH = Batch.from_texts([(index, TEXTS[index]) for index in (3, 0)])
 
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
-    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load()
+    return load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32"))
 
 
 @pytest.mark.parametrize("runtime", ["fused", "transformers"])
 def test_hidden_states_equal_those_of_the_module(tiny_checkpoint: Path, runtime: str) -> None:
-    loaded = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime=runtime).load()
+    loaded = load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime=runtime))
     training_batch = LiveCapture(loaded.runtime, (0, 1)).training_batch(BATCH)
-    module = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers").load()
+    module = load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers"))
     assert loaded.runtime.num_live_rows == 0
     for row, index in enumerate(BATCH.indices):
         tokens = torch.tensor([TEXTS[index].tokens])
@@ -52,7 +53,7 @@ def test_the_last_hidden_states_give_the_targets_distribution(target) -> None:
 
 
 def test_gradients_reach_the_head_and_not_the_target(tiny_checkpoint: Path) -> None:
-    loaded = Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers").load()
+    loaded = load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32", runtime="transformers"))
     embedding_and_head = frozen_float32_embedding_and_head(loaded.runtime)
     states = torch.ones(2, embedding_and_head.width, requires_grad=True)
     embedding_and_head.unembed(embedding_and_head.normalise(states)).sum().backward()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
@@ -27,7 +28,7 @@ CONFIG = {"max_position_embeddings": 256, "eos_token_id": 0, "dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def runtime(tiny_checkpoint: Path):
-    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
+    return load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32")).runtime
 
 
 @pytest.fixture(scope="module")

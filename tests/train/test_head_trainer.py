@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from forked import start_command
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.learning import (
@@ -99,7 +100,7 @@ RECIPE = TwoAheadRecipe(learning_rate=0.01, warmup_steps=2, batch_size=2, places
 
 @pytest.fixture(scope="module")
 def target(tiny_checkpoint: Path):
-    return Checkpoint.resolve(tiny_checkpoint, dtype="float32").load().runtime
+    return load_model(Checkpoint.resolve(tiny_checkpoint, dtype="float32")).runtime
 
 
 @pytest.fixture

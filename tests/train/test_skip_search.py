@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import random_llama
-from secondguess.drafters import make_drafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.skip import write_skipped
 from secondguess.runtime.fused import FusedRuntime, fuse

@@ -18,13 +18,15 @@ import torch
 from secondguess.api import choose_controller, make_row
 from secondguess.bench.summary import sum_stats
 from secondguess.checkpoint.loaded import LoadedModel
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, make_drafter
+from secondguess.drafters import draft_model_paths
+from secondguess.drafters.spec import make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
-from secondguess.engine.generation import fits_memory
+from secondguess.engine.models import fits_memory
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.names import Name
 from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies
@@ -106,7 +108,7 @@ class Models:
     ) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
         default = default_drafter(model, checkpoint)
-        self.target = checkpoint.load()
+        self.target = load_model(checkpoint)
         self.default_drafter = confirm_default(default, self.target.runtime)
         self._name, self._dtype, self._device = model, dtype, device
         self._draft_models: dict[str, LoadedModel] = {}
@@ -118,7 +120,7 @@ class Models:
         return self._draft_models[name]
 
     def _load_draft_model(self, name: str) -> LoadedModel:
-        return Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True).load()
+        return load_model(Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True))
 
     def check_batch_memory(self, drafters: Iterable[str], num_rows: int, num_tokens: int) -> None:
         """Check that rows fit into memory together, with the caches of the drafters' draft models.

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from secondguess.errors import UnsupportedModelError
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.weight_format import QUANTIZATIONS
-
-if TYPE_CHECKING:
-    from secondguess.checkpoint.plan import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,12 +54,12 @@ class LoadedModel:
     def runtime_description(self) -> str:
         """Name of the runtime, with the bits of quantised weights, or if it runs each row by itself."""
         parts = [self.kind, *([self.runtime.description] if self.runtime.description else [])]
-        if (bits := self._quantised_bits) is not None:
+        if (bits := self.quantised_bits) is not None:
             parts.append(f"weights in {bits} bits")
         return ", ".join(parts)
 
     @property
-    def _quantised_bits(self) -> int | None:
+    def quantised_bits(self) -> int | None:
         """Bits per weight if the weights are quantised, by us or as the kernels have read them."""
         if isinstance(self.runtime, NativeRuntime):
             weight_format = self.runtime.decoder.weight_format
@@ -83,25 +79,6 @@ class LoadedModel:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds."""
         return encode_text(self.tokenizer, text)
-
-    def module(self) -> Any:
-        """Return the Transformers module whose distribution the runtime reproduces.
-
-        It is the module that the runtime runs, if torch computes all of it, or else a second copy loaded
-        into memory.
-
-        Raises:
-            UnsupportedModelError: if the weights are quantised, which no module reproduces.
-        """
-        if (bits := self._quantised_bits) is not None:
-            raise UnsupportedModelError(
-                f"expected a model that a Transformers module computes, got {self.name} with weights in {bits} bits; "
-                "load it without quantize, and a checkpoint that is stored quantised with runtime transformers"
-            )
-        model = self.runtime.module
-        if model is None or any(isinstance(each, KernelLinear) for each in model.modules()):
-            return self.checkpoint.read_module()
-        return model
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

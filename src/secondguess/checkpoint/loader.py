@@ -29,6 +29,7 @@ from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
 from secondguess.runtime.native.decoder import MISSING_KERNELS, NativeDecoder
+from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.products import can_pack
@@ -111,7 +112,7 @@ def _make_runtime(plan: Checkpoint, name: str, weight_format: WeightFormat) -> C
     """
     if name == "native":
         return _native_runtime(plan, weight_format)
-    return module_runtime(plan, name, plan.read_module())
+    return module_runtime(plan, name, module_of(plan))
 
 
 def module_runtime(plan: Checkpoint, name: str, model: Any) -> CachedRuntime | None:
@@ -186,7 +187,7 @@ def _packed_decoder(
                 model = StoredModel(config, weights, torch.bfloat16)
                 fused = FusedDecoder(model, packed=False)
                 return NativeDecoder(fused, weight_format, report=report), weights.read
-    module = plan.read_module()
+    module = module_of(plan)
     parameters = module.named_parameters()
     vectors = {name: weight.detach().clone() for name, weight in parameters if weight.dim() == 1}
     fused = FusedDecoder(module, packed=False)
@@ -259,6 +260,31 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
     except BaseException:  # Ctrl-C may come before or after the runtime's own context
         restore()
         raise
+
+
+def module_of(plan: Checkpoint) -> Any:
+    """Return the Transformers module of a model with its weights, on the device; see `read_module`."""
+    return read_module(plan.files, plan.config, plan.dtype, plan.device).to(plan.device).eval()
+
+
+def reference_module(loaded: LoadedModel) -> Any:
+    """Return the Transformers module whose distribution a loaded model's runtime reproduces.
+
+    It is the module that the runtime runs, if torch computes all of it, or else a second copy loaded
+    into memory.
+
+    Raises:
+        UnsupportedModelError: if the weights are quantised, which no module reproduces.
+    """
+    if (bits := loaded.quantised_bits) is not None:
+        raise UnsupportedModelError(
+            f"expected a model that a Transformers module computes, got {loaded.name} with weights in {bits} bits; "
+            "load it without quantize, and a checkpoint that is stored quantised with runtime transformers"
+        )
+    model = loaded.runtime.module
+    if model is None or any(isinstance(each, KernelLinear) for each in model.modules()):
+        return module_of(loaded.checkpoint)
+    return model
 
 
 def read_module(source: Source, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

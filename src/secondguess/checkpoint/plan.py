@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -50,9 +50,6 @@ from secondguess.runtime.weight_format import (
     STORED_INT8,
     WeightFormat,
 )
-
-if TYPE_CHECKING:
-    from secondguess.checkpoint.loaded import LoadedModel
 
 DEFAULT_CONTEXT = 4096
 """Cached tokens, over all rows, that must fit into memory with the weights by default."""
@@ -480,18 +477,6 @@ class Checkpoint:
             CheckpointError: if a tokenizer is missing or cannot be read.
         """
         return _vocabulary(self.tokenizer) == _vocabulary(other.tokenizer)
-
-    def load(self) -> LoadedModel:
-        """Load the model and its tokenizer; see `loader.load_model`."""
-        from secondguess.checkpoint.loader import load_model
-
-        return load_model(self)
-
-    def read_module(self) -> Any:
-        """Return the Transformers module with its weights, on the device; see `loader.read_module`."""
-        from secondguess.checkpoint.loader import read_module
-
-        return read_module(self.files, self.config, self.dtype, self.device).to(self.device).eval()
 
 
 def check_loadable(config: Any, source: Source, device: torch.device) -> None:

@@ -15,17 +15,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
+from secondguess.checkpoint.plan import Checkpoint
 from secondguess.runtime.native import library
+from secondguess.runtime.native.check import CheckedPart
 from secondguess.runtime.weight_format import WeightFormat
-
-if TYPE_CHECKING:
-    from secondguess.checkpoint.plan import Checkpoint
-    from secondguess.runtime.native.check import CheckedPart
 
 SETTING = "SECONDGUESS_CACHE"
 """Environment variable with the folder of verdicts; empty to keep none."""

@@ -123,7 +123,7 @@ def compatible_drafters(target: Checkpoint) -> list[str]:
     `PATH` stands for a smaller model or for a trained drafter.
     """
     from secondguess.drafters import DRAFTERS, drafter_class
-    from secondguess.heads.files import find_own
+    from secondguess.heads.folders import find_own
     from secondguess.pairing import default_drafter, resolve_drafter
 
     names = [default_drafter(target.name, target)]

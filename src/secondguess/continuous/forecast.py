@@ -25,9 +25,9 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Candidate, Draft, Row, Verdict
 from secondguess.errors import BadInputError
+from secondguess.params import MAX_SAMPLES, SamplingParams
 from secondguess.runtime.forecaster import ForecastModel, ForecastRuntime, check_model
 from secondguess.sampling.noise import KeyedNoise
-from secondguess.sampling.params import MAX_SAMPLES, SamplingParams
 from secondguess.stats import Stats, StatsRecorder
 
 DRAFTERS: dict[str, Callable[[], ValueDrafter]] = {

@@ -1,15 +1,21 @@
-"""Drafters as their names specify them, resolved once and before anything is loaded."""
+"""Drafters as their names specify them, resolved once and before anything is loaded, and made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import partial
+from pathlib import Path
+from typing import Protocol, Self
 
 from secondguess.drafters import drafter_class, parse_drafter_name
-from secondguess.drafters.base import Drafter, Requirements
+from secondguess.drafters.base import Drafter, DrafterResources, Requirements
+from secondguess.drafters.combined import CombinedDrafter, check_parts
 from secondguess.drafters.vocabulary.pair import VocabularyPair
+from secondguess.heads.files import warn_of_mismatch
+from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.weight_format import WeightFormat
 
 
@@ -91,8 +97,6 @@ class DrafterSpec:
             BadInputError: an unknown kind, argument, option or value, or parts that do not combine.
             CheckpointError: a folder that is missing, or that holds a drafter of another kind.
         """
-        from secondguess.drafters.combined import check_parts
-
         names = parse_drafter_name(text)
         if len(names) > 1:
             check_parts([name.kind for name in names])
@@ -162,3 +166,59 @@ class DrafterSpec:
         return (
             self.parts[0].drafter.default_controller if len(self.parts) == 1 else Drafter.default_controller
         )
+
+
+class Target(Protocol):
+    """Loaded target: its runtime, the name given by the user, and the folder of its files."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+
+
+def make_drafter(
+    drafter: str | DrafterSpec,
+    *,
+    target_vocab_size: int,
+    load_draft_model: Callable[[str], Runtime],
+    pair_vocabularies: Callable[[Name], VocabularyPair | None] = lambda name: None,
+    target: Target | None = None,
+) -> Drafter:
+    """Build the drafter for a name.
+
+    Args:
+        drafter: the name, such as `none`, `ngram,max=4`, `model:PATH` or `suffix+model:PATH`, or what it specifies.
+        target_vocab_size: width of the target's logits.
+        load_draft_model: returns the runtime of the model at a path; called only by drafters that
+            use a draft model.
+        pair_vocabularies: compares the target's tokenizer with that of the draft model for a name; None
+            if it is the same.
+        target: target to draft for; required by drafters that use its weights or hidden states.
+
+    Raises:
+        BadInputError: an unknown kind, argument, option or value, or parts that do not combine.
+        CheckpointError: a folder of a trained head that is missing, broken, or of another kind.
+    """
+    spec = DrafterSpec.parse(drafter) if isinstance(drafter, str) else drafter
+    resources = DrafterResources(target_vocab_size, load_draft_model, pair_vocabularies)
+    heads: dict[str, Path] = {}
+    if target is not None:
+        find_head = partial(_find_head, target, heads)
+        resources = replace(resources, find_head_folder=find_head, target=target.runtime)
+    parts = [part.drafter.build(part.name, resources) for part in spec.parts]
+    made = parts[0] if len(parts) == 1 else CombinedDrafter(parts, target_vocab_size)
+    if target is not None:
+        # Fail now, rather than in the first round, if the target lacks these layers.
+        target.runtime.request_hidden_states(made.hidden_layers)
+        for kind, folder in heads.items():
+            warn_of_mismatch(folder, kind, target.name, target.path)
+    return made
+
+
+def _find_head(target: Target, found: dict[str, Path], name: Name) -> Path:
+    """Return the folder of the trained head for a name, and record it by kind in `found`."""
+    found[name.kind] = find_head_folder(name, target.name, target.path)
+    return found[name.kind]

@@ -23,15 +23,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from secondguess.api import check_verifier, choose_controller, make_row, require_texts
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.loader import wrap_model
+from secondguess.checkpoint.loader import load_model, wrap_model
 from secondguess.checkpoint.memory import available_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers.base import Controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, make_drafter, parse_drafter_name
+from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.spec import DrafterSpec
+from secondguess.drafters.spec import DrafterSpec, make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
@@ -371,7 +371,7 @@ def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
 
     `generate` is typically called once per prompt.
     """
-    return Checkpoint.resolve(path, dtype=dtype, device=device, drafts=True).load()
+    return load_model(Checkpoint.resolve(path, dtype=dtype, device=device, drafts=True))
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 from weakref import proxy
 
 from secondguess.checkpoint import memory
@@ -15,25 +14,16 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
+from secondguess.engine.models import Models
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
+from secondguess.params import Grammar
 from secondguess.prompts import Prompt, encode_with_images, split_guidance
-from secondguess.runtime.cached import CachedRuntime
 from secondguess.sampling import SamplingParams
-from secondguess.sampling.grammar import Grammar, GrammarMatcher, compiler_for
+from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats
 from secondguess.verifiers.base import Exactness, Verifier
-
-if TYPE_CHECKING:
-    from secondguess.api import LLM
-
-MAX_ROWS = 256
-"""Maximum number of rows that decode at the same time; each adds a copy of the logits."""
-PROBS_BYTES = 128
-"""Bytes per row and token of the vocabulary: logits and probabilities of about ten nodes."""
-MEMORY_SHARE = 0.7
-"""Share of the available memory that caches and probabilities may take; they are copied to grow."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ class Generation:
     """
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], owner: str = ""
+        self, llm: Models, prompts: Sequence[Prompt], params: Sequence[SamplingParams], owner: str = ""
     ) -> None:
         self._llm = llm
         self._samples: dict[Row, _Sample] = {}
@@ -271,19 +261,6 @@ def _guided_drafter_error(drafter: str) -> BadInputError:
         f"expected a drafter that runs no layers of the target for a guided prompt, got {drafter}; "
         "use another one, such as model:PATH or suffix"
     )
-
-
-def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
-    """Return whether `num_rows` rows of up to `longest` tokens can decode together; a guided row counts as two.
-
-    Rows count with the length that they may reach, `max_tokens` included: a row that decodes keeps
-    its entries until it ends, so memory that it may need later cannot be given to another.
-    """
-    available = memory.available_memory(runtime.device)
-    if available is None:
-        return True
-    cached = runtime.num_tokens_to_allocate(num_rows, longest) * cache_bytes
-    return cached + num_rows * runtime.vocab_size * PROBS_BYTES <= MEMORY_SHARE * available
 
 
 def check_request(

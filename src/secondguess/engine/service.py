@@ -9,19 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from secondguess.checkpoint import memory
-from secondguess.engine.generation import MEMORY_SHARE, Generation, NewPiece, Output
+from secondguess.engine.generation import Generation, NewPiece, Output
+from secondguess.engine.models import MEMORY_SHARE, Models
 from secondguess.errors import SecondGuessError
 from secondguess.names import check_range
 from secondguess.prompts import Prompt
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
-
-if TYPE_CHECKING:
-    from secondguess.api import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +157,7 @@ class RequestHandle:
             logger.exception("the callback of a request failed")
 
 
-def reserve_cache(llm: LLM) -> None:
+def reserve_cache(llm: Models) -> None:
     """Make room in the KV cache for a usual load, so that it is not copied while rows decode.
 
     On a CPU, memory that no row has used yet is not taken.
@@ -186,7 +183,7 @@ class Engine:
         max_waiting: number of waiting rows from which on requests are refused; at least 1.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 256) -> None:
+    def __init__(self, llm: Models, max_waiting: int = 256) -> None:
         self.llm = llm
         check_range("max_waiting", max_waiting, 1, 1_000_000)
         self._max_waiting = max_waiting

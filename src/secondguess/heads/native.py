@@ -29,6 +29,7 @@ from secondguess.heads.packed import (
     release_matrices,
 )
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
+from secondguess.params import SamplingParams
 from secondguess.runtime.base import (
     ChainDecision,
     ChainRequest,
@@ -50,7 +51,6 @@ from secondguess.runtime.native.forward import (
 from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
-from secondguess.sampling.params import SamplingParams
 
 MedusaLogits = Callable[[Tensor, int], Tensor]
 """Logits `[..., vocab]` of target states `[..., width]` at a depth, as `MedusaHead.logits`."""

@@ -32,11 +32,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from secondguess.checkpoint.loader import reference_module
 from secondguess.controllers import make_controller
 from secondguess.core import Commit, Draft, Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import make_drafter
 from secondguess.drafters.none import NoDrafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
@@ -278,7 +279,7 @@ def tiny_system(
 def system_of(llm: LLM, prompt: Sequence[int]) -> CertifiedSystem:
     """Return a loaded model and its drafter as a subject whose texts continue the prompt."""
     components = Components(llm.target.runtime, llm.drafter, llm.verifier, llm.controller)
-    model = llm.target.module()
+    model = reference_module(llm.target)
     return CertifiedSystem(
         components, plain_logits_of(model), tuple(prompt), llm.target.name, _name(model.dtype)
     )

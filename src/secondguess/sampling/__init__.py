@@ -1,6 +1,5 @@
 """Sampling: settings, probabilities, noise, and the text of sampled tokens."""
 
-from secondguess.sampling.grammar import Grammar
-from secondguess.sampling.params import SamplingParams
+from secondguess.params import Grammar, SamplingParams
 
 __all__ = ["Grammar", "SamplingParams"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Row, padded_tensor
+from secondguess.params import SamplingParams
 from secondguess.sampling.grammar import mask_by_grammar_
-from secondguess.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

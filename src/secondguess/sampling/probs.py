@@ -22,8 +22,8 @@ from torch import Tensor
 
 from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.params import SamplingParams
 from secondguess.runtime.native.sampling import require_finite, warn_unless_finite
-from secondguess.sampling.params import SamplingParams
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.truncation import Rule, make_rule, most_likely
 

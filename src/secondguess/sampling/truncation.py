@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from secondguess.params import SamplingParams
 from secondguess.runtime.native.sampling import KernelSettings, kernels_for, softmax, truncated_softmax
-from secondguess.sampling.params import SamplingParams
 
 Rule = Callable[[Tensor], Tensor]
 """Conversion of logits `[row, query, vocab]` to probabilities, all NaN where no token is possible."""

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from secondguess.api import LLM
 from secondguess.checkpoint.loaded import encode_text
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import Source
-from secondguess.engine.generation import fits_memory
+from secondguess.engine.models import Models, fits_memory
 from secondguess.errors import BadInputError, CheckpointError
+from secondguess.params import MIN_TEMPERATURE
 from secondguess.sampling import SamplingParams
-from secondguess.sampling.params import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class ServedModel:
     is_limited_by_memory: bool = False
 
     @classmethod
-    def from_llm(cls, llm: LLM, name: str | None = None) -> ServedModel:
+    def from_llm(cls, llm: Models, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
         A longer request than that would not fit either when all others have ended.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from secondguess.sampling.params import MAX_LOGPROBS
+from secondguess.params import MAX_LOGPROBS
 
 JsonValue = Any
 

@@ -11,8 +11,8 @@ from threading import Condition, Thread
 
 import torch
 
-from secondguess.api import LLM
 from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, RequestHandle
+from secondguess.engine.models import Models
 from secondguess.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class SleepingEngine:
         self._thread.start()
 
     @property
-    def llm(self) -> LLM:
+    def llm(self) -> Models:
         """The models; loads them if they are released."""
         with self._changed:
             return self._awake().llm

@@ -19,6 +19,7 @@ from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, insta
 from builtin_pair.tokenizer import load_tokenizer
 from builtin_pair.tokens import TokenStore
 from secondguess.builtin import head_path
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import TargetModel
@@ -222,7 +223,7 @@ def test_the_manifest_lists_packages_and_held_out_documents(finished_run: tuple[
 def test_an_installed_head_has_no_copies_of_the_targets_weights(tmp_path: Path) -> None:
     installed = head_path("eagle")
     assert installed is not None
-    target = Checkpoint.resolve("builtin", dtype="float32").load().runtime
+    target = load_model(Checkpoint.resolve("builtin", dtype="float32")).runtime
     head = EagleHead.fresh(TargetModel.from_runtime(target)).bfloat16()
     head.save(tmp_path / "out", "builtin")
     for name in ("README.md", "secondguess.json"):

@@ -1,18 +1,22 @@
-"""Sampling settings of a request."""
+"""Settings of a request: `SamplingParams`, and the grammar of its output."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Literal, TypeGuard, get_args
 
-from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError
-from secondguess.sampling.grammar import Grammar
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+MAX_GRAMMAR_LENGTH = 65_536
+"""Largest number of characters of a grammar; compiling takes about 10 microseconds for each."""
+MAX_DRAFT_LENGTH = 64
+"""Largest draft length, in levels. No longer draft is useful, so larger values are refused."""
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0."""
 MAX_LOGPROBS = 20
@@ -63,6 +67,107 @@ _NUMBERS = {
     "frequency_penalty": (-2, 2, _OFF_AT_0),
     "presence_penalty": (-2, 2, _OFF_AT_0),
 }
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Grammar that the output must follow, from its first token to its end.
+
+    Use the constructors `json_schema`, `json_object`, `regex` and `lark`. The request's own
+    vocabulary is needed to check a grammar, so it is compiled when its row is made.
+
+    Args:
+        kind: notation of `text`.
+        text: the grammar; empty for `json_object`.
+
+    Raises:
+        BadInputError: a value of the wrong type, or a text that is too long.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise BadInputError(
+                f"expected a grammar of the kind {', '.join(get_args(GrammarKind))}, got {self.kind!r}"
+            )
+        if not isinstance(self.text, str):
+            raise BadInputError(f"expected the {self.kind} of a grammar as a text, got {self.text!r:.60}")
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise BadInputError(
+                f"expected a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {len(self.text)}; shorten it"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, object] | str) -> Grammar:
+        """Return the grammar of JSON values of a schema, written without optional whitespace.
+
+        Properties are written in the order of the schema. The key `x-guidance` of the schema holds
+        options of llguidance, such as `{"whitespace_flexible": true}`.
+
+        Raises:
+            BadInputError: not a JSON object.
+        """
+        if isinstance(schema, str):
+            return cls("json_schema", schema).checked_schema()
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False)).checked_schema()
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, BadInputError):
+                raise
+            raise BadInputError(
+                f"expected a JSON schema, got a value that JSON cannot hold: {error}"
+            ) from None
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Return the grammar of any JSON object, written without optional whitespace."""
+        return cls("json_object")
+
+    @classmethod
+    def regex(cls, text: str) -> Grammar:
+        """Return the grammar of texts that match a regular expression as a whole."""
+        return cls("regex", text)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Return a context-free grammar in llguidance's dialect of Lark."""
+        return cls("lark", text)
+
+    @classmethod
+    def parse(cls, value: object) -> Grammar:
+        """Return a grammar given as an object with one key, such as `{"regex": "[0-9]+"}`.
+
+        `{"json_object": true}` is any JSON object.
+
+        Raises:
+            BadInputError: another value.
+        """
+        if isinstance(value, Grammar):
+            return value
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((kind, content),) = value.items()
+            if kind == "json_schema":
+                return cls.json_schema(content)
+            if kind == "json_object" and content is True:
+                return cls.json_object()
+            if kind in ("regex", "lark"):
+                return cls(kind, content)
+        raise BadInputError(
+            'expected grammar to be a Grammar, such as Grammar.regex("[0-9]+"), or an object with one of the keys '
+            f"json_schema, json_object (true), regex and lark, got {value!r:.60}"
+        )
+
+    def checked_schema(self) -> Grammar:
+        """Return this grammar, whose text must be a JSON object."""
+        try:
+            schema = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise BadInputError(f"expected a JSON schema, got a text that is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise BadInputError(f"expected a JSON schema that is an object, got {schema!r:.60}")
+        return self
 
 
 @dataclass(frozen=True)
