@@ -38,7 +38,7 @@ from families import FAMILIES
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
 from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
-from secondguess import scoring
+from secondguess import decode as loop
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Draft, Row, Verdict
@@ -754,13 +754,13 @@ def end_token_inside_a_draft_is_overlooked(patch: Patch) -> None:
 
 
 def rows_swapped_in_the_batch(patch: Patch) -> None:
-    original = scoring.verify_logits
+    original = loop.verify_logits
 
     def verify(*arguments):
         verdict = original(*arguments)
         return Verdict(verdict.paths, [*verdict.next_tokens[-1:], *verdict.next_tokens[:-1]])
 
-    patch.setattr(scoring, "verify_logits", verify)
+    patch.setattr(loop, "verify_logits", verify)
 
 
 def stale_cache_after_a_rejection(patch: Patch) -> None:

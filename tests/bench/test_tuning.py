@@ -17,7 +17,6 @@ from secondguess.bench.config import TuneConfig
 from secondguess.bench.recommendation import PLAIN, recommend
 from secondguess.bench.systems import Run
 from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
-from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import OutOfMemoryError
 
 
@@ -370,7 +369,7 @@ def test_bad_input_prints_one_line(
 
 
 def test_drafters_are_checked_before_the_target_is_loaded(secondguess_command, tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
+    monkeypatch.setattr("secondguess.checkpoint.loader.module_of", lambda _: pytest.fail("weights were read"))
     for drafter, words in (("medusa:nowhere", "nowhere"), ("early-exit:2", "layers 0 to 1")):
         done = secondguess_command(
             "tune", tiny_checkpoint, "--drafter", drafter, "--prompts", "builtin", "--device", "cpu"

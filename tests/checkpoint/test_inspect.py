@@ -40,7 +40,7 @@ def inspected(secondguess_command, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(Checkpoint, "read_module", refuse)
+    monkeypatch.setattr("secondguess.checkpoint.loader.module_of", refuse)
 
     def run(*arguments):
         done = secondguess_command("inspect", *arguments, *FLOAT32, "--json")
@@ -235,7 +235,7 @@ def test_rows_beyond_the_context_of_the_draft_model_are_not_counted_for_it(
 def test_row_07_vocabulary_an_incompatible_drafter_is_refused_before_weights_are_read(
     secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, what
 ):
-    monkeypatch.setattr(Checkpoint, "read_module", lambda _: pytest.fail("weights were read"))
+    monkeypatch.setattr("secondguess.checkpoint.loader.module_of", lambda _: pytest.fail("weights were read"))
     if what == "tokenizer":
         drafter = f"model:{write_llama(tmp_path, seed=2, vocab_size=280)}"
         file = tmp_path / "tokenizer.json"

@@ -27,6 +27,7 @@ SLACK = 2**24
 LOAD = """
 import os, sys, time
 os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive the fork
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 
 def resolve(path, quantize):

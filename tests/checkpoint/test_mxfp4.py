@@ -149,7 +149,7 @@ def test_it_is_loaded_and_decodes_from_its_codes(checkpoint):
         if not name.endswith(("_blocks", "_scales"))
     )
     assert resolved.memory(0).weights == int(2 * num_others + in_experts * 4.5 / 8)
-    loaded = resolved.load()
+    loaded = load_model(resolved)
     assert loaded.runtime_description == "native, weights in 4 bits"
     row = row_of(TOKENS)
     loaded.runtime.begin([row])
@@ -162,7 +162,7 @@ def test_it_is_loaded_and_decodes_from_its_codes(checkpoint):
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_other_weights_are_rounded_on_request(checkpoint, by_transformers, quantize):
     resolved = Checkpoint.resolve(checkpoint, device="cpu", quantize=quantize)
-    runtime = resolved.load().runtime
+    runtime = load_model(resolved).runtime
     decoder = runtime.decoder
     layer = decoder.described.layers[1]
     encodings = [
@@ -256,11 +256,11 @@ def test_a_gguf_file_gives_the_logits_of_the_safetensors_checkpoint(tmp_path):
     ):
         assert getattr(resolved.config, name) == getattr(original.config, name), name
     assert resolved.memory(0).weights == original.memory(0).weights
-    loaded = resolved.load()
+    loaded = load_model(resolved)
     assert loaded.runtime_description == "native, weights in 4 bits"
     assert loaded.tokenizer("def f(x):").input_ids == original.tokenizer("def f(x):").input_ids
     tokens = torch.tensor([TOKENS])
-    assert torch.equal(loaded.runtime.probe(tokens).logits, original.load().runtime.probe(tokens).logits)
+    assert torch.equal(loaded.runtime.probe(tokens).logits, load_model(original).runtime.probe(tokens).logits)
 
 
 def test_the_rotary_positions_of_a_gguf_file_are_those_of_the_original(checkpoint, tmp_path):

@@ -19,7 +19,7 @@ from secondguess.builtin import head_path
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import LoadSettings
-from secondguess.engine import generation
+from secondguess.engine import models
 from secondguess.errors import BadInputError, OutOfMemoryError
 
 REFUSED = "secondguess: error: "
@@ -574,8 +574,8 @@ def test_prompts_that_do_not_fit_together_decode_one_after_the_other(tiny_checkp
     if limit == "rows":
         llm.shared_batch.scheduler.max_rows = 2
     else:
-        needed = 2 * 256 * llm.cache_bytes + 2 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
-        monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)
+        needed = 2 * 256 * llm.cache_bytes + 2 * llm.target.runtime.vocab_size * models.PROBS_BYTES
+        monkeypatch.setattr(memory, "available_memory", lambda _: needed / models.MEMORY_SHARE)
     most, score = [], llm.target.runtime.score
     monkeypatch.setattr(
         llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
@@ -589,8 +589,8 @@ def test_long_prompts_after_many_short_ones_decode_together(tmp_path, monkeypatc
     llm = load(str(write_llama(tmp_path / "long", 0, max_position_embeddings=1024)), "none", dtype="float32")
     llm.generate([[number] for number in range(5, 69)], max_tokens=2)
     # The memory of the short rows' entries is enough for those of the long ones.
-    needed = 4 * llm.target.runtime.vocab_size * generation.PROBS_BYTES
-    monkeypatch.setattr(memory, "available_memory", lambda _: needed / generation.MEMORY_SHARE)
+    needed = 4 * llm.target.runtime.vocab_size * models.PROBS_BYTES
+    monkeypatch.setattr(memory, "available_memory", lambda _: needed / models.MEMORY_SHARE)
     most, score = [], llm.target.runtime.score
     monkeypatch.setattr(
         llm.target.runtime, "score", lambda rows, *_: most.append(len(rows)) or score(rows, *_)
@@ -630,7 +630,7 @@ def test_too_little_memory_for_both_models_is_reported_before_loading(
         Checkpoint.resolve(path, dtype="float32").memory().total
         for path in (tiny_checkpoint, tiny_draft_checkpoint)
     ]
-    monkeypatch.setattr(Checkpoint, "load", refuse_to_load)
+    monkeypatch.setattr("secondguess.api.load_model", refuse_to_load)
     monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda device: sum(needs) - 1)
     assert_refused(ask(*arguments), "weights", "cache", "available", "tiny-draft", "smaller model")
     monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda device: sum(needs))

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 
 KEYS = {
@@ -154,7 +153,7 @@ def test_verify_certifies_the_model_of_the_file(secondguess_command, write, tiny
 def test_a_drafter_is_refused_with_a_controller_or_verifier_before_weights_are_read(
     secondguess_command, write, monkeypatch, settings, words
 ):
-    monkeypatch.setattr(Checkpoint, "load", lambda checkpoint: pytest.fail("weights are read"))
+    monkeypatch.setattr("secondguess.api.load_model", lambda checkpoint: pytest.fail("weights are read"))
     path = write("builtin", **settings)
     for command in (["inspect"], ["generate", "x"]):
         done = secondguess_command(*command, "--config", path)

@@ -13,10 +13,10 @@ from secondguess.drafters import (
     DRAFTERS,
     draft_model_paths,
     drafter_class,
-    make_drafter,
     parse_drafter_name,
 )
 from secondguess.drafters.base import Drafter
+from secondguess.drafters.spec import make_drafter
 from secondguess.errors import BadInputError
 from secondguess.names import Name
 from secondguess.proof.fakes import TableModel, random_probs

@@ -147,6 +147,7 @@ def test_a_thread_that_is_about_to_call_waits_until_the_process_ends(monkeypatch
 
 SCRIPT = """
 import os, sys, threading, time, torch
+from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.sampling import SamplingParams

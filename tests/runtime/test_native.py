@@ -27,7 +27,7 @@ from families import (
     write_varied,
 )
 from secondguess import load
-from secondguess.checkpoint.loader import load_model, reference_module
+from secondguess.checkpoint.loader import load_model, module_of, reference_module
 from secondguess.checkpoint.memory import peak_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.quantised import FP4_LEVELS
@@ -940,7 +940,7 @@ def test_memory_is_checked_again_before_weights_are_read_again(llama, monkeypatc
 
 
 def test_a_module_that_fails_its_check_is_freed_before_another_is_read(llama, monkeypatch):
-    read, modules = Checkpoint.read_module, []
+    read, modules = module_of, []
 
     def read_one(checkpoint):
         gc.collect()
@@ -949,7 +949,7 @@ def test_a_module_that_fails_its_check_is_freed_before_another_is_read(llama, mo
         modules.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(Checkpoint, "read_module", read_one)
+    monkeypatch.setattr("secondguess.checkpoint.loader.module_of", read_one)
     monkeypatch.setattr("secondguess.checkpoint.loader._native_runtime", lambda *_: None)
     monkeypatch.setattr("secondguess.runtime.fused.fuse", lambda *_: None)
     assert load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu")).kind == "transformers"
