@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerForPrediction
 
 import secondguess
-from secondguess.continuous.kalman import KalmanDrafter
+from secondguess.beyond.forecasting.kalman import KalmanDrafter
 
 PAST, STEPS, TURN, NUM_SAMPLES = 15, 16, 6, 50
 """Steps seen, steps to be tracked, the first one of the turn, and tracks sampled per target."""

@@ -17,12 +17,12 @@ from transformers import (
     TimeSeriesTransformerForPrediction,
 )
 
-from secondguess.continuous import forecast as forecasting
-from secondguess.continuous import verification
-from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Distribution, Gaussian, Index, StudentT
-from secondguess.continuous.drafters import ValueDrafter
-from secondguess.continuous.verification import ValueDraft
+from secondguess.beyond.forecasting import forecast as forecasting
+from secondguess.beyond.forecasting import verification
+from secondguess.beyond.forecasting.autoregression import AutoregressionDrafter
+from secondguess.beyond.forecasting.distributions import Distribution, Gaussian, Index, StudentT
+from secondguess.beyond.forecasting.drafters import ValueDrafter
+from secondguess.beyond.forecasting.verification import ValueDraft
 from secondguess.core import Row
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise

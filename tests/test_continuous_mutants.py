@@ -9,10 +9,10 @@ import torch
 
 from continuous_cases import Mixture, forecast_holds, reflection_holds, rules_hold, verification_holds
 from mutant_cases import Mutant, Patch, check, mutation_test
-from secondguess.continuous import forecast, verification
-from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Gaussian, StudentT
-from secondguess.runtime.forecaster import ForecastRuntime
+from secondguess.beyond.forecasting import forecast, verification
+from secondguess.beyond.forecasting.autoregression import AutoregressionDrafter
+from secondguess.beyond.forecasting.distributions import Gaussian, StudentT
+from secondguess.beyond.forecasting.forecaster import ForecastRuntime
 from secondguess.runtime.hashes import Purpose
 from secondguess.sampling.noise import KeyedNoise
 from test_mutants import purposes_share_numbers

@@ -19,7 +19,7 @@ REPOSITORY = PACKAGE.parents[1]
 FLOORS = (
     "errors", "preparation", "images", "files", "names", "validation", "builtin", "params", "core",
     "runtime", "sampling", "stats", "checkpoint", "prompts", "verifiers", "controllers", "heads", "drafters", "decode",
-    "workloads", "configuration", "continuous", "pairing", "engine", "api", "proof", "drop_in", "export", "server",
+    "workloads", "configuration", "pairing", "engine", "api", "beyond", "proof", "drop_in", "export", "server",
     "bench", "train", "cli", "__main__",
 )  # fmt: skip
 """Packages and modules, of which each may import those before it."""
@@ -119,7 +119,7 @@ def test_docstrings_begin_with_a_statement():
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("transformers", {"runtime", "checkpoint", "train", "bench", "drop_in"}),
+        ("transformers", {"runtime", "checkpoint", "train", "bench", "drop_in", "beyond"}),
         ("fastapi", {"server"}),
         ("typer", {"cli"}),
     ],

@@ -19,7 +19,7 @@ else:
 
 if TYPE_CHECKING:
     from secondguess.api import LLM, load
-    from secondguess.continuous.forecast import Forecast, forecast
+    from secondguess.beyond.forecasting.forecast import Forecast, forecast
     from secondguess.drop_in import custom_generate
     from secondguess.engine.generation import Output
     from secondguess.engine.text_scores import TextScore
@@ -58,10 +58,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Forecast": "continuous.forecast",
+    "Forecast": "beyond.forecasting.forecast",
     "LLM": "api",
     "Output": "engine.generation",
-    "forecast": "continuous.forecast",
+    "forecast": "beyond.forecasting.forecast",
     "load": "api",
     "custom_generate": "drop_in",
     "Grammar": "sampling",

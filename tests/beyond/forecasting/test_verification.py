@@ -17,7 +17,7 @@ from continuous_cases import (
     verification_holds,
     verified,
 )
-from secondguess.continuous.distributions import Gaussian
+from secondguess.beyond.forecasting.distributions import Gaussian
 
 ONE_DIMENSIONAL = [name for name in PAIRS if not name.endswith("2d")]
 EQUAL = [name for name in PAIRS if name.startswith("equal")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secondguess.continuous.drafters import Problem, StandardisedDrafter
+from secondguess.beyond.forecasting.drafters import Problem, StandardisedDrafter
 
 NUM_WAVES = 128
 """Number of random Fourier features of the lagged values (Rahimi and Recht 2007)."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "forecasting.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "forecasting.py"
 
 
 def test_without_statsmodels_the_extra_is_named(monkeypatch):

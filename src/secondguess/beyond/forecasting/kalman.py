@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.continuous.drafters import Problem, StandardisedDrafter, mean_by
+from secondguess.beyond.forecasting.drafters import Problem, StandardisedDrafter, mean_by
 
 LEVEL_RATIOS = (0.0, *(10.0**power for power in range(-3, 4)))
 SLOPE_RATIOS = (0.0, *(10.0**power for power in range(-5, 2)))

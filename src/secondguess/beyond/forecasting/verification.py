@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.continuous.distributions import Distribution, Gaussian
+from secondguess.beyond.forecasting.distributions import Distribution, Gaussian
 from secondguess.runtime.hashes import Purpose
 from secondguess.sampling.noise import KeyedNoise
 

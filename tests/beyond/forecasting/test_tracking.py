@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tracking.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tracking.py"
 
 
 def test_passes_are_saved_and_the_picture_shows_tracks(tmp_path, capsys):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.continuous.distributions import Distribution, Gaussian, StudentT
-from secondguess.continuous.verification import ValueDraft
-from secondguess.runtime.forecaster import ForecastModel, ForecastRuntime
+from secondguess.beyond.forecasting.distributions import Distribution, Gaussian, StudentT
+from secondguess.beyond.forecasting.forecaster import ForecastModel, ForecastRuntime
+from secondguess.beyond.forecasting.verification import ValueDraft
 from secondguess.runtime.hashes import Purpose
 from secondguess.sampling.noise import KeyedNoise
 

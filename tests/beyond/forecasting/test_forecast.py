@@ -6,9 +6,9 @@ import torch
 
 import secondguess
 from continuous_cases import HORIZON, CrudeDrafter, forecast_holds, series, tiny_forecaster
-from secondguess.continuous.kalman import KalmanDrafter
+from secondguess.beyond.forecasting.forecaster import ForecastRuntime
+from secondguess.beyond.forecasting.kalman import KalmanDrafter
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime.forecaster import ForecastRuntime
 
 pytestmark = pytest.mark.transformers
 

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Gaussian
-from secondguess.continuous.drafters import (
+from secondguess.beyond.forecasting.autoregression import AutoregressionDrafter
+from secondguess.beyond.forecasting.distributions import Gaussian
+from secondguess.beyond.forecasting.drafters import (
     ForecasterDrafter,
     Histories,
     Problem,
     ValueDrafter,
     make_distribution,
 )
-from secondguess.continuous.kalman import KalmanDrafter
-from secondguess.continuous.verification import ValueDraft, verify
+from secondguess.beyond.forecasting.forecaster import ForecastModel, ForecastRuntime, check_model
+from secondguess.beyond.forecasting.kalman import KalmanDrafter
+from secondguess.beyond.forecasting.verification import ValueDraft, verify
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Candidate, Draft, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.params import MAX_SAMPLES, SamplingParams
-from secondguess.runtime.forecaster import ForecastModel, ForecastRuntime, check_model
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.stats import Stats, StatsRecorder
 

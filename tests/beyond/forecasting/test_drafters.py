@@ -5,10 +5,10 @@ import torch
 
 import secondguess
 from continuous_cases import noise_of, series, tiny_forecaster
-from secondguess.continuous.autoregression import AutoregressionDrafter
-from secondguess.continuous.distributions import Gaussian
-from secondguess.continuous.drafters import Histories, Problem
-from secondguess.continuous.kalman import KalmanDrafter, filter_series
+from secondguess.beyond.forecasting.autoregression import AutoregressionDrafter
+from secondguess.beyond.forecasting.distributions import Gaussian
+from secondguess.beyond.forecasting.drafters import Histories, Problem
+from secondguess.beyond.forecasting.kalman import KalmanDrafter, filter_series
 
 
 def problem(values: torch.Tensor, lags=(1, 2)) -> Problem:

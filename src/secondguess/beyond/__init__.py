@@ -1,0 +1,1 @@
+"""Drafting and verification beside text: forecasts of time series."""
