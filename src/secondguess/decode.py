@@ -390,8 +390,8 @@ def _prefill_rows(
 ) -> list[Row]:
     """Prefill admitted rows as far as the limit allows; return those whose prompts are cached now.
 
-    Rows are prefilled in their order. Where the limit is reached, up to half of what is left goes to the row
-    that needs the fewest tokens, so that a short prompt does not wait for the end of a long one.
+    Rows are prefilled in their order. Where the limit is reached, up to three quarters of what is left go to the
+    row that needs the fewest tokens, so that a short prompt does not wait for the end of a long one.
 
     Args:
         rows: rows whose prompts are not cached. Of those with the same prompt, one is prefilled.
@@ -411,9 +411,8 @@ def _prefill_rows(
     if following and left:
         shortest = min(following, key=target.num_to_prefill)
         if shortest is not following[0]:
-            left -= _prefill(components, [shortest], hidden, -(-left // 2))
-        if target.num_to_prefill(shortest):  # else it need not wait for more than its own prompt
-            _prefill(components, following[:1], hidden, left)
+            left -= _prefill(components, [shortest], hidden, -(-3 * left // 4))
+        _prefill(components, following[:1], hidden, left)
     for first, *others in by_prompt.values():
         if others and not target.num_to_prefill(first):
             _copy_prefill(components, first, others, hidden)

@@ -28,7 +28,8 @@ from secondguess.sampling import SamplingParams
 def measured(round_seconds: float, token_seconds: float) -> PrefillBudget:
     budget = PrefillBudget()
     budget.add_round(round_seconds)
-    budget.add_prefill(100, 100 * token_seconds)
+    budget.add_prefill(100, 100 * token_seconds, num_decoding=0)
+    budget.add_prefill(8, 8 * token_seconds, num_decoding=1)
     return budget
 
 
@@ -37,6 +38,13 @@ def test_a_prefill_alone_ends_in_time_for_a_row_that_arrives() -> None:
     assert measured(0.001, 0.001).max_tokens(0) == MIN_TOKENS_ALONE
     assert measured(1.0, 0.001).max_tokens(0) == MAX_TOKENS
     assert PrefillBudget().max_tokens(0) == MAX_TOKENS
+    assert measured(0.1, 0.001).max_tokens(0, rows_may_arrive=False) == MAX_TOKENS
+
+
+def test_short_prompts_do_not_shorten_the_prefill_of_long_ones() -> None:
+    budget = measured(0.1, 0.001)
+    budget.add_prefill(MIN_TOKENS_ALONE - 1, 1.0, num_decoding=0)
+    assert budget.max_tokens(0) == measured(0.1, 0.001).max_tokens(0)
 
 
 def test_a_prefill_takes_the_maximum_delay_while_rows_decode() -> None:
@@ -59,7 +67,7 @@ def test_the_number_of_tokens_is_bounded() -> None:
 def test_averages_follow_the_measurements() -> None:
     budget = measured(0.1, 0.001)
     for _ in range(30):
-        budget.add_prefill(10, 10 * 0.002)
+        budget.add_prefill(10, 10 * 0.002, num_decoding=1)
     assert budget.max_tokens(1) * 0.002 == pytest.approx(MAX_DELAY * 0.1, rel=0.1)
 
 
@@ -95,7 +103,7 @@ def test_a_long_prompt_delays_no_token_of_other_rows_by_more_than_three_rounds(
     llm = load(str(write_llama(tmp_path, seed=0, max_position_embeddings=4096)), "none", dtype="float32")
     clock = SimulatedTime(llm.target.runtime, monkeypatch)
     if not is_bounded:
-        monkeypatch.setattr(PrefillBudget, "max_tokens", lambda self, num_decoding, spent: None)
+        monkeypatch.setattr(PrefillBudget, "max_tokens", lambda *_: None)
     params = SamplingParams(max_tokens=60, min_tokens=60)
     streams = RowGroup([Row([row, 5, 6], params) for row in range(1, 9)], list)
     late = RowGroup([Row([7, 8] * 1000, params)], list)
@@ -136,3 +144,19 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(
     assert ends[0] - arrival <= 10
     assert max(after - before for before, after in pairwise(ends)) <= 3
     assert not long.rows[0].num_output
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(str(write_llama(tmp_path, seed=0, max_position_embeddings=8192)), "none", dtype="float32")
+    clock = SimulatedTime(llm.target.runtime, monkeypatch)
+    params = SamplingParams(max_tokens=1)
+    llm.generate([5, 6, 7], params)
+    long = RowGroup([Row([7, 8] * 1000, params)], list)
+    llm.shared_batch.submit(long)
+    alone = 2000 / 100
+    while not long.rows[0].finished:
+        llm.shared_batch.submit(RowGroup([Row([9] * 30, params)], list))
+        llm.shared_batch.step()
+        assert clock.now < 20 * alone

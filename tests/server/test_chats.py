@@ -131,6 +131,19 @@ def test_a_reply_that_was_cut_is_continued(client, engine):
     assert prompt_text(engine).startswith("# system: Be brief.\n# user: Add two numbers.\n\ndef add(\n")
 
 
+def test_the_last_spaces_of_a_reply_that_is_continued_are_kept(client, engine):
+    source = engine.llm.target.tokenizer.chat_template
+    engine.llm.target.tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.content | trim }}]{% endfor %}"
+    )
+    try:
+        beginning = {"role": "assistant", "content": "Sure:\n\n"}
+        chat(client, messages=[*MESSAGES, beginning], extra_body={"continue_final_message": True})
+        assert prompt_text(engine) == "[Be brief.][Add two numbers.][Sure:\n\n"
+    finally:
+        engine.llm.target.tokenizer.chat_template = source
+
+
 @pytest.mark.parametrize(
     ("last", "fields"),
     [

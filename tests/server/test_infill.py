@@ -190,3 +190,11 @@ def test_a_model_without_tokens_for_the_middle_is_refused(http):
     reply = http.post("/infill", json=BODY)
     assert reply.status_code == 400
     assert "use /v1/completions" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("limit", [{}, {"n_predict": -1}, {"n_predict": None}], ids=str)
+def test_without_a_limit_other_files_leave_a_quarter_of_the_context(coder, limit):
+    body = {name: value for name, value in BODY.items() if name != "n_predict"}
+    files = [{"filename": "a.py", "text": "a = 1\n" * 2000}]
+    assert coder[1].post("/infill", json={**body, **limit, "input_extra": files}).status_code == 200
+    assert len(coder[0].last.prompt) == CONTEXT - 1 - CONTEXT // 4

@@ -45,7 +45,9 @@ def test_a_server_can_have_several_names_with_slashes():
         assert client.models.retrieve("org/model").id == "org/model"
         for name in names:
             assert client.completions.create(model=name, prompt="x").model == name
-        with pytest.raises(openai.BadRequestError, match="expected no suffix for org/model"):
+        with pytest.raises(
+            openai.BadRequestError, match="fill-in-the-middle tokens for a suffix, got that of org/model"
+        ):
             client.completions.create(model="alias", prompt="x", suffix="y")
 
 
@@ -143,3 +145,13 @@ def test_the_documentation_of_the_routes_is_a_page(http):
     page = http.get("/docs")
     assert page.status_code == 200
     assert "/openapi.json" in page.text
+    assert "<script" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for word in (
+        "POST /v1/completions",
+        "POST /infill",
+        "GET /health",
+        "continue_final_message",
+        "input_prefix",
+    ):
+        assert word in page.text

@@ -224,3 +224,8 @@ def test_prompt_log_probabilities_are_reported_by_token_as_vllm_does(served):
 def test_a_stream_of_prompt_log_probabilities_is_refused(served, fields):
     with pytest.raises(openai.BadRequestError, match="expected no stream"):
         complete(served[1], stream=True, **fields)
+
+
+def test_a_prompt_is_scored_once(served):
+    with pytest.raises(openai.BadRequestError, match="expected n of 1"):
+        complete(served[1], echo=True, logprobs=0, n=2)

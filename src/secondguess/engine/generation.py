@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 from weakref import proxy
 
 from secondguess.checkpoint import memory
@@ -43,6 +44,7 @@ class Output:
         index: index among the `n` samples of the prompt.
         prompt_logprobs: per token of the prompt from the second on, if the request asks for them; else empty.
             The samples of a prompt share them.
+        stop_string: string of `stop` that has ended the text; empty if none has.
     """
 
     text: str
@@ -54,6 +56,7 @@ class Output:
     logprobs: list[TokenLogprob]
     index: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop_string: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,10 @@ class Generation:
         self.group.receive = partial(Generation._receive_tokens, proxy(self))
         for _ in self.rounds():
             pass
-        return self.outputs()
+        outputs, tokenizer = self.outputs(), self._llm.target.tokenizer
+        of_prompts = {id(output.prompt_logprobs): output.prompt_logprobs for output in outputs}
+        texts = {key: [with_texts(each, tokenizer) for each in known] for key, known in of_prompts.items()}
+        return [replace(output, prompt_logprobs=texts[id(output.prompt_logprobs)]) for output in outputs]
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
         for pieces in self.rounds():
@@ -201,7 +207,7 @@ class Generation:
         for commit in commits:
             sample = self._samples[commit.row]
             sample.drafted += commit.drafted
-            sample.logprobs += map(self._with_texts, commit.logprobs)
+            sample.logprobs += [with_texts(each, self._llm.target.tokenizer) for each in commit.logprobs]
         return []
 
     def _receive(self, commits: Sequence[Commit]) -> list[NewPiece]:
@@ -232,7 +238,7 @@ class Generation:
         return held
 
     def outputs(self) -> list[Output]:
-        """Return one output per row, in order."""
+        """Return one output per row, in order; the log-probabilities of prompts, which may be long, have no texts."""
         self.flush()
         return [
             Output(
@@ -244,16 +250,18 @@ class Generation:
                 stats=self._llm.shared_batch.components.recorder.of(sample.row),
                 logprobs=list(sample.logprobs),
                 index=sample.row.sample_index,
-                prompt_logprobs=list(map(self._with_texts, sample.first.prompt_logprobs or ())),
+                prompt_logprobs=sample.first.prompt_logprobs or [],
+                stop_string=sample.detokenizer.stop_string,
             )
             for sample in self._samples.values()
         ]
 
-    def _with_texts(self, logprob: TokenLogprob) -> TokenLogprob:
-        tokenizer = self._llm.target.tokenizer
-        alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
-        text = text_of_token(tokenizer, logprob.token)
-        return replace(logprob, text=text, alternative_texts=alternative_texts)
+
+def with_texts(logprob: TokenLogprob, tokenizer: Any) -> TokenLogprob:
+    """Return a log-probability with the texts of the token and of its alternatives."""
+    alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
+    text = text_of_token(tokenizer, logprob.token)
+    return replace(logprob, text=text, alternative_texts=alternative_texts)
 
 
 def _guided_drafter_error(drafter: str) -> BadInputError:

@@ -25,32 +25,35 @@ class PrefillBudget:
 
     def __init__(self) -> None:
         self._round_seconds = 0.0
-        self._token_seconds = 0.0
+        self._token_seconds = {True: 0.0, False: 0.0}  # beside rows that decode, in short passes; and alone
 
-    def max_tokens(self, num_decoding: int, spent: float = 0.0) -> int:
+    def max_tokens(self, num_decoding: int, spent: float = 0.0, rows_may_arrive: bool = True) -> int:
         """Return the maximum number of tokens to prefill before the next round.
 
         Args:
             num_decoding: number of rows that wait for the prefill.
             spent: seconds that they have waited already.
+            rows_may_arrive: False if no other row can arrive during the prefill.
         """
-        if not self._round_seconds:
+        if not self._round_seconds or not (num_decoding or rows_may_arrive):
             return MAX_TOKENS
         delay = (
             MAX_DELAY * self._round_seconds - spent if num_decoding else ARRIVAL_DELAY * self._round_seconds
         )
         fewest = MIN_TOKENS if num_decoding else MIN_TOKENS_ALONE
-        tokens = int(delay / self._token_seconds) if self._token_seconds else fewest
+        token_seconds = self._token_seconds[num_decoding > 0]
+        tokens = int(delay / token_seconds) if token_seconds else fewest
         return min(max(tokens, fewest), MAX_TOKENS)
 
     def add_round(self, seconds: float) -> None:
         """Add the duration of a round."""
         self._round_seconds = _averaged(self._round_seconds, seconds)
 
-    def add_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Add the duration of a prefill."""
-        if num_tokens:
-            self._token_seconds = _averaged(self._token_seconds, seconds / num_tokens)
+    def add_prefill(self, num_tokens: int, seconds: float, num_decoding: int) -> None:
+        """Add the duration of a prefill; of those for which no row waits, short ones say nothing of longer ones."""
+        is_beside = num_decoding > 0
+        if num_tokens >= (1 if is_beside else MIN_TOKENS_ALONE):
+            self._token_seconds[is_beside] = _averaged(self._token_seconds[is_beside], seconds / num_tokens)
 
 
 def _averaged(average: float, value: float) -> float:

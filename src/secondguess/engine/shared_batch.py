@@ -161,14 +161,14 @@ class SharedBatch:
                     return None
                 with self.between_rounds():
                     if not group.results and not group.is_done:
-                        self._step()
+                        self._step(rows_may_arrive=False)
         finally:
             group.num_callers_waiting -= 1
 
     def step(self) -> None:
         """Run one round for all groups that take part in it; for a thread that serves them all."""
         with self.between_rounds():
-            self._step()
+            self._step(rows_may_arrive=True)
 
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
@@ -193,12 +193,12 @@ class SharedBatch:
         finally:
             self._is_busy = False
 
-    def _step(self) -> None:
+    def _step(self, rows_may_arrive: bool) -> None:
         with self._busy(), without_defaults_of_caller(self.components.target.device):
             try:
                 start = time.perf_counter()
                 self._join()
-                self._prefill(time.perf_counter() - start)
+                self._prefill(time.perf_counter() - start, rows_may_arrive)
                 self._prefill_drafter()
                 self._run()
             finally:
@@ -223,13 +223,14 @@ class SharedBatch:
                 with self._failing([group]):
                     self._batch.add(rows)
 
-    def _prefill(self, spent: float) -> None:
+    def _prefill(self, spent: float, rows_may_arrive: bool) -> None:
         """Prefill rows that have joined, as many tokens as other rows can wait for.
 
         `spent` is the seconds since the last round.
         """
         batch, target = self._batch, self.components.target
-        batch.max_prefill_tokens = self._budget.max_tokens(len(self._running()), spent)
+        num_decoding = len(self._running())
+        batch.max_prefill_tokens = self._budget.max_tokens(num_decoding, spent, rows_may_arrive)
         rows = self._taking_part(batch.prefilling)
         if not rows:
             return
@@ -239,7 +240,7 @@ class SharedBatch:
             try:
                 commits = batch.prefill(rows)
                 num_tokens = target.num_prefilled + _num_scored(rows) - before
-                self._budget.add_prefill(num_tokens, time.perf_counter() - start)
+                self._budget.add_prefill(num_tokens, time.perf_counter() - start, num_decoding)
                 self._deliver(commits)
             except Exception as error:
                 if len(groups) == 1:

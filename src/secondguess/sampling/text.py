@@ -227,6 +227,9 @@ class StreamingDetokenizer:
         stop: strings that end the text, none of them empty.
         min_tokens: number of tokens before which no stop string ends the text.
         include_stop: leave the stop string that ends the text in it.
+
+    Attributes:
+        stop_string: the one that has ended the text; empty if none has.
     """
 
     def __init__(
@@ -237,6 +240,7 @@ class StreamingDetokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
+        self.stop_string = ""
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids)
@@ -296,6 +300,7 @@ class StreamingDetokenizer:
         search = self._search
         if search.match and finish_reason == "stop":
             start, end = search.match
+            self.stop_string = search.held[start:end]
             return end if self._include_stop else start
         rest = self._decoder.flush()
         search.held += rest

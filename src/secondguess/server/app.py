@@ -20,6 +20,7 @@ from secondguess.server import chats, completions, infills, model_routes, respon
 from secondguess.server.errors import ApiError, api_error, validation_error
 from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.playground import playground_routes
+from secondguess.server.reference import show_reference
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
@@ -37,11 +38,12 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings)
-    app = FastAPI(title="secondguess", version=__version__, redoc_url=None)
+    app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     for module in (completions, infills, chats, responses, model_routes):
         app.include_router(module.router)
     app.include_router(playground_routes(), include_in_schema=False)
+    app.add_route("/docs", show_reference)
     app.add_middleware(
         Gate,
         keys=KeyRing(settings.api_keys),

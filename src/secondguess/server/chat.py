@@ -140,6 +140,12 @@ class ChatTemplate:
                 "template_error",
             ) from error
         check_characters(self._target, text)
+        if conversation.continues and not conversation.has_images:
+            content = messages[-1]["content"]
+            spaces = content[len(content.rstrip()) :] if isinstance(content, str) else ""
+            # Templates that trim a message would let the model write its last spaces again.
+            whole = text if text.endswith(content) else text + spaces
+            return EncodedPrompt(self._tokenizer(whole, add_special_tokens=False, verbose=False).input_ids)
         if not conversation.has_images:
             return EncodedPrompt(render(return_dict=False, tokenizer_kwargs={"verbose": False}))
         try:

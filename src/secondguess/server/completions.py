@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
+from secondguess.engine.generation import with_texts
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
@@ -49,17 +50,18 @@ def _completion(
 ) -> Json:
     choices = []
     for index, output in enumerate(outputs):
-        prompt_index = index // job.params.n
+        prompt_index, tokenizer = index // job.params.n, service.target.tokenizer
         echo = job.echo[prompt_index] if job.echo else ""
+        of_prompt = [with_texts(each, tokenizer) for each in output.prompt_logprobs]
         logprobs = None
         if request.logprobs is not None and job.echo:
-            first = text_of_token(service.target.tokenizer, job.prompts[prompt_index][0])
-            logprobs = echoed_logprobs(first, [*output.prompt_logprobs, *output.logprobs])
+            first = text_of_token(tokenizer, job.prompts[prompt_index][0])
+            logprobs = echoed_logprobs(first, [*of_prompt, *output.logprobs])
         elif request.logprobs is not None:
             logprobs = completion_logprobs(output.logprobs, 0)
         choice = _choice(index, echo + output.text, logprobs, finish_reason(output))
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [None, *map(logprobs_by_token, output.prompt_logprobs)]
+            choice["prompt_logprobs"] = [None, *map(logprobs_by_token, of_prompt)]
         choices.append(choice)
     more = requested_statistics(request, job.prompts, outputs)
     return head.reply(choices, usage=usage(job.prompts, outputs), **more)

@@ -79,7 +79,8 @@ class Converter:
     def _special_tokens(self) -> dict[str, int]:
         """Ids of special tokens by their texts; outputs lack these texts, so that a stop string which is one needs the id."""
         added = self._target.tokenizer.added_tokens_decoder
-        return {token.content: index for index, token in added.items() if token.special}
+        known = self._target.num_input_tokens
+        return {token.content: index for index, token in added.items() if token.special and index < known}
 
     def with_defaults(self, request: RequestType) -> RequestType:
         """Return a request whose sampling settings that are left out have the server's defaults."""
@@ -99,6 +100,11 @@ class Converter:
             )
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             request = request.model_copy(update={"prompt_logprobs": request.logprobs})
+        if request.prompt_logprobs is not None and (request.n or 1) > 1:
+            raise refused(
+                "n",
+                f"expected n of 1 together with log-probabilities of the prompt, got {request.n}; send them once",
+            )
         if request.prompt_logprobs is not None and request.stream:
             name = "echo" if request.echo else "prompt_logprobs"
             raise refused(
@@ -122,7 +128,8 @@ class Converter:
         prefix = request.input_prefix + request.prompt
         for text in (prefix, request.input_suffix, *(text for _, text in files)):
             check_characters(self._target, text)
-        prompts = [encode_infill(self._target, prefix, request.input_suffix, files, request.n_predict or 0)]
+        reserved = self._target.context_length // 4 if request.n_predict is None else request.n_predict
+        prompts = [encode_infill(self._target, prefix, request.input_suffix, files, reserved)]
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
         params = self._params(request, prompts, request.n_predict, "n_predict", None, grammar)
         return Job(prompts, params if request.ignore_eos else self._ended_by_files(params))

@@ -65,8 +65,8 @@ def encode_infill(
     if tokens is None:
         raise refused(
             "suffix",
-            f"expected no suffix for {target.name}, whose tokenizer has no fill-in-the-middle tokens; use /v1/completions "
-            "without it",
+            f"expected a tokenizer with fill-in-the-middle tokens for a suffix, got that of {target.name}; use "
+            "/v1/completions without one",
             "unsupported_parameter",
         )
     before_prefix, before_suffix, before_middle = (vocab[name] for name in tokens)

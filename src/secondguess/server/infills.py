@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.engine import Output
+from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.convert import Job
 from secondguess.server.replies import Json, finish_reason, timings
@@ -48,11 +49,10 @@ async def _events(stream: RequestStream, build: Any) -> AsyncIterator[bytes]:
 def _reply(service: Service, request: InfillRequest, model: str, job: Job, outputs: Sequence[Output]) -> Json:
     """Return the reply in llama.cpp's form, or the fields of it that the request names."""
     (output,) = outputs
-    whole = service.target.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-    included, end = job.params.include_stop_str_in_output, len(output.text)
-    word = next(
-        (stop for stop in job.params.stop if whole.startswith(stop, max(0, end - included * len(stop)))), ""
-    )
+    word = output.stop_string
+    if not word and output.token_ids:  # the text lacks special tokens
+        last = text_of_token(service.target.tokenizer, output.token_ids[-1])
+        word = last if last in job.params.stop else ""
     is_cut = finish_reason(output) == "length"
     reply = {
         "index": 0,

@@ -14,7 +14,7 @@ from secondguess.engine import Output
 from secondguess.sampling.text import REPLACEMENT, Piece, text_of_tokens
 from secondguess.server.metrics import speculative_decoding
 from secondguess.server.parsing import Delta
-from secondguess.server.schemas import Extensions
+from secondguess.server.schemas import Sampling
 
 Json = dict[str, Any]
 
@@ -80,7 +80,7 @@ def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reaso
 
 
 def requested_statistics(
-    request: Extensions, prompts: Sequence[Sequence[int]], outputs: Sequence[Output]
+    request: Sampling, prompts: Sequence[Sequence[int]], outputs: Sequence[Output]
 ) -> Json:
     """Return the fields that `report` and `timings_per_token` add to a reply."""
     found = report(outputs) if request.report else {}

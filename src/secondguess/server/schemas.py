@@ -228,9 +228,6 @@ class Extensions(Body):
     guided_grammar: None = unsupported("it is in another notation; use structured_outputs.grammar")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Literal[True] | None = None
-    timings_per_token: bool | None = Field(
-        default=None, description="add llama.cpp's timings to the reply, or to the last chunk of a stream"
-    )
     report: bool | None = Field(
         default=None, description="add statistics of speculative decoding to the reply"
     )
@@ -256,6 +253,9 @@ class Sampling(Extensions):
     temperature: float | None = Field(default=None, description="0 is greedy; by default the model's, or 1")
     top_p: float | None = None
     user: str | None = Field(default=None, description="written to the server's log with the request's id")
+    timings_per_token: bool | None = Field(
+        default=None, description="add llama.cpp's timings to the reply, or to the last chunk of a stream"
+    )
 
 
 class CompletionRequest(Sampling):

@@ -15,8 +15,8 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_all_lexers, get_lexer_by_name
 
-MAX_MARKDOWN_BYTES = 2**18
-"""Size of a text that is rendered; it takes about a second in the worst case, without coloured code."""
+MAX_MARKDOWN_BYTES = 2**17
+"""Size of a text that is rendered; it takes up to two seconds in the worst case known, without coloured code."""
 MAX_COLOURED_TEXT = 2**15
 """Length of a text in which code is coloured."""
 MAX_COLOURED_CODE = 4_000

@@ -36,7 +36,7 @@ function isMessage(message) {
 
 function isConversation(conversation) {
   return typeof conversation?.id === 'string' && Array.isArray(conversation.messages)
-    && conversation.messages.length > 0 && conversation.messages.every(isMessage);
+    && conversation.messages[0]?.role === 'user' && conversation.messages.every(isMessage);
 }
 
 /** Return the stored conversations, the newest first; what another version has stored is left out. */
