@@ -40,7 +40,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
 def _table(schema: Mapping[str, Any]) -> Iterator[str]:
     yield "| field | type | |\n|---|---|---|"
     required = schema.get("required", ())
-    for name, field in schema["properties"].items():
+    for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
         kind = _kind(field) or "refused"
         remark = field.get("description", "").replace("|", "\\|")
         yield f"| `{name}` | {kind}{', required' if name in required else ''} | {remark} |"
