@@ -213,7 +213,8 @@ def test_the_built_in_pair_is_tuned_from_the_command_line(secondguess_command, t
     )
     assert done.code == 0, done.err
     assert "- batch size 1: " in done.err
-    assert place.read_text().startswith("# Configuration: drafter ")
+    # Beside other work, plain decoding may be the fastest.
+    assert place.read_text().startswith(("# Configuration: drafter ", "# Configuration: plain decoding "))
     written = tomllib.loads(place.read_text())
     assert written["load"]["model"] == "builtin"
     assert written["tuned"]["num_threads"] == 1

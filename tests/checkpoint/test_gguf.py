@@ -22,7 +22,7 @@ from secondguess.checkpoint.loader import load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
-from secondguess.errors import CheckpointError, SecondGuessError
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8, INT8_GROUPS
@@ -57,6 +57,17 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
     loaded.runtime.begin([row])
     found = loaded.runtime.score([row], Draft.empty(1)).logits[0, 0]
     assert (found - expected).norm() < (0.04 if bits is None else 0.06) * expected.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_weights_that_are_stored_quantised_are_not_quantised_again(quantize, tmp_path):
+    file, _ = write(tmp_path, "Q8_0")
+    with pytest.raises(BadInputError, match="whose weights are all stored quantised"):
+        Checkpoint.resolve(file, device="cpu", quantize=quantize)
+    (tmp_path / "other").mkdir()
+    file, _ = write(tmp_path / "other", "F16")
+    assert Checkpoint.resolve(file, device="cpu", quantize=quantize).runtimes[0] == "native"
 
 
 LLAMA_3 = {

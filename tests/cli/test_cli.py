@@ -849,18 +849,23 @@ def test_score_compares_formats_of_weights(secondguess_command, tmp_path, draft_
         stdin=text.encode(),
     )
     assert done.code == 0, done.err
-    plain, quantised = json.loads(done.out)
+    plain, again, quantised, _ = json.loads(done.out)
+    assert (plain["text"], again["text"], again["logprob"]) == (
+        str(tmp_path / "text.py"),
+        "-",
+        plain["logprob"],
+    )
     llm = load(drafter="none")
     score = llm.score(text, window=9)
-    assert plain["num_tokens"] == quantised["num_tokens"] == 2 * len(score.logprobs)
-    assert plain["logprob"] == pytest.approx(2 * score.logprob, abs=0.05)
+    assert plain["num_tokens"] == quantised["num_tokens"] == len(score.logprobs)
+    assert plain["logprob"] == pytest.approx(score.logprob, abs=0.05)
     assert plain["perplexity"] == pytest.approx(score.perplexity, rel=0.01)
     assert plain["bits_per_byte"] == pytest.approx(-score.logprob / math.log(2) / len(text), rel=0.01)
     assert plain["mean_change"] == 0 < quantised["mean_change"] < 0.5
     assert plain["runtime"] != quantised["runtime"]
     table = secondguess_command("score", str(tmp_path / "text.py"), "--window", "9")
     _, figures = table.out.splitlines()
-    assert float(figures.split()[2]) == pytest.approx(score.perplexity, rel=0.01)
+    assert float(figures.split()[3]) == pytest.approx(score.perplexity, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -869,7 +874,7 @@ def test_score_compares_formats_of_weights(secondguess_command, tmp_path, draft_
         (b"", [], "got nothing"),
         (b"\xff", [], "UTF-8"),
         (b"x = 1", ["--window", "1"], "window of at least 2"),
-        (b"x", [], "at least 2 tokens"),
+        (b"x", [], "text: expected a text of at least 2 tokens"),
     ],
 )
 def test_what_cannot_be_scored_is_one_error(secondguess_command, tmp_path, content, arguments, words):

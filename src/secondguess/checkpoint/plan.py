@@ -144,6 +144,11 @@ class Checkpoint:
             needs_kernels,
         )
         by_kernels = "native" in found.runtimes  # raises an error if no runtime covers the model
+        if quantize is not None and by_kernels and source.is_quantised_throughout:
+            raise BadInputError(
+                f"expected a checkpoint with weights to quantise, for quantize={quantize!r}, got {found.name}, whose weights "
+                "are all stored quantised, and which the kernels keep as they are; leave it out"
+            )
         if quantize is not None and not by_kernels and not found.quantises_linears:
             require_torchao()
         return found

@@ -214,6 +214,11 @@ class Source(ABC):
     def count_stored(self, device: torch.device) -> dict[WeightFormat, int]:
         """Return the number of weights of linear layers that the kernels keep as they are stored, by encoding."""
 
+    @property
+    def is_quantised_throughout(self) -> bool:
+        """True if no weights are left that another encoding could change."""
+        return False
+
     @abstractmethod
     def weights(self, device: torch.device, by_expert: bool = True) -> WeightSource:
         """Return the weights, to be read one by one; `has_single_weights` must be true.
@@ -394,6 +399,10 @@ class GgufSource(Source):
 
     def count_stored(self, device: torch.device) -> dict[WeightFormat, int]:
         return count_stored(self.file)
+
+    @property
+    def is_quantised_throughout(self) -> bool:
+        return all(tensor.is_quantised for tensor in self.file.tensors.values() if len(tensor.shape) > 1)
 
     def weights(self, device: torch.device, by_expert: bool = True) -> WeightSource:
         return GgufWeights(self.file, self.config)

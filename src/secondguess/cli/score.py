@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,12 +12,14 @@ from typer import Argument, Context
 
 from secondguess.cli import options
 from secondguess.cli.options import model_option, panel
-from secondguess.cli.output import print_json
+from secondguess.cli.output import print_json, print_note
 from secondguess.cli.progress import load_with_progress, progress_bar
-from secondguess.cli.prompts import read_input
+from secondguess.cli.prompts import error_source, read_input
 
 text_option = panel("Texts")
 DEFAULT_WINDOW = 2048
+MANY_CHARACTERS = 5_000_000
+"""Length of a text whose tokenization takes seconds."""
 
 
 def score(
@@ -63,13 +65,15 @@ def score(
     difference of a token's log-probability. --draft-length shows that verification
     computes the same as plain decoding.
     """
-    texts = [read_input(name) for name in files]
+    texts = {name: read_input(name) for name in files}
     settings = options.load_settings_and_tuned(context, config)[0] | {"drafter": "none"}
     for name in ("controller", "verifier", "drafter_quantize", "share_history"):
         settings.pop(name, None)
     formats = [settings.pop("quantize", None), *(compare or ())]
     found = [_score_weights({**settings, "quantize": each}, texts, window, draft_length) for each in formats]
-    records = [result.compared_with(found[0]) for result in found]
+    records = [
+        own.compared_with(first) for scores in found for own, first in zip(scores, found[0], strict=True)
+    ]
     if json:
         print_json(records)
     else:
@@ -79,15 +83,17 @@ def score(
 
 @dataclass(frozen=True)
 class WeightScore:
-    """Log-probabilities of texts with weights in one format.
+    """Log-probabilities of a text with weights in one format.
 
     Args:
+        text: name of the text.
         runtime: name of the runtime, with the format of the weights.
-        num_bytes: size of the texts.
+        num_bytes: size of the text.
         logprobs: per token.
         seconds: time taken.
     """
 
+    text: str
     runtime: str
     num_bytes: int
     logprobs: list[float]
@@ -98,6 +104,7 @@ class WeightScore:
         total, count = math.fsum(self.logprobs), len(self.logprobs)
         changes = [abs(own - other) for own, other in zip(self.logprobs, first.logprobs, strict=True)]
         return {
+            "text": self.text,
             "runtime": self.runtime,
             "num_tokens": count,
             "logprob": total,
@@ -109,28 +116,41 @@ class WeightScore:
 
 
 def _score_weights(
-    settings: dict[str, Any], texts: Sequence[str], window: int | None, draft_length: int | None
-) -> WeightScore:
+    settings: dict[str, Any], texts: Mapping[str, str], window: int | None, draft_length: int | None
+) -> list[WeightScore]:
+    """Return the scores of each text."""
     llm = load_with_progress(settings)
     from secondguess.engine.text_scores import windows_of
 
     size = min(DEFAULT_WINDOW, llm.target.runtime.context_length) if window is None else window
-    parts = [part for text in texts for part in windows_of(llm.target.encode(text), size)]
-    logprobs: list[float] = []
-    start = time.perf_counter()
+    windows = {}
+    for name, text in texts.items():
+        if len(text) > MANY_CHARACTERS:
+            print_note(f"tokenizing {name} ({len(text) / 1e6:.0f} million characters)")
+        with error_source(name):
+            windows[name] = windows_of(llm.target.encode(text), size)
+    num_done, num_windows = 0, sum(map(len, windows.values()))
+    scores = []
     with progress_bar("scoring") as show:
-        for index, part in enumerate(parts):
-            show(index, len(parts), "scoring")
-            logprobs += [token.logprob for token in llm.score(part, draft_length=draft_length).logprobs]
-    num_bytes = sum(len(text.encode()) for text in texts)
-    return WeightScore(llm.target.runtime_description, num_bytes, logprobs, time.perf_counter() - start)
+        for name, parts in windows.items():
+            logprobs: list[float] = []
+            start = time.perf_counter()
+            for part in parts:
+                show(num_done, num_windows, "scoring")
+                logprobs += [token.logprob for token in llm.score(part, draft_length=draft_length).logprobs]
+                num_done += 1
+            size_of_text, seconds = len(texts[name].encode()), time.perf_counter() - start
+            scores.append(WeightScore(name, llm.target.runtime_description, size_of_text, logprobs, seconds))
+    return scores
 
 
 def _table(records: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'runtime':<28}{'tokens':>9}{'perplexity':>12}{'bits/byte':>11}{'change':>9}{'tokens/s':>10}"]
-    lines += [
-        f"{record['runtime']:<28}{record['num_tokens']:>9,}{record['perplexity']:>12.4f}{record['bits_per_byte']:>11.4f}"
-        f"{record['mean_change']:>9.4f}{record['tokens_per_second']:>10.0f}"
-        for record in records
-    ]
+    head = f"{'tokens':>9}{'perplexity':>12}{'bits/byte':>11}{'change':>9}{'tokens/s':>10}"
+    lines = [f"{'text':<20} {'runtime':<28}{head}"]
+    for record in records:
+        figures = (
+            f"{record['perplexity']:>12.4f}{record['bits_per_byte']:>11.4f}{record['mean_change']:>9.4f}"
+        )
+        counts = f"{record['num_tokens']:>9,}{figures}{record['tokens_per_second']:>10.0f}"
+        lines.append(f"{record['text'][-20:]:<20} {record['runtime']:<28}{counts}")
     return "\n".join(lines)

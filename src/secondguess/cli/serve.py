@@ -97,8 +97,8 @@ def serve(
 ) -> int:
     """Serve a model with OpenAI's API.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize,
-    /detokenize, /health, /ready and /metrics. The first signal (Ctrl-C, SIGTERM) finishes the
+    Endpoints: / (a page with chats), /v1/chat/completions, /v1/completions, /v1/responses, /infill,
+    /v1/models, /tokenize, /detokenize, /health, /ready, /metrics and /docs. The first signal (Ctrl-C, SIGTERM) finishes the
     requests in progress, a second one ends them.
     """
     _require_libraries()

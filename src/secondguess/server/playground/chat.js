@@ -87,7 +87,7 @@ async function receive(messages, reply, fields) {
   });
   const hasReplied = Boolean(tally.text || tally.reasoning || tally.stats);
   if (hasReplied) {
-    reply.stats = statsOf(tally);
+    reply.stats = joinedStats(reply.stats, statsOf(tally));
   } else {
     reply.ending = ending;
     target.messages = before;
@@ -105,6 +105,20 @@ function statsOf({ stats, numTokens }) {
     tokensPerSecond: stats.tokens_per_second,
     share: stats.num_accepted / stats.num_tokens,
     tokensPerPass: stats.acceptance_length,
+  };
+}
+
+/** Return the statistics of a reply and of its continuation. */
+function joinedStats(before, after) {
+  if (!before || !after) return after;
+  const parts = [before, after];
+  const numTokens = before.numTokens + after.numTokens;
+  const sum = (value) => parts.reduce((total, part) => total + value(part), 0);
+  return {
+    numTokens,
+    tokensPerSecond: numTokens / sum((part) => part.numTokens / part.tokensPerSecond),
+    share: sum((part) => part.share * part.numTokens) / numTokens,
+    tokensPerPass: numTokens / sum((part) => part.numTokens / part.tokensPerPass),
   };
 }
 
