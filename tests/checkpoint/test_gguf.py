@@ -62,11 +62,11 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
 @needs_kernels
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_weights_that_are_stored_quantised_are_not_quantised_again(quantize, tmp_path):
-    file, _ = write(tmp_path, "Q8_0")
+    file, _ = write(tmp_path, "Q8_0", tied=True)
     with pytest.raises(BadInputError, match="whose weights are all stored quantised"):
         Checkpoint.resolve(file, device="cpu", quantize=quantize)
     (tmp_path / "other").mkdir()
-    file, _ = write(tmp_path / "other", "F16")
+    file, _ = write(tmp_path / "other", "Q8_0")  # its embeddings and its head are not
     assert Checkpoint.resolve(file, device="cpu", quantize=quantize).runtimes[0] == "native"
 
 
