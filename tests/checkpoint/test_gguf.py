@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_dequantised_weights(kind, mixed, tied, bits, tm
 @needs_kernels
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_weights_that_are_stored_quantised_are_not_quantised_again(quantize, tmp_path):
-    file, _ = write(tmp_path, "Q8_0", tied=True)
+    file, _ = write(tmp_path, "Q4_K", "Q6_K", tied=True)
     with pytest.raises(BadInputError, match="whose weights are all stored quantised"):
         Checkpoint.resolve(file, device="cpu", quantize=quantize)
     (tmp_path / "other").mkdir()
