@@ -192,6 +192,7 @@ def main() -> None:
         "--draft-model", default="builtin-draft", help="builtin-draft (default) or a directory"
     )
     parser.add_argument("--head", default=head_path("eagle"), type=Path, help="folder of an EAGLE head")
+    parser.add_argument("--drafters", nargs="+", default=["none", "model", "eagle"])
     parser.add_argument("--dtypes", nargs="+", default=["auto", "float32"])
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--share", type=float, default=0.9)
@@ -206,7 +207,8 @@ def main() -> None:
         draft_model = with_context(options.draft_model, options.context, Path(draft))
         drafters = {"none": "none", "model": f"model:{draft_model}", "eagle": f"eagle:{options.head}"}
         for dtype in options.dtypes:
-            for name, drafter in drafters.items():
+            for name in options.drafters:
+                drafter = drafters[name]
                 controller = None if name == "none" else f"fixed:{DRAFT_LENGTH}"
                 llm = load(model, drafter, dtype=dtype, controller=controller)
                 vocab_size = llm.target.runtime.vocab_size
