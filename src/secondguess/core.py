@@ -182,7 +182,7 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longer of its slots."""
+        """Length of the longer slot."""
         longer = 0 if self.guidance is None else len(self.guidance.negative) - self.num_prompt
         return len(self.tokens) + max(0, longer)
 

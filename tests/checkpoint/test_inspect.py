@@ -232,7 +232,7 @@ def test_rows_beyond_the_context_of_the_draft_model_are_not_counted_for_it(
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "layers"])
-def test_row_07_vocabulary_an_incompatible_drafter_is_refused_before_weights_are_read(
+def test_an_incompatible_drafter_is_refused_before_weights_are_read(
     secondguess_command, tiny_checkpoint, tmp_path, monkeypatch, what
 ):
     monkeypatch.setattr("secondguess.checkpoint.loader.module_of", lambda _: pytest.fail("weights were read"))

@@ -214,7 +214,7 @@ ADVERSARIES: dict[str, Chance] = {
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("step", [0.02, 0.3, 2.0])
 @pytest.mark.parametrize(("deterministic", "num_rows"), [(False, 1), (False, 4), (True, 1)])
-def test_row_01_slower_the_loss_over_any_stretch_is_within_the_bound(
+def test_the_loss_over_any_stretch_is_within_the_bound(
     adversary: str, step: float, deterministic: bool, num_rows: int
 ) -> None:
     simulation = Simulation(ADVERSARIES[adversary], step=step, deterministic=deterministic, confidence=0.9)
@@ -783,7 +783,7 @@ def test_equal_rows_are_tried_together() -> None:
             assert len({lengths[place] for place in range(1, 5)}) == 1
 
 
-def test_row_12_chaining_the_better_of_two_drafters_is_chosen_for_each_kind_of_candidate() -> None:
+def test_the_better_of_two_drafters_is_chosen_for_each_kind_of_candidate() -> None:
     controller = CostController()
     rng = random.Random(7)
     row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))

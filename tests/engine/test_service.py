@@ -273,9 +273,7 @@ def test_an_error_ends_the_request_for_which_it_is_raised(
     assert isinstance(good.last_event(), Finished)
 
 
-def test_row_11_cancel_random_arrivals_and_cancellations_do_not_change_other_texts(
-    engine: Engine, llm: LLM
-) -> None:
+def test_random_arrivals_and_cancellations_do_not_change_other_texts(engine: Engine, llm: LLM) -> None:
     prompts = ["def add(a, b):", "import os\nimport sys\n", "class Stack:\n", "x = 1\ny = 2\nx = 1\ny ="]
     expected = {prompt: llm.generate(prompt, max_tokens=24).token_ids for prompt in prompts}  # type: ignore[union-attr]
     generator, clients = random.Random(0), []

@@ -65,7 +65,7 @@ def test_a_text_that_the_target_cannot_write_ends():
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_row_04_grammar_a_drafted_path_has_the_mask_of_the_same_text(regex):
+def test_a_drafted_path_has_the_mask_of_the_same_text(regex):
     """In any order of the paths, and the committed state stays as it is."""
     outputs = outputs_of(REGEXES[regex], 4)
     for committed in outputs_of(REGEXES[regex], 2):

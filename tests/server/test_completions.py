@@ -44,7 +44,7 @@ def test_a_stream_gives_the_same_text_in_pieces(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_row_14_chunks_a_stream_ends_with_usage_if_requested_and_done(client, http):
+def test_a_stream_ends_with_usage_if_requested_and_done(client, http):
     chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []
     assert chunks[-1].usage == complete(client).usage

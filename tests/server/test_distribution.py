@@ -77,7 +77,7 @@ def sample(url: str, place: int) -> list[tuple[str, ...]]:
     return [tuple(choice["logprobs"]["tokens"]) for choice in content["choices"]]
 
 
-def test_row_02_wrong_output_samples_over_http_follow_the_exact_distribution(
+def test_samples_over_http_follow_the_exact_distribution(
     tiny_checkpoint: Path, tiny_draft_checkpoint: Path
 ) -> None:
     llm = load(tiny_checkpoint, f"suffix,min=1+model:{tiny_draft_checkpoint}", dtype="float32")

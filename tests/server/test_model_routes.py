@@ -70,7 +70,7 @@ def test_texts_and_conversations_become_tokens_and_back(http, engine):
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 
 
-def test_row_09_statistics_metrics_count_what_was_served_under_the_names_of_vllm():
+def test_metrics_count_what_was_served_under_the_names_of_vllm():
     engine = FakeEngine(round_size=4)
     with TestClient(create_app(engine)) as client:
         for _ in range(2):

@@ -56,7 +56,7 @@ def test_parts_of_a_reply(tokenizer):
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_row_03_tool_calls_do_not_depend_on_the_number_of_tokens_per_round(tokenizer, name):
+def test_tool_calls_do_not_depend_on_the_number_of_tokens_per_round(tokenizer, name):
     expected = parse(tokenizer, REPLIES[name], 1)
     for size in range(2, 17):
         assert parse(tokenizer, REPLIES[name], size) == expected

@@ -58,7 +58,7 @@ def _texts(outputs):
     return [output.text for output in (outputs if isinstance(outputs, list) else [outputs])]
 
 
-def test_row_06_slots_samples_and_requests_together_equal_each_alone(served):
+def test_samples_and_requests_together_equal_each_alone(served):
     engine, client = served
     fields = [{"seed": seed, "n": 1 + seed % 2, "max_tokens": 16} for seed in range(16)]
     alone = [[choice.text for choice in complete(client, **each).choices] for each in fields]
@@ -79,7 +79,7 @@ def test_row_06_slots_samples_and_requests_together_equal_each_alone(served):
     assert together == alone
 
 
-def test_row_10_logprobs_are_those_of_a_teacher_forced_pass_of_the_unmodified_module(served):
+def test_logprobs_are_those_of_a_teacher_forced_pass_of_the_unmodified_module(served):
     """Of tokens that were accepted, sampled in place of rejected ones, and sampled after accepted ones."""
     engine, client = served
     target = engine.llm.target
@@ -118,7 +118,7 @@ def test_a_stream_with_a_report_has_the_rejected_drafts(served, chat):
     assert "?!" in "".join(each["rejected"] for each in reported)
 
 
-def test_row_11_cancel_a_disconnect_leaves_the_batch(served):
+def test_a_disconnect_leaves_the_batch(served):
     engine, client = served
     body = {"min_tokens": 1500}
     stream = complete(client, max_tokens=1500, stream=True, extra_body=body)

@@ -259,3 +259,18 @@ def test_an_unknown_field_is_refused_by_name(http, route):
     error = reply.json()["error"]
     assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
     assert "temperature" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "meant"),
+    [
+        ("/v1/completions", "n_predict", "max_tokens"),
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/chat/completions", "repeat_penalty", "repetition_penalty"),
+        ("/infill", "max_tokens", "n_predict"),
+    ],
+)
+def test_the_names_of_other_servers_are_translated(http, route, name, meant):
+    base = {"input_prefix": "", "input_suffix": ""} if route == "/infill" else ROUTES[route][2]
+    reply = http.post(route, json={**base, name: 5})
+    assert f"did you mean {meant!r}?" in reply.json()["error"]["message"]

@@ -23,7 +23,7 @@ def engine():
     engine.close()
 
 
-def test_row_13_sleep_and_wake(engine):
+def test_sleep_and_wake(engine):
     """Texts and acceptance are the same before and after, and no weights stay in memory between."""
     weights = weakref.ref(engine.llm.target.runtime)
     with serving(engine) as url, openai_client(url) as client, httpx2.Client(base_url=url) as http:

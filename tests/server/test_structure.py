@@ -185,7 +185,7 @@ def test_references_of_parameters_stay_those_of_the_tool():
     assert moved == {"$ref": "#/anyOf/0/properties/arguments"}
 
 
-def test_row_15_predictions_are_drafted_from_and_counted(client):
+def test_predictions_are_drafted_from_and_counted(client):
     fields = {"prompt": "def add(a, b):\n", "temperature": 0, "max_tokens": 48}
     first = complete(client, **fields, extra_body={"report": True})
     text = first.choices[0].text

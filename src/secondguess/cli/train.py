@@ -178,7 +178,7 @@ def _refuse_answer_options(context: Context) -> None:
     for name in ANSWER_OPTIONS:
         if options.is_given(context, name):
             raise BadInputError(
-                f"expected nothing about answers with --as-is, got --{name.replace('_', '-')}; leave one of them out"
+                f"cannot use --{name.replace('_', '-')}: --as-is generates no answers. Leave one of them out."
             )
 
 

@@ -92,8 +92,8 @@ class Drafter(ABC):
         hidden_layers: layers of the target whose hidden states `begin` and `observe` receive.
         uses_target_layers: True if drafting runs layers of the target.
         needs_samples: True if it drafts from the samples of earlier rounds (`Verdict.samples`).
-        draws_by_race: True if drafts without probabilities are drawn by the race of a coupled row
-            (`Row.coupled`), which makes them match more often.
+        draws_by_race: True if draft tokens use the Gumbel noise of a coupled row (`Row.coupled`), which makes
+            drafts without probabilities match more often.
         shares_history: True if it drafts from the recent outputs of a row's owner (`Row.history`).
         argument: placeholder of its argument in help texts, such as PATH.
         is_of_package: True for drafters of this package, whose drafts the loop does not check. Set by each class;

@@ -38,7 +38,7 @@ class QueueFullError(SecondGuessError):
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
-            f"expected fewer than {limit} waiting samples, got as many; retry in {retry_after:.0f} s"
+            f"cannot queue a request: {limit} samples are waiting. Retry in {retry_after:.0f} s."
         )
         self.limit, self.retry_after = limit, retry_after
 

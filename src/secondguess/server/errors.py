@@ -71,6 +71,16 @@ class ApiError(Exception):
         return headers
 
 
+SYNONYMS = {
+    "max_tokens": ("n_predict", "max_output_tokens"),
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens"), ("max_tokens", "max_output_tokens", "n_predict")
+    ),
+    "repeat_penalty": ("repetition_penalty",),
+}
+"""Field of other servers -> names that it may have here."""
+
+
 def refused(param: str, message: str, code: str = "unsupported_value") -> ApiError:
     """Return the error of a field that is refused."""
     return ApiError(400, message, param, code)
@@ -132,6 +142,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] 
     first["loc"] = path or ["body"]
     param = ".".join(map(str, first["loc"]))
     message = describe_first([first], known)
+    meant = next((name for name in SYNONYMS.get(param, ()) if name in known), None)
+    if first["type"] == "extra_forbidden" and meant:
+        message = f"expected no {param}; did you mean {meant!r}?"
     if first["type"] == "none_required" and param in fields:
         message = f"expected no {param}: {fields[param].description}; leave it out"
     return ApiError(400, message, param, _CODES.get(first["type"], "invalid_value"))

@@ -183,7 +183,9 @@ class KernelForward:
         self._kernels = kernels = decoder.unit.kernels
         self._workspace = c_void_p(kernels.secondguess_workspace())
         if not self._workspace:
-            raise OutOfMemoryError("expected memory for a model's workspace, got none")
+            raise OutOfMemoryError(
+                "cannot allocate the workspace of a model: out of memory. Use a smaller model."
+            )
         # not at exit: a daemon thread may still be in a forward pass
         weakref.finalize(self, kernels.secondguess_free, self._workspace).atexit = False
         self._keys, self._values = (c_void_p * decoder.num_layers)(), (c_void_p * decoder.num_layers)()
