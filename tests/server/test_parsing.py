@@ -6,7 +6,7 @@ import pytest
 from chat_tokenizer import CALL, TOOL, chat_tokenizer
 
 from secondguess.sampling.text import Piece
-from secondguess.server.parsing import TemplateParser
+from secondguess.server.parsing import Delta, ForcedCallParser, TemplateParser
 
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 REPLIES = {
@@ -141,3 +141,24 @@ def test_a_stop_string_is_cut_off(tokenizer):
         assert (content, reasoning) == ("one two ", "a STOP b")
     # Without a stop string at the end, what could have begun one is text.
     assert parse(tokenizer, reply, 1, stop=("STOP",), end="", stopped=False)[0] == "one two ST"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("cut", range(0, 90, 3))
+def test_a_forced_call_is_returned_as_it_is_written(size, cut):
+    """Whole, and cut by a limit; with braces and quotes in its arguments."""
+    arguments = '{"text":"a } \\" }","more":{"b":{}}}'
+    whole = '{"name":"find \\" it","arguments":' + arguments + "}"
+    text = whole[: len(whole) - cut]
+    parser = ForcedCallParser()
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    deltas = [delta for piece in pieces for delta in parser.feed(Piece(piece, [], [], []))]
+    deltas += parser.finish(stopped=not cut)
+    if not text.startswith(whole[: -len(arguments) - 1]):
+        assert deltas == [Delta("content", text)]
+        return
+    first, *rest = deltas
+    assert (first.field, first.text, first.name) == ("tool_call", "", 'find " it')
+    assert {delta.field for delta in rest} <= {"arguments"}
+    written = "".join(delta.text for delta in rest)
+    assert written == (text[len(whole) - len(arguments) - 1 :] if cut else arguments)

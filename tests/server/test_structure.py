@@ -123,7 +123,11 @@ def test_a_forced_call_is_a_call_with_valid_arguments(client, choice, stream):
     reply = chat(client, tools=TOOLS, tool_choice=choice, stream=stream)
     if stream:
         chunks = [chunk.choices[0] for chunk in reply]
-        (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        call, *parts = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert (call.id[:5], call.function.arguments) == ("call_", "")
+        assert {(part.index, part.id, part.function.name) for part in parts} == {(0, None, None)}
+        assert len(parts) > 1  # arguments come as they are written
+        call.function.arguments = "".join(part.function.arguments for part in parts)
         reason = chunks[-1].finish_reason
     else:
         (call,), reason = reply.choices[0].message.tool_calls, reply.choices[0].finish_reason
@@ -255,3 +259,24 @@ def test_a_schema_of_a_set_is_taken(client):
     }
     reply = chat(client, extra_body={"guided_json": schema}).choices[0].message.content
     assert set(json.loads(reply)) <= {"a", "b"}
+
+
+def test_the_arguments_of_a_forced_call_are_streamed_in_responses(client):
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    events = list(
+        client.responses.create(
+            model="builtin", input="x", tools=tools, tool_choice="required", temperature=0, stream=True
+        )
+    )
+    kinds = [event.type.removeprefix("response.") for event in events]
+    parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(parts) > 1
+    assert kinds == [
+        *("created", "in_progress", "output_item.added"),
+        *["function_call_arguments.delta"] * len(parts),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    (item,) = events[-1].response.output
+    assert (item.status, item.arguments) == ("completed", "".join(parts))
+    assert events[-3].arguments == item.arguments
+    assert json.loads(item.arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -20,13 +21,13 @@ class Delta(NamedTuple):
     """Addition to a reply.
 
     Args:
-        field: field of the reply that grows.
-        text: additional text; of a tool call, its arguments as JSON.
+        field: field of the reply that grows; `arguments` are those of the last tool call.
+        text: additional text; of a tool call, its arguments as JSON, or the beginning of them.
         name: function of a tool call.
         call_id: identifier of a tool call.
     """
 
-    field: Literal["content", "reasoning", "tool_call"]
+    field: Literal["content", "reasoning", "tool_call", "arguments"]
     text: str
     name: str = ""
     call_id: str = ""
@@ -209,28 +210,38 @@ class TemplateParser:
         return value if isinstance(value, list) else [value]
 
 
+CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
+CALL_TAIL = re.compile(r"\s*\}\s*\Z")
+"""Beginning and end of a forced call."""
+
+
 class ForcedCallParser:
     """Reply that is one tool call, as `structure.call_schema` describes it.
 
-    A call that a limit has cut off becomes content.
+    Its grammar makes a call of it from the first token on, so that arguments are returned as they are written.
     """
 
     num_reasoning_tokens = 0
 
     def __init__(self) -> None:
-        self._text = ""
+        self._held = ""
+        self._has_begun = False
 
     def feed(self, piece: Piece) -> list[Delta]:
-        self._text += piece.text
-        return []
+        self._held += piece.text
+        deltas = []
+        if not self._has_begun and (head := CALL_HEAD.match(self._held)):
+            self._has_begun, self._held = True, self._held[head.end() :]
+            deltas = [Delta("tool_call", "", json.loads(head[1]), new_id("call"))]
+        tail = CALL_TAIL.search(self._held)
+        given = self._held[: tail.start() if tail else len(self._held)] if self._has_begun else ""
+        self._held = self._held[len(given) :]
+        return [*deltas, Delta("arguments", given)] if given else deltas
 
     def finish(self, stopped: bool) -> list[Delta]:
-        try:
-            call = json.loads(self._text)
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            return [Delta("tool_call", arguments, call["name"], new_id("call"))]
-        except (ValueError, TypeError, KeyError):
-            return [Delta("content", self._text)]
+        if not self._has_begun:
+            return [Delta("content", self._held)]
+        return [] if stopped else [Delta("arguments", self._held)]
 
 
 class SingleCallParser:

@@ -141,7 +141,12 @@ def message(deltas: Sequence[Delta]) -> Json:
         name: "".join(delta.text for delta in deltas if delta.field == name)
         for name in ("content", "reasoning")
     }
-    calls = [_tool_call(delta) for delta in deltas if delta.field == "tool_call"]
+    calls = []
+    for delta in deltas:
+        if delta.field == "tool_call":
+            calls.append(_tool_call(delta))
+        elif delta.field == "arguments":
+            calls[-1]["function"]["arguments"] += delta.text
     found: Json = {
         "role": "assistant",
         "content": None if calls and not texts["content"] else texts["content"],
@@ -155,7 +160,9 @@ def message(deltas: Sequence[Delta]) -> Json:
 
 
 def delta_fields(delta: Delta, call_index: int) -> Json:
-    """Return the `delta` of a chunk of a chat reply."""
+    """Return the `delta` of a chunk of a chat reply; `call_index` is the number of calls before."""
+    if delta.field == "arguments":
+        return {"tool_calls": [{"index": call_index - 1, "function": {"arguments": delta.text}}]}
     if delta.field == "tool_call":
         return {"tool_calls": [{"index": call_index, **_tool_call(delta)}]}
     return {"content" if delta.field == "content" else "reasoning_content": delta.text}

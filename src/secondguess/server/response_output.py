@@ -36,6 +36,8 @@ class OutputItems:
             if delta.field == "tool_call":
                 yield from self.close()
                 yield from self._call(delta)
+            elif delta.field == "arguments":
+                yield self._arguments(delta.text)
             elif delta.text:
                 yield from self._text(delta)
 
@@ -45,6 +47,12 @@ class OutputItems:
             return
         item = self.items[-1]
         item["status"] = status
+        if self._open == "call":
+            self._open = None
+            name, arguments = item["name"], item["arguments"]
+            yield self._event("response.function_call_arguments.done", arguments=arguments, name=name)
+            yield self._item_event("done")
+            return
         (part,) = item["content"]
         if self._open == "content" and self._logprobs:
             yield self._text_event("")
@@ -88,10 +96,14 @@ class OutputItems:
         item = {"type": "function_call", "id": new_id("fc"), "call_id": delta.call_id, "name": delta.name}
         self.items.append({**item, "arguments": "", "status": "in_progress"})
         yield self._item_event("added")
-        yield self._event("response.function_call_arguments.delta", delta=delta.text)
-        yield self._event("response.function_call_arguments.done", arguments=delta.text, name=delta.name)
-        self.items[-1] |= {"arguments": delta.text, "status": "completed"}
-        yield self._item_event("done")
+        self._open = "call"
+        if delta.text:  # the whole call
+            yield self._arguments(delta.text)
+            yield from self.close()
+
+    def _arguments(self, text: str) -> Json:
+        self.items[-1]["arguments"] += text
+        return self._event("response.function_call_arguments.delta", delta=text)
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         return {"type": name, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
