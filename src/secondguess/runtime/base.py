@@ -389,7 +389,7 @@ def partial_forward_error() -> UnsupportedModelError:
 def quantised_copy_error(weight_format: WeightFormat, target: str) -> UnsupportedModelError:
     """Return the error for a target that cannot be copied with quantised weights."""
     return UnsupportedModelError(
-        f"cannot copy {target} with weights in {weight_format.name}: only targets that the compiled kernels run in bfloat16, "
-        "that the graphs runtime runs, or that are Transformers modules mostly of linear layers on a CPU are copied. Load a "
+        f"cannot copy the target in {weight_format.name}: it is {target}. Targets are copied that the compiled kernels run in "
+        "bfloat16, that the graphs runtime runs, or that are Transformers modules mostly of linear layers on a CPU. Load a "
         "checkpoint that is not quantised with dtype bfloat16 and without quantize, or use another drafter, such as suffix."
     )
