@@ -338,7 +338,7 @@ def load(
     heads = [head_memory(spec.name, spec.head_bytes)] if spec.head_bytes else []
     check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
     with without_defaults_of_caller(pair.target.device):
-        target, *draft_models = loaded = [load_model(each) for each in checkpoints]
+        target, *draft_models = loaded = [load_model(checkpoint) for checkpoint in checkpoints]
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
             spec = resolve_drafter(confirmed)
             chosen_controller = choose_controller(controller, spec)

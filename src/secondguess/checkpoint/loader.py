@@ -282,7 +282,7 @@ def reference_module(loaded: LoadedModel) -> Any:
             "load it without quantize, and a checkpoint that is stored quantised with runtime transformers"
         )
     model = loaded.runtime.module
-    if model is None or any(isinstance(each, KernelLinear) for each in model.modules()):
+    if model is None or any(isinstance(module, KernelLinear) for module in model.modules()):
         return module_of(loaded.checkpoint)
     return model
 

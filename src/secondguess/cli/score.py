@@ -70,7 +70,7 @@ def score(
     for name in ("controller", "verifier", "drafter_quantize", "share_history"):
         settings.pop(name, None)
     formats = [settings.pop("quantize", None), *(compare or ())]
-    found = [_score_weights({**settings, "quantize": each}, texts, window, draft_length) for each in formats]
+    found = [_score_weights({**settings, "quantize": name}, texts, window, draft_length) for name in formats]
     records = [
         own.compared_with(first) for scores in found for own, first in zip(scores, found[0], strict=True)
     ]

@@ -1,7 +1,8 @@
-"""Engine: the rows of all calls and requests on one `LLM` decode together.
+"""Engine: the rows of all calls and requests on the same models decode together.
 
-`scheduler.py` decides which rows join, `shared_batch.py` runs the rounds, `generation.py` turns
-commits into outputs, and `service.py` runs requests on a thread of its own, for a server.
+`models.py` holds the models, `scheduler.py` decides which rows join, `shared_batch.py` runs the rounds,
+`generation.py` turns commits into outputs, `text_scores.py` has log-probabilities of given texts, and
+`service.py` runs requests on a thread of its own, for a server.
 """
 
 from secondguess.engine.generation import NewPiece as NewPiece

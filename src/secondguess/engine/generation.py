@@ -178,7 +178,7 @@ class Generation:
             pass
         outputs, tokenizer = self.outputs(), self._llm.target.tokenizer
         of_prompts = {id(output.prompt_logprobs): output.prompt_logprobs for output in outputs}
-        texts = {key: [with_texts(each, tokenizer) for each in known] for key, known in of_prompts.items()}
+        texts = {key: [with_texts(token, tokenizer) for token in known] for key, known in of_prompts.items()}
         return [replace(output, prompt_logprobs=texts[id(output.prompt_logprobs)]) for output in outputs]
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
@@ -207,7 +207,7 @@ class Generation:
         for commit in commits:
             sample = self._samples[commit.row]
             sample.drafted += commit.drafted
-            sample.logprobs += [with_texts(each, self._llm.target.tokenizer) for each in commit.logprobs]
+            sample.logprobs += [with_texts(token, self._llm.target.tokenizer) for token in commit.logprobs]
         return []
 
     def _receive(self, commits: Sequence[Commit]) -> list[NewPiece]:

@@ -52,7 +52,7 @@ def _completion(
     for index, output in enumerate(outputs):
         prompt_index, tokenizer = index // job.params.n, service.target.tokenizer
         echo = job.echo[prompt_index] if job.echo else ""
-        of_prompt = [with_texts(each, tokenizer) for each in output.prompt_logprobs]
+        of_prompt = [with_texts(token, tokenizer) for token in output.prompt_logprobs]
         logprobs = None
         if request.logprobs is not None and job.echo:
             first = text_of_token(tokenizer, job.prompts[prompt_index][0])
