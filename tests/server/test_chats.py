@@ -144,6 +144,19 @@ def test_the_last_spaces_of_a_reply_that_is_continued_are_kept(client, engine):
         engine.llm.target.tokenizer.chat_template = source
 
 
+def test_a_template_that_reads_parts_continues_a_reply(client, engine):
+    source = engine.llm.target.tokenizer.chat_template
+    parts = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    template = "{% for message in messages %}[PARTS]{% endfor %}".replace("PARTS", parts)
+    engine.llm.target.tokenizer.chat_template = template
+    try:
+        beginning = {"role": "assistant", "content": "Sure: "}
+        chat(client, messages=[*MESSAGES, beginning], extra_body={"continue_final_message": True})
+        assert prompt_text(engine) == "[Be brief.][Add two numbers.][Sure: "
+    finally:
+        engine.llm.target.tokenizer.chat_template = source
+
+
 @pytest.mark.parametrize(
     ("last", "fields"),
     [

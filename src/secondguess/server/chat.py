@@ -141,10 +141,9 @@ class ChatTemplate:
             ) from error
         check_characters(self._target, text)
         if conversation.continues and not conversation.has_images:
-            content = messages[-1]["content"]
-            spaces = content[len(content.rstrip()) :] if isinstance(content, str) else ""
+            content = conversation.messages[-1]["content"]
             # Templates that trim a message would let the model write its last spaces again.
-            whole = text if text.endswith(content) else text + spaces
+            whole = text if text.endswith(content) else text + content[len(content.rstrip()) :]
             return EncodedPrompt(self._tokenizer(whole, add_special_tokens=False, verbose=False).input_ids)
         if not conversation.has_images:
             return EncodedPrompt(render(return_dict=False, tokenizer_kwargs={"verbose": False}))
