@@ -16,7 +16,7 @@ from grammar_cases import tiny_matcher
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.controller import CostController, CostOptions
-from secondguess.controllers.cost.round_times import RoundTimes, levels_per_cell
+from secondguess.controllers.cost.times import RoundTimes
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import Budgets, Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
@@ -295,9 +295,8 @@ class EvenTimes(RoundTimes):
     def plain(self, num_rows: int) -> float:
         return 1.0
 
-    def rests(self, num_rows: int, num_cells: int) -> list[float]:
-        node = 0.01 * levels_per_cell(num_rows) / num_rows
-        return [1.0 + node * cell for cell in range(num_cells + 1)]
+    def pass_cost(self, num_rows: int, num_nodes: int) -> float:
+        return 0.01 * num_nodes / num_rows
 
 
 @cache

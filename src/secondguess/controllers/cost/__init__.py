@@ -1,5 +1,1 @@
-"""Controller `cost`: draft while the expected gain exceeds the cost.
-
-Start with `controller.py`. The other modules estimate acceptance probabilities and times, and
-bound the time that drafting may lose.
-"""
+"""Controller that weighs the expected tokens of drafts against measured times."""

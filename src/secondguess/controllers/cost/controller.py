@@ -1,62 +1,42 @@
 """Cost-based controller, the default: draft while the expected gain exceeds the cost.
 
-A node is drafted if its expected gain in tokens, the probability S that it and all nodes before it
-are accepted, exceeds its cost in seconds times the rate of tokens per second available otherwise:
+A node is drafted if its expected gain in tokens, the probability S that it and all nodes before it are accepted,
+exceeds its time multiplied by the rate of tokens that are gained otherwise:
 
     draft node k + 1   iff   S_{k+1}  >  rate * (T_draft + T_target(k + 2) - T_target(k + 1))
 
-T_draft is a draft step, T_target(m) a target pass over m tokens. For the highest sustainable rate
-this policy is optimal (optimal stopping of a renewal-reward process; SpecDec++, arXiv 2405.19715,
-has the threshold form, SmartSpec, arXiv 2406.14066, the goodput). The rate is that of recent
-rounds and at least that of plain decoding, so the threshold adapts to text, load and machine.
+T_draft is a draft step, T_target(m) a target pass over m tokens. For the highest sustainable rate this rule is
+optimal (optimal stopping of a renewal-reward process; SpecDec++, arXiv 2405.19715, has the threshold form,
+SmartSpec, arXiv 2406.14066, the goodput). The rate is that of recent rounds and at least that of plain decoding.
 
-S is estimated from what the verifier in use accepted: for a draft model from its calibrated
-confidences, for n-gram and suffix lookup by position and length of the match. Whether to draft at
-all is decided by the recent gain of similar drafts. If nothing pays, rounds are plain (without
-drafts), and the cost of further trials is bounded (`loss_limits.py`).
+The rest is in three files: `times.py` measures, `acceptance.py` estimates S, `choice.py` compares drafts. If nothing
+pays, drafts are tried from time to time, and `loss_budget.py` bounds the time that all drafting may lose.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost.backoff import Backoffs
-from secondguess.controllers.cost.batch_selection import best_with_ties, select_extensions, worthwhile
-from secondguess.controllers.cost.cost_model import CostModel
-from secondguess.controllers.cost.expectations import CONFIDENCE_EDGES, Expectations
-from secondguess.controllers.cost.loss_limits import SERIES, LossGuard, ProbeBudget
-from secondguess.controllers.cost.proposals import DraftProposal, ProposalMaker
-from secondguess.controllers.cost.round_buffers import (
-    Decision,
-    DraftedRound,
-    DraftedRoundBuffer,
-    PlainRoundBuffer,
-    PlainRounds,
-)
-from secondguess.controllers.cost.round_times import RoundTimes, mean_length
+from secondguess.controllers.cost.acceptance import AcceptanceStats, confidence_bin
+from secondguess.controllers.cost.choice import Chooser, Proposal, first_with_ties
+from secondguess.controllers.cost.loss_budget import FIRST_BUDGET, LossBudget
+from secondguess.controllers.cost.times import RoundTimes, mean_length
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import (
-    MAX_DRAFT_LENGTH,
-    Candidate,
-    Draft,
-    Plan,
-    RoundTime,
-    Row,
-    StoppingRule,
-    Verdict,
-)
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.names import Name, check_range, options_with_argument, read_options
 
-PLAIN = Plan(0, 0)
-NOTHING = (Candidate(longest=0, deterministic=True),)
-PROBE_LENGTH = 2
-"""Maximum levels of a probe. With one level, the fixed cost of drafting may exceed any gain."""
-INITIAL_MAX_LENGTH = 2
-"""Maximum levels of drafts whose cost is not known yet."""
+TRIAL_LENGTH = 2
+"""Largest number of levels of a trial. With one level, the fixed cost of drafting may exceed any gain."""
+FIRST_PAUSE, LONGEST_PAUSE = 8, 512
+"""Rounds between trials while nothing pays: doubled by each trial that lost time."""
+RATE_DECAY = 1 - 1 / 16
+"""Decay of the rate of tokens."""
+PLAIN_RATE_DECAY = 1 - 1 / 8
+MAX_SHARED_ROUNDS = 64
+"""Largest number of rounds over which a drafter's prefill is charged, as a row may end early."""
 
 
 @dataclass(frozen=True)
@@ -73,465 +53,208 @@ class CostOptions:
         check_range("the draft length of the controller cost", self.length, 0, MAX_DRAFT_LENGTH)
 
 
+class Rate:
+    """Decayed tokens per row and plain round, at least 1."""
+
+    def __init__(self) -> None:
+        self._tokens = self._time = 0.0
+
+    @property
+    def value(self) -> float:
+        return max(self._tokens / self._time, 1.0) if self._time else 1.0
+
+    def add(self, tokens: float, time: float, decay: float = RATE_DECAY) -> None:
+        self._tokens = self._tokens * decay + tokens
+        self._time = self._time * decay + time
+
+
+class Trials:
+    """Rounds until the next trial of a drafter that does not pay."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_PAUSE
+        self._wait = 0
+
+    def is_due(self) -> bool:
+        """Return whether a trial is due in this round, which counts."""
+        self._wait -= 1
+        return self._wait < 0
+
+    def record(self, gained: bool) -> None:
+        """Record a trial; the next one follows at once if it gained."""
+        self._wait = 0 if gained else self._pause
+        self._pause = FIRST_PAUSE if gained else min(2 * self._pause, LONGEST_PAUSE)
+
+
 class CostController(Controller):
     """Controller that weighs expected tokens against time, for each row in every round."""
 
     def __init__(self, options: CostOptions = CostOptions()) -> None:
         self.options = options
         self.name = "cost" if options == CostOptions() else f"cost:{options.length}"
-        self.probe_budget = ProbeBudget()
-        self.guard = LossGuard()
-        self.expectations = Expectations()
-        self._cost_model = CostModel()
-        self._proposal_maker = ProposalMaker(self.expectations, self._cost_model, options.length)
-        self._decision = Decision()
-        self._backoffs = Backoffs(self.expectations.rate_bin)
-        self._in_backoff = False
-        self._is_paused = False
-        self._num_pausable = self._num_paused = 0  # rounds: that may be paused, and since `plan`
-        self._paused_plan = 0.0  # time of planning and learning in paused rounds
-        self._num_certain = 0
-        self._buffered = PlainRoundBuffer()
-        self._drafted = DraftedRoundBuffer()
+        self.times = RoundTimes()
+        self.budget = LossBudget()
+        self._acceptance = AcceptanceStats()
+        self._rates: defaultdict[Hashable, Rate] = defaultdict(Rate)
+        self._trials: defaultdict[int, Trials] = defaultdict(Trials)
+        self._chooser = Chooser(self.times, 1, 1.0)
+        self._proposals: list[Proposal] = []
+        self._rate = Rate()
+        self._is_trial = False
 
     @classmethod
     def build(cls, name: Name) -> CostController:
         return cls(read_options(CostOptions, options_with_argument(name, "length"), "controller cost"))
 
-    @property
-    def times(self) -> RoundTimes:
-        """Measured times of rounds."""
-        return self._cost_model.times
-
-    @times.setter
-    def times(self, times: RoundTimes) -> None:
-        self._cost_model.times = times
+    def begin_round(self, rows: Sequence[Row]) -> bool:
+        self._proposals, self.measures_plain = [], False
+        has_own = any([row.sources or row.params.draft_length is not None for row in rows])
+        return has_own or not self.budget.is_spent
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
-        num_rounds = 1 + self._num_paused
-        self._num_paused = 0
-        self.measures_plain = False
-        candidates = self._without_certain(candidates)
-        paused = self._backoffs.cover(rows, candidates, num_rounds)
-        decision = None
-        if not (paused and self._in_backoff):
-            decision = self._drafted.decision(rows, candidates)
-            if decision is None:
-                # A series of probes is continued even if all candidates are in backoff.
-                self._in_backoff = paused and not self._decision.is_probe
-            else:
-                self._cost_model.rate = decision.rate
-        if decision is None:
-            decision = self._decide(rows, candidates)
-        self._decision = decision
-        plans = [PLAIN] * len(rows)
-        for proposal in decision.proposals:
-            proposal.restart()
-            proposal.length = min(proposal.length, rows[proposal.row].room - 1)
-            plans[proposal.row] = Plan(proposal.part, proposal.length)
+        self._proposals, self._is_trial = [], False
+        self.measures_plain = self.times.needs_plain(len(rows), mean_length(rows))
+        if not (self.measures_plain or self.budget.is_spent):
+            key = len(rows) if len(rows) > 1 else next((c.kind for c in candidates[0] if c.longest > 0), None)
+            self._rate = self._rates[key]
+            self._chooser = Chooser(self.times, len(rows), self._rate.value)
+            self._proposals = self._choose(rows, candidates)
+        plans = [Plan(0, 0)] * len(rows)
+        for proposal in self._proposals:
+            plans[proposal.row] = Plan(proposal.candidate.part, proposal.length)
         return plans
 
-    def begin_round(self, rows: Sequence[Row]) -> bool:
-        self._is_paused = self._num_pausable > 0 and tuple(rows) == self._buffered.rows
-        if self._is_paused:
-            self._num_pausable -= 1
-            self._num_paused += 1
-        return not self._is_paused
+    def _choose(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Proposal]:
+        """Return the drafts that pay, or a trial of the best one if none does and a trial is due."""
+        best = []
+        for index, (row, choices) in enumerate(zip(rows, candidates, strict=True)):
+            # Certain drafts need no decision, and a row's own draft length replaces it.
+            if row.params.draft_length is None and not choices[0].certain:
+                proposals = [self._propose(index, row, choice) for choice in choices]
+                best += sorted(filter(None, proposals), key=lambda proposal: -proposal.net)[:1]
+        chosen = self._chooser.choose(best, rows)
+        if not chosen and best:
+            (first, *_) = trial = first_with_ties(best, 1, rows)
+            price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows) + first.prefill
+            # The expected price may be wrong, which only a trial can show.
+            if self._trials[first.candidate.part].is_due() and self.budget.balance >= min(
+                price, FIRST_BUDGET
+            ):
+                chosen, self._is_trial = trial, True
+        for proposal in chosen:
+            is_new = not proposal.survivals and self.times.is_new(proposal.candidate.part)
+            if self._is_trial or is_new or not self.times.knows_passes():
+                proposal.length = min(proposal.limit, TRIAL_LENGTH)
+        return chosen
 
-    def _num_unplanned(self, rows: Sequence[Row], num_constant: int = 0) -> int:
-        """Return for how many rounds after this one, which has no drafts, nothing has to be planned.
+    def _propose(self, index: int, row: Row, candidate: Candidate) -> Proposal | None:
+        """Return the draft of a candidate; None if it cannot have any nodes, or its prefill cannot be afforded."""
+        longest = min(candidate.length_factor * self.options.length, MAX_DRAFT_LENGTH)
+        most = row.params.max_draft_length
+        # The last token is the target's.
+        limit = min(candidate.longest, longest, row.room - 1, longest if most is None else most)
+        if limit <= 0:
+            return None
+        acceptance = self._acceptance.of(row, candidate)
+        if candidate.deterministic:
+            survivals, gain, width = acceptance.survivals(limit), 0.0, limit
+        else:
+            survivals, (gain, mean) = [], acceptance.expected_draft
+            width = min(max(round(mean), 1), limit)
+        prefill = self._prefill_share(row, candidate, gain)
+        if prefill is None:
+            return None
+        bonus = acceptance.exploration_bonus if self.budget.allows_trials else 0.0
+        proposal = Proposal(index, candidate, acceptance, limit, prefill, survivals, gain, width, bonus)
+        self._chooser.evaluate(proposal)
+        return proposal
 
-        Args:
-            num_constant: number of rounds for which the candidates stay the same and in backoff.
-        """
-        if any([row.sources or row.params.draft_length is not None for row in rows]):
-            return 0
-        num_rounds = max(num_constant, self.times.num_unplanned(len(rows)))
-        return num_rounds and min(num_rounds, self._buffered.room)
-
-    def _pause(self, num_rounds: int) -> None:
-        """Pause for some rounds after this one, which is learned from with them."""
-        if num_rounds:
-            self._in_backoff, self._num_pausable = True, num_rounds
-
-    def _without_certain(self, candidates: Sequence[Sequence[Candidate]]) -> Sequence[Sequence[Candidate]]:
-        """Return the candidates, none for rows whose draft is certain: these need no decision."""
-        self._num_certain = sum([choices[0].certain for choices in candidates])
-        if not self._num_certain:
-            return candidates
-        return [NOTHING if choices[0].certain else choices for choices in candidates]
-
-    def _decide(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> Decision:
-        """Return the decision for a round; a settled one is reused until the controller learns."""
-        was_probe, rate_key = self._decision.is_probe, _rate_key(candidates)
-        if self._in_backoff:
-            self._learn_drafted()
-            self._num_pausable = self._num_unplanned(rows, self._backoffs.num_constant(candidates))
-            return Decision(rate_key)
-        if self._drafted.rows != tuple(rows):
-            self._learn_drafted()
-            self._drafted.begin(rows)
-        self._learn_buffered()
-        decision, proposals = self._evaluate(rows, candidates, rate_key)
-        if self._drafted and not decision.is_settled:  # what the buffered rounds show may change it
-            self._learn_drafted()
-            decision, proposals = self._evaluate(rows, candidates, rate_key)
-        if self.measures_plain:
-            return decision
-        if self.guard.is_stopped:
-            self._pause(self._num_unplanned(rows))
-            return decision
-        if decision.proposals:
-            self.probe_budget.record_success()
-        elif proposals:
-            best = best_with_ties([(proposal.net, proposal) for proposal in proposals], 1, rows)
-            decision.proposals = self._probe(best, rows, was_probe)
-            decision.is_probe = bool(decision.proposals)
-            decision.explores = decision.is_probe and len(rows) > 1
-        if not decision.proposals:
-            self._backoffs.begin()
-            self._pause(self._num_unplanned(rows))
-        elif not decision.is_probe:
-            self._backoffs.end()
-        self._limit_lengths(decision, len(rows))
-        if decision.is_settled:
-            self._drafted.keep(candidates, decision)
-        return decision
-
-    def _evaluate(
-        self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]], rate_key: Hashable
-    ) -> tuple[Decision, list[DraftProposal]]:
-        """Return the decision to draft what pays, and the best candidates of all rows, best first.
-
-        Nothing is drafted while plain decoding is measured or drafting is stopped.
-        """
-        context = self.times.context = mean_length(rows)
-        self.measures_plain = self.times.needs_plain(len(rows), context)
-        if self.guard.is_stopped or self.measures_plain:
-            return Decision(rate_key), []
-        self._cost_model.enter(len(rows), rate_key)
-        proposals = self._proposal_maker.best(rows, candidates)
-        drafts = worthwhile(proposals, rows, self._cost_model)
-        taken = drafts.chosen
-        is_settled = bool(taken) and all(map(_is_settled, taken)) and not drafts.is_trial
-        rate, explores = self._cost_model.rate, drafts.is_trial
-        return Decision(rate_key, rate, taken, explores=explores, is_settled=is_settled), proposals
-
-    def _limit_lengths(self, decision: Decision, num_rows: int) -> None:
-        """Limit drafts whose cost is not known yet, which explore.
-
-        Lookups cost nothing but a longer target pass.
-        """
-        for proposal in decision.proposals:
-            is_new = self.times.is_new(proposal.part) and not proposal.deterministic
-            if is_new or not self.times.has_timed_drafts:
-                proposal.length = min(proposal.length, INITIAL_MAX_LENGTH)
-                if num_rows > 1:
-                    decision.explores, decision.is_settled = True, False
-
-    def _probe(
-        self, proposals: list[DraftProposal], rows: Sequence[Row], was_probing: bool
-    ) -> list[DraftProposal]:
-        """Return these candidates shortened to probes if the probe budget allows it, else none.
-
-        Probes come in series: the first one needs a budget for all of them.
-        """
-        part, model = proposals[0].part, self._cost_model
-        num_levels = PROBE_LENGTH if len(rows) > 1 else 1  # those that are certainly drafted
-        price = model.drafting(part, len(proposals), num_levels) + model.extra_pass_seconds(
-            0, num_levels * len(proposals)
-        )
-        num_uncached = sum([proposal.candidate.num_uncached for proposal in proposals])
-        price = (price + self.times.prefill_seconds(part, num_uncached) / SERIES) / self.times.plain(
-            len(rows)
-        )
-        if was_probing:
-            if not self.probe_budget.may_continue(price):
-                self.probe_budget.record_failure()
-                return []
-        elif not self.probe_budget.may_begin(SERIES * price):
-            return []
-        for proposal in proposals:
-            proposal.length = min(proposal.length, PROBE_LENGTH)
-        return proposals
+    def _prefill_share(self, row: Row, candidate: Candidate, gain: float) -> float | None:
+        """Return the time of a drafter's prefill per remaining round of the row; None if it cannot be risked."""
+        if not candidate.num_uncached:
+            return 0.0
+        cost = self.times.prefill_cost(candidate.part, candidate.num_uncached)
+        if self.times.is_new(candidate.part) and cost > max(self.budget.balance / 2, row.room / 30):
+            return None
+        return cost / max(row.room / (1 + gain), 1.0)
 
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         answers = [False] * len(rows)
-        if not self._decision.proposals:
-            return answers
-        confidences = draft_probs.acceptance_estimates
-        acceptance_probs: list[tuple[float, DraftProposal]] = []
-        for proposal in self._decision.proposals:
-            if proposal.deterministic or not proposal.continues:
+        confidences = draft_probs.acceptance_estimates if self._proposals else ()
+        open_drafts: list[tuple[float, float, Proposal]] = []
+        num_nodes = 0
+        for proposal in self._proposals:
+            if proposal.survivals:
+                num_nodes += proposal.length
                 continue
-            own, following = self.expectations.node_probs(proposal.estimate.kind)
-            confidence_bin = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
-            proposal.confidence_bins.append(confidence_bin)
-            proposal.survival *= own[confidence_bin]
-            proposal.continues = False
-            if depth + 1 < proposal.length:
-                acceptance_probs.append((proposal.survival * following[confidence_bin], proposal))
-        for proposal in self._extended(acceptance_probs, depth):
-            proposal.continues = answers[proposal.row] = True
+            if proposal.is_open:
+                own, following = proposal.acceptance.node_probs()
+                number = confidence_bin(confidences[proposal.row])
+                proposal.bins.append(number)
+                proposal.survival *= own[number]
+                proposal.is_open = False
+                if depth + 1 < proposal.length:
+                    share = following[number]
+                    open_drafts.append((proposal.survival * share, share, proposal))
+            num_nodes += len(proposal.bins)
+        for proposal in self._chooser.extensions(open_drafts, num_nodes) if open_drafts else ():
+            proposal.is_open = answers[proposal.row] = True
         return answers
 
-    def _extended(
-        self, acceptance_probs: list[tuple[float, DraftProposal]], depth: int
-    ) -> Sequence[DraftProposal]:
-        """Return the drafts that should get a node below this depth.
-
-        Args:
-            acceptance_probs: the probability that the node is accepted, for each draft that could get one.
-            depth: depth of the last nodes.
-        """
-        if not acceptance_probs:
-            return ()
-        if self._decision.explores and depth + 1 < PROBE_LENGTH:
-            return [proposal for _, proposal in acceptance_probs]
-        planned = self._decision.proposals
-        num_levels = sum(
-            [each.length if each.deterministic else len(each.confidence_bins) for each in planned]
-        )
-        return select_extensions(acceptance_probs, num_levels, self._cost_model)
-
-    def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
-        proposals = self._decision.proposals
-        if len(rows) > 1 or not proposals or proposals[0].deterministic:
-            return None
-        (proposal,) = proposals
-        if self._decision.stopping_rule is None:  # no node is learned from while a decision is repeated
-            rate, model = self._cost_model.rate, self._cost_model
-            least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
-            own, following = self.expectations.node_probs(proposal.estimate.kind)
-            self._decision.stopping_rule = StoppingRule(
-                CONFIDENCE_EDGES, own, following, array("d", least), []
-            )
-        return self._decision.stopping_rule._replace(groups=proposal.confidence_bins)
-
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
-        if self._is_paused:
-            self._buffered.repeat(time)
-            self._paused_plan += time.plan
+        lengths, num_rows = draft.num_levels, len(rows)
+        if not draft.num_nodes and not self._proposals:
+            self._learn_plain(rows, time)
             return
-        if not draft.num_nodes and not self.measures_plain:
-            self.times.add_plan(len(rows), False, self._paused_plan + time.plan)
-            self._paused_plan = 0.0
-        if self._in_backoff:
-            # Drafts of rows with their own `draft_length` may gain more than one token.
-            if draft.num_nodes:
-                self._learn_buffered()
-            else:
-                self._buffer_round(rows, time)
-            return
-        # In levels, as in plans: the cost of all nodes of a level is measured together.
-        lengths = draft.num_levels
-        proposals = self._decision.proposals
-        drafted = [proposal for proposal in proposals if lengths[proposal.row]]
-        if len(rows) - lengths.count(0) > len(drafted) + self._num_certain:
-            return  # rows with their own `draft_length` were drafted for: the plan was not measured
-        for proposal in proposals:
+        drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
+        planned = {proposal.row for proposal in self._proposals}
+        if not self._proposals or any(length and row not in planned for row, length in enumerate(lengths)):
+            return  # Drafts that were not planned here, whose time is not that of the plan.
+        for proposal in self._proposals:
             # A row whose cache the drafter fills first has no draft yet.
-            if not lengths[proposal.row] and not proposal.candidate.num_uncached:
-                self.expectations.add_empty_draft(proposal.estimate.kind)
-        if drafted:
-            self._buffer_drafted(rows, drafted, lengths, verdict.lengths, time)
-        else:
-            self._learn_undrafted(rows, draft.num_nodes > 0, time)
+            if lengths[proposal.row] or not proposal.candidate.num_uncached:
+                proposal.acceptance.learn(proposal.bins, lengths[proposal.row], verdict.lengths[proposal.row])
+        elapsed = self._learn_times(rows, drafted, lengths, time)
+        tokens = 1 + sum(verdict.lengths) / num_rows
+        self._rate.add(tokens, elapsed)
+        excess = (time.total - time.prefill) / self.times.plain(num_rows) - elapsed
+        self.budget.record(rows, tokens - elapsed, elapsed, excess)
+        if self._is_trial:
+            self._trials[self._proposals[0].candidate.part].record(tokens > elapsed)
 
-    def _learn_undrafted(self, rows: Sequence[Row], has_certain: bool, time: RoundTime) -> None:
-        """Learn from a round in which none of the planned drafts was made.
-
-        Args:
-            has_certain: whether there were drafts that are certain to be accepted.
-        """
-        decision = self._decision
-        if decision.proposals:  # the drafter gave no nodes, but took time
-            self._learn_drafted()
-            self.expectations.decay_rows(rows, 1)
-            self._record(decision, rows, len(rows), time.total, 0.0, time.total)
-        elif has_certain:  # time passes, but nothing is measured
-            self.guard.wait(rows)
-        else:
-            self._learn_plain(rows, PlainRounds(mean_length(rows), [decision.rate_key], [time]))
-
-    def _buffer_drafted(
-        self,
-        rows: Sequence[Row],
-        drafted: Sequence[DraftProposal],
-        lengths: Sequence[int],
-        accepted: Sequence[int],
-        time: RoundTime,
-    ) -> None:
-        """Buffer a round with drafts, and learn from the buffered ones if that cannot wait.
-
-        Args:
-            drafted: the proposals that were drafted.
-            lengths, accepted: levels drafted, and nodes accepted, per row.
-        """
-        num_rows, decision = len(rows), self._decision
-        gain = 1 + sum(accepted) / num_rows - time.total / self._mean_plain(num_rows)
-        confidence_bins = [proposal.confidence_bins for proposal in drafted]
-        drafted_round = DraftedRound(decision, drafted, confidence_bins, lengths, accepted, time, gain)
-        # The length of a lookup draft is decided in advance, so that one that lost time, or a single
-        # one that could have been longer, is learned from at once.
-        is_informative = any([proposal.deterministic for proposal in drafted]) and (
-            gain < 0 or (num_rows == 1 and _could_be_longer(drafted[0], accepted[0]))
-        )
-        has_room = self._drafted.add(drafted_round) and not is_informative
-        if not has_room or not decision.is_settled or self.guard.would_stop(self._drafted.gains):
-            self._learn_drafted()
-
-    def _learn_drafted(self) -> None:
-        """Learn from the buffered rounds with drafts."""
-        rows = self._drafted.rows
-        for decision, drafted, confidence_bins, lengths, accepted, time, _ in self._drafted.take():
-            clipped = self._learn_times(len(rows), drafted, lengths, time)
-            for proposal, draft_bins in zip(drafted, confidence_bins, strict=True):
-                row, length = rows[proposal.row], lengths[proposal.row]
-                self.expectations.learn(
-                    row,
-                    proposal.estimate.kind,
-                    draft_bins,
-                    proposal.deterministic,
-                    length,
-                    accepted[proposal.row],
-                )
-            amortised = self._learn_prefill(rows, drafted, time)
-            self._record(
-                decision, rows, len(rows) + sum(accepted), time.total, amortised, clipped + time.prefill
-            )
-
-    def _learn_plain(self, rows: Sequence[Row], rounds: PlainRounds) -> None:
-        """Learn from rounds in which nothing was to be drafted."""
-        self.expectations.decay_rows(rows, rounds.num)
-        changed = self.times.add_plain(len(rows), rounds.context, rounds.seconds)
-        plain, total = self.times.plain(len(rows)), sum(rounds.seconds)
-        for rate_key, num in rounds.num_by_rate_key.items():
-            self._cost_model.record_plain(rate_key, num)
-        self.probe_budget.earn(total / plain)
-        self.guard.record_plain(rows, rounds.num, total)
-        if changed:
-            self._reset_decisions()
-
-    def _reset_decisions(self) -> None:
-        """Reset the decisions that were made before the machine changed its speed."""
-        self.guard.reset()
-        self.probe_budget.grant()
-        self._backoffs.end()
-        self._num_pausable = 0
-        self._cost_model.forget_speeds()
-
-    def _buffer_round(self, rows: Sequence[Row], time: RoundTime) -> None:
-        """Record a round in which all candidates were in backoff."""
-        rate_key = self._decision.rate_key
-        if not self._buffered.add(rate_key, rows, time):
-            self._learn_buffered()
-            self._buffered.add(rate_key, rows, time)
-
-    def _learn_buffered(self) -> None:
-        """Learn from the recorded backoff rounds."""
-        if self._buffered:
-            rows, taken = self._buffered.take()
-            for rounds in taken:
-                self._learn_plain(rows, rounds)
+    def _learn_plain(self, rows: Sequence[Row], time: RoundTime) -> None:
+        """Learn from a round without drafts."""
+        num_rows = len(rows)
+        if self.times.add_plain(num_rows, mean_length(rows), time.total - time.plan - time.prefill):
+            self.budget.renew()
+            self._trials.clear()
+        planning = time.plan / self.times.plain(num_rows)
+        self._rate.add(1, 1, PLAIN_RATE_DECAY)
+        self.budget.record(rows, -planning, 1)
 
     def _learn_times(
-        self,
-        num_rows: int,
-        drafted: Sequence[DraftProposal],
-        lengths: Sequence[int],
-        time: RoundTime,
+        self, rows: Sequence[Row], drafted: Sequence[Proposal], lengths: Sequence[int], time: RoundTime
     ) -> float:
-        """Learn the costs of a round with drafts; return its seconds, clipped if it was disturbed."""
-        plan = self.times.add_plan(num_rows, True, time.plan)
-        scoring = self.times.add(
-            num_rows, sum(lengths), time.total - time.draft - time.prefill - time.plan + plan
-        )
-        self._cost_model.renew()
-        # Next to the draft steps of a model, the time of a lookup is negligible.
-        steppers = [proposal for proposal in drafted if not proposal.deterministic] or drafted
-        steps = [lengths[proposal.row] for proposal in steppers]
-        longest = max(steps)
-        part, count = steppers[0].part, round(sum(steps) / longest)
-        return scoring + self.times.add_draft_steps(part, count, longest, time.draft)
-
-    def _learn_prefill(self, rows: Sequence[Row], drafted: Sequence[DraftProposal], time: RoundTime) -> float:
-        """Learn the cost of drafter prefill, amortise it over later rounds and return its seconds.
-
-        Later rounds use the prefilled cache, so `LossGuard` records its cost in shares.
-        """
-        readers = [proposal for proposal in drafted if proposal.candidate.num_uncached]
-        if not readers:
-            return 0.0
-        num_tokens = sum([proposal.candidate.num_uncached for proposal in readers])
-        self.times.add_prefill(readers[0].part, num_tokens, time.prefill)
-        plain_rounds = time.prefill / self.times.plain(len(rows))
-        for proposal in readers:
-            row = rows[proposal.row]
-            cost = plain_rounds * proposal.candidate.num_uncached / num_tokens
-            self.guard.amortise(row, cost, row.room / (1 + proposal.estimate.gain))
-        return time.prefill
-
-    def _record(
-        self,
-        decision: Decision,
-        rows: Sequence[Row],
-        num_tokens: int,
-        seconds: float,
-        amortised: float,
-        clipped: float,
-    ) -> None:
-        """Record a round with planned drafts.
-
-        Args:
-            amortised: seconds of drafter prefill, which are amortised over later rounds.
-            clipped: its duration, clipped if it was disturbed.
-        """
+        """Learn the times of a round with drafts; return what counts of it, in plain rounds."""
         num_rows = len(rows)
-        plain = self.times.plain(num_rows)
-        plain_seconds = num_tokens * plain / num_rows
-        mean = self._mean_plain(num_rows)
-        is_probe = decision.is_probe
-        self._cost_model.record(
-            decision.rate_key, clipped / plain, num_tokens / num_rows, worthwhile=not is_probe
-        )
-        self.probe_budget.earn(seconds / plain)
-        if is_probe:
-            self.probe_budget.pay((seconds - plain_seconds) / plain)
-        gain = num_tokens / num_rows - (seconds - amortised) / mean
-        self.guard.record(gain, rows, seconds - amortised, mean)
-
-    def _mean_plain(self, num_rows: int) -> float:
-        """Return the mean seconds of a plain round, disturbed ones included."""
-        return self.times.plain(num_rows) * self.times.load_detector.slowdown
+        if not drafted:
+            return time.total / self.times.plain(num_rows)
+        models = [proposal for proposal in drafted if not proposal.survivals]
+        # Next to the draft steps of a model, the time of lookups is negligible; alone it is one of the pass.
+        drafting = time.draft if models else 0.0
+        elapsed = self.times.add_pass(num_rows, sum(lengths), time.total - time.prefill - drafting)
+        if models:
+            steps = [lengths[proposal.row] for proposal in models]
+            part = models[0].candidate.part
+            elapsed += self.times.add_draft(part, len(models), max(steps), drafting, num_rows)
+        readers = [proposal for proposal in drafted if proposal.candidate.num_uncached]
+        num_tokens = sum([proposal.candidate.num_uncached for proposal in readers])
+        if num_tokens:
+            cost = self.times.add_prefill(readers[0].candidate.part, num_tokens, num_rows, time.prefill)
+            for proposal in readers:
+                row, share = rows[proposal.row], proposal.candidate.num_uncached / num_tokens
+                self.budget.defer(row, cost * share, min(row.room, MAX_SHARED_ROUNDS))
+        return elapsed
 
     def release(self, row: Row) -> None:
-        self._learn_drafted()
-        self._learn_buffered()
-        self._backoffs.forget(row)
-        self.expectations.row_histories.pop(row, None)
-        self.guard.release(row)
-
-
-def _is_settled(proposal: DraftProposal) -> bool:
-    """Return whether the decision for this draft can be repeated before anything is learned from it."""
-    return proposal.net > proposal.estimate.exploration_bonus and not proposal.candidate.num_uncached
-
-
-def _could_be_longer(lookup: DraftProposal, num_accepted: int) -> bool:
-    """Return whether all of a lookup draft was accepted, and its source had more."""
-    return num_accepted == lookup.length < len(lookup.estimate.gains) - 1
-
-
-def _rate_key(candidates: Sequence[Sequence[Candidate]]) -> Hashable:
-    """Return the key of the token rate that drafts are compared with.
-
-    It is the batch size, or for a single row the kind of its first candidate: saved tokens are
-    worth less where decoding is fast anyway.
-    """
-    if len(candidates) > 1:
-        return len(candidates)
-    for choice in candidates[0]:
-        if choice.longest > 0:
-            return choice.kind
-    return None
+        self.budget.release(row)

@@ -1,0 +1,148 @@
+"""Acceptance of draft tokens, from what the verifier accepted of similar drafts.
+
+A node is *reached* if all nodes before it were accepted. The share accepted among reached nodes, the censored
+hazard of survival analysis (Kaplan and Meier 1958), is not biased by drafts that stopped early.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+
+from secondguess.core import Candidate, Row
+
+CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+"""Edges of the bins of confidence; nodes of one bin share their statistics."""
+BIN_CENTRES = [(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_EDGES, 1.0))]
+MAX_POSITION = 8
+"""Position from which all nodes of a lookup share their statistics."""
+PRIOR_WEIGHT = 4.0
+"""Weight of a prior expectation, in observations."""
+DECAY = 1 - 1 / 100
+"""Factor by which the weight of an observation decays with each further one."""
+FIRST_SHARE, FIRST_GAIN, FIRST_WIDTH = 0.8, 1.0, 2.0
+"""Expected acceptance of a node, and tokens gained by a draft of so many nodes, of an unknown drafter."""
+BONUS, BONUS_OFFSET = 1.5, 0.15
+"""Tokens that a draft of a new kind might gain beyond the expectation: their standard deviation, which falls with the
+square root of the number of drafts, less what is left after a hundred."""
+
+
+class Mean:
+    """Decayed mean, shrunk to an expected value while there are few observations."""
+
+    __slots__ = ("count", "total")
+
+    def __init__(self) -> None:
+        self.total: float = 0.0
+        self.count: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.total = self.total * DECAY + value
+        self.count = self.count * DECAY + 1
+
+    def shrunk(self, expected: float) -> float:
+        return (self.total + PRIOR_WEIGHT * expected) / (self.count + PRIOR_WEIGHT)
+
+
+class Acceptance:
+    """Statistics of drafts that are expected to be accepted alike.
+
+    Args:
+        general: statistics of all drafts of the drafter at this temperature, to which few observations are shrunk.
+    """
+
+    def __init__(self, general: Acceptance | None = None) -> None:
+        self._general = general
+        self._any_node = Mean()
+        self._by_position = [Mean() for _ in range(MAX_POSITION + 1)]
+        self._by_confidence = [Mean() for _ in BIN_CENTRES]
+        self._next_by_confidence = [Mean() for _ in BIN_CENTRES]
+        self._error, self._appears = Mean(), Mean()
+        self._gain, self._width = Mean(), Mean()
+        self._node_probs: tuple[list[float], list[float]] | None = None
+
+    @property
+    def expected_draft(self) -> tuple[float, float]:
+        """Tokens gained by a draft whose length is decided while drafting, and its number of nodes."""
+        gain, width = (FIRST_GAIN, FIRST_WIDTH) if self._general is None else self._general.expected_draft
+        return self._gain.shrunk(gain), self._width.shrunk(width)
+
+    @property
+    def exploration_bonus(self) -> float:
+        """Tokens that a draft might gain beyond the expectation."""
+        return max(BONUS / math.sqrt(1 + self._gain.count) - BONUS_OFFSET, 0.0)
+
+    def _shares(self) -> list[float]:
+        general = self._general
+        if general is None:
+            share = self._any_node.shrunk(FIRST_SHARE)
+            return [mean.shrunk(share) for mean in self._by_position]
+        return [mean.shrunk(share) for mean, share in zip(self._by_position, general._shares(), strict=True)]
+
+    def survivals(self, length: int) -> list[float]:
+        """Return the probabilities that the first 1, 2, ... nodes of a lookup are all accepted."""
+        shares = self._shares()[:length]
+        shares += shares[-1:] * (length - len(shares))
+        # A lookup that announces a draft may have none.
+        return list(accumulate(shares, mul, initial=self._appears.shrunk(1.0)))[1:]
+
+    def node_probs(self) -> tuple[list[float], list[float]]:
+        """Return, by bin of confidence, the acceptance probabilities of a node and of the one after it."""
+        if self._node_probs is None:
+            error = self._error.shrunk(0.0)
+            own = [
+                mean.shrunk(min(max(centre + error, 0.02), 0.98))
+                for mean, centre in zip(self._by_confidence, BIN_CENTRES, strict=True)
+            ]
+            following = self._any_node.shrunk(FIRST_SHARE)
+            self._node_probs = own, [mean.shrunk(following) for mean in self._next_by_confidence]
+        return self._node_probs
+
+    def learn(self, bins: Sequence[int], length: int, accepted: int) -> None:
+        """Add a draft.
+
+        Args:
+            bins: bins of the confidences of its first nodes; empty for a lookup.
+            length: number of its nodes, or levels.
+            accepted: number of nodes accepted.
+        """
+        self._node_probs = None
+        self._appears.add(float(length > 0))
+        self._gain.add(accepted)
+        self._width.add(max(length, 1))
+        for position in range(min(accepted + 1, length)):
+            outcome = float(position < accepted)
+            self._any_node.add(outcome)
+            self._by_position[min(position, MAX_POSITION)].add(outcome)
+            if position < len(bins):
+                self._by_confidence[bins[position]].add(outcome)
+                self._error.add(outcome - BIN_CENTRES[bins[position]])
+            if 0 < position <= len(bins):
+                self._next_by_confidence[bins[position - 1]].add(outcome)
+        if self._general is not None:
+            self._general.learn(bins, length, accepted)
+
+
+class AcceptanceStats:
+    """Acceptance by drafter, temperature and kind of candidate."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Hashable, Acceptance] = {}
+        self._kinds: dict[Hashable, Acceptance] = {}
+
+    def of(self, row: Row, candidate: Candidate) -> Acceptance:
+        """Return the statistics of drafts like this candidate of a row."""
+        # Similar temperatures share statistics, as a server may get any number of them.
+        pool = candidate.part, row.coupled, round(row.params.temperature, 1)
+        key = pool, candidate.kind
+        if key not in self._kinds:
+            self._kinds[key] = Acceptance(self._pools.setdefault(pool, Acceptance()))
+        return self._kinds[key]
+
+
+def confidence_bin(confidence: float) -> int:
+    """Return the bin of a confidence."""
+    return bisect_right(CONFIDENCE_EDGES, confidence)
