@@ -15,12 +15,12 @@ from distribution_cases import (
     make_pair_drafter,
 )
 from mutant_cases import Mutant, Patch, check, mutation_test
+from secondguess.beyond.images.grid import GridDrafter, GridIndex, GridOptions
+from secondguess.beyond.images.jacobi import JacobiDrafter, SampledAhead
 from secondguess.controllers import make_controller
 from secondguess.core import Guidance, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.grid import GridDrafter, GridIndex, GridOptions
-from secondguess.drafters.jacobi import JacobiDrafter, SampledAhead
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.runtime import guidance

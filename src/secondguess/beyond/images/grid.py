@@ -80,7 +80,6 @@ class GridIndex:
 class GridDrafter(LookupDrafter[GridIndex]):
     """Deterministic drafter that copies what followed the same neighbours."""
 
-    is_of_package = True
     kind = "grid"
     options_type = GridOptions
     options: GridOptions
