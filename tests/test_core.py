@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from secondguess.core import Draft, Guidance, Row, Verdict
+from secondguess.core import Draft, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 END = 9
@@ -106,15 +106,6 @@ class TestCommit:
         stop_checker = StopAfter()
         row_of(stop_checker).commit([3], END)
         assert stop_checker.seen == [3, END]
-
-
-@pytest.mark.parametrize(("negative", "longest"), [((), 2), ((1,), 2), ((1, 2), 2), ((1, 2, 3), 3)])
-def test_a_guided_row_is_as_long_as_the_longer_of_its_texts(negative, longest):
-    row = row_of()
-    row.guidance = Guidance(negative, 2.0)
-    assert row.longest == longest
-    row.commit([], 3)
-    assert row.longest == longest + 1
 
 
 class TestDraft:

@@ -32,7 +32,7 @@ from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
-from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
+from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.runtime.support import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
@@ -89,7 +89,7 @@ class LLM(Models):
     @overload
     def generate(
         self,
-        prompts: str | GuidedPrompt | Sequence[int] | Sequence[Message],
+        prompts: str | ExtendedPrompt | Sequence[int] | Sequence[Message],
         params: SamplingParams | None = None,
         **settings: object,
     ) -> Output: ...

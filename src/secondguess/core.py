@@ -95,19 +95,6 @@ ImageInputs = Mapping[str, Any]
 outputs of its image encoder."""
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance (arXiv 2207.12598): the logits are `negative + scale (own - negative)`.
-
-    Args:
-        negative: token ids of the prompt to guide away from, such as one without the condition.
-        scale: 1 is the model without guidance.
-    """
-
-    negative: tuple[int, ...]
-    scale: float
-
-
 @dataclass(eq=False)
 class Row:
     """One sequence of the batch: its tokens, sampling settings and end.
@@ -127,7 +114,6 @@ class Row:
         sources: the row's own draft sources, in addition to the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
         images: inputs of the target for the images of the prompt; None for a prompt of text.
-        guidance: negative prompt and scale of guided sampling; None for none.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as it is
@@ -147,7 +133,6 @@ class Row:
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
     images: ImageInputs | None = None
-    guidance: Guidance | None = None
     history: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
@@ -174,17 +159,6 @@ class Row:
     def room(self) -> int:
         """Number of tokens that this row can still gain."""
         return min(self.params.max_tokens - self.num_output, self.context_length - len(self.tokens))
-
-    @property
-    def num_slots(self) -> int:
-        """Number of cache slots of the target that the row takes: a guided row has another for its negative prompt."""
-        return 1 if self.guidance is None else 2
-
-    @property
-    def longest(self) -> int:
-        """Length of the longer slot."""
-        longer = 0 if self.guidance is None else len(self.guidance.negative) - self.num_prompt
-        return len(self.tokens) + max(0, longer)
 
     @property
     def finished(self) -> bool:

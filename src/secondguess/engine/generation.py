@@ -19,7 +19,7 @@ from secondguess.engine.models import Models
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
 from secondguess.params import Grammar
-from secondguess.prompts import Prompt, encode_with_images, split_guidance
+from secondguess.prompts import ExtendedPrompt, Prompt, encode_with_images
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
@@ -121,26 +121,24 @@ class Generation:
         # A bound method would form a cycle, which keeps the models in memory until it is collected.
         receive = partial(Generation._receive, proxy(self))
         self.group = RowGroup(list(self._samples), receive, is_eager=False)
-        sizes = {(row.num_slots, row.longest) for row in self._samples}
+        target = llm.shared_batch.components.target
+        sizes = {(len(lengths), max(lengths)) for lengths in map(target.slot_lengths, self._samples)}
         num_new = max([llm.target.runtime.num_tokens_to_allocate(*size) for size in sizes], default=0)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def _add_samples(self, prompt: Prompt, params: SamplingParams, owner: str) -> None:
         """Add a row for each sample of a prompt."""
         llm = self._llm
-        prompt, guidance = split_guidance(llm.target, prompt)
-        usable = None if guidance is None else llm.drafter.parts_without_target
-        if usable is not None and not usable:
-            raise _guided_drafter_error(llm.drafter.name)
-        ids, images = encode_with_images(llm.target, prompt)
+        ids, images = encode_with_images(
+            llm.target, prompt.prompt if isinstance(prompt, ExtendedPrompt) else prompt
+        )
         if isinstance(params.prediction, str):  # tokenized once for all samples
             params = replace(params, prediction=tuple(_prediction_tokens(llm.target, params.prediction)))
-        if guidance is not None:
-            check_request(llm.target, llm.verifier, guidance.negative, params)
-        if params.prompt_logprobs is not None and (guidance is not None or images is not None):
+        if params.prompt_logprobs is not None and images is not None:
             raise BadInputError(
-                "expected prompt_logprobs only with a prompt of text, got a guided one or one with images; leave it out"
+                "expected prompt_logprobs only with a prompt of text, got one with images; leave it out"
             )
+        rows: list[Row] = []
         for sample in range(params.n):
             detokenizer = StreamingDetokenizer(
                 llm.target.tokenizer, ids, params.stop, params.min_tokens, params.include_stop_str_in_output
@@ -154,21 +152,18 @@ class Generation:
                 sample,
                 llm.drafter.draws_by_race,
             )
-            row.images, row.guidance, row.parts = images, guidance, usable
-            if guidance is not None:
-                row.context_length -= max(0, len(guidance.negative) - len(ids))
+            row.images = images
             if params.draft_with is not None:
                 row.parts, sources = select_parts(llm.drafter, params.draft_with)
-                if usable is not None and not row.parts <= usable:
-                    raise _guided_drafter_error(params.draft_with)
                 row.sources += sources
             if llm.share_history and may_share(llm.verifier, row):
                 row.history = owner
-            if not sample:
-                first = row
-                if params.prompt_logprobs is not None:
-                    row.prompt_logprobs = []
-            self._samples[row] = _Sample(len(self._samples), row, first, detokenizer)
+            rows.append(row)
+            self._samples[row] = _Sample(len(self._samples), row, rows[0], detokenizer)
+        if params.prompt_logprobs is not None:
+            rows[0].prompt_logprobs = []
+        if isinstance(prompt, ExtendedPrompt):
+            prompt.prepare(llm, rows)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
@@ -262,13 +257,6 @@ def with_texts(logprob: TokenLogprob, tokenizer: Any) -> TokenLogprob:
     alternative_texts = {token: text_of_token(tokenizer, token) for token in logprob.alternatives}
     text = text_of_token(tokenizer, logprob.token)
     return replace(logprob, text=text, alternative_texts=alternative_texts)
-
-
-def _guided_drafter_error(drafter: str) -> BadInputError:
-    return BadInputError(
-        f"expected a drafter that runs no layers of the target for a guided prompt, got {drafter}; "
-        "use another one, such as model:PATH or suffix"
-    )
 
 
 def check_request(
