@@ -261,8 +261,11 @@ def with_texts(logprob: TokenLogprob, tokenizer: Any) -> TokenLogprob:
 
 def check_request(
     target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
-) -> None:
+) -> GrammarMatcher | None:
     """Refuse a request that cannot be decoded, before any work is done.
+
+    Returns:
+        Matcher at the beginning of the request's grammar; None without one.
 
     Raises:
         BadInputError: a prompt that leaves no free position in the model's context, settings with
@@ -284,7 +287,10 @@ def check_request(
             "give stop_token_ids or max_tokens"
         )
     verifier.check(params)
-    match_grammar(target, params)
+    if params.grammar is None:
+        return None
+    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
+    return compiler.matcher(Grammar.parse(params.grammar))
 
 
 def may_share(verifier: Verifier, row: Row) -> bool:
@@ -294,18 +300,6 @@ def may_share(verifier: Verifier, row: Row) -> bool:
     """
     depends_on_drafts = row.params.temperature > 0 and verifier.guarantee(row) != Exactness.DRAFTER_INVARIANT
     return row.params.history and not (row.params.seed is not None and depends_on_drafts)
-
-
-def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:
-    """Return a matcher at the beginning of the output; None for a request without grammar.
-
-    Raises:
-        BadInputError: the grammar is invalid, or llguidance is not installed.
-    """
-    if params.grammar is None:
-        return None
-    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
-    return compiler.matcher(Grammar.parse(params.grammar))
 
 
 def make_row(
@@ -328,9 +322,8 @@ def make_row(
     Raises:
         BadInputError: as in `check_request`.
     """
-    check_request(target, verifier, ids, params)
+    grammar = check_request(target, verifier, ids, params)
     params = _first_equal(params)
-    grammar = match_grammar(target, params)
     # A grammar keeps them: where it leaves no token to go on with, they end the text.
     model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
     sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
