@@ -97,7 +97,7 @@ outputs of its image encoder."""
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its tokens, sampling settings and end.
+    """One sequence of the batch.
 
     Args:
         tokens: prompt token ids, at least one; committed tokens are appended.
@@ -111,31 +111,35 @@ class Row:
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
+        finish_reason: None until the row is finished.
         sources: the row's own draft sources, in addition to the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
-        images: inputs of the target for the images of the prompt; None for a prompt of text.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
+        images: inputs of the target for the images of the prompt; None for a prompt of text.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as it is
             prefilled; None for a row that needs none.
-        finish_reason: None until the row is finished.
     """
 
     tokens: list[int]
     params: SamplingParams
+    # its noise
     seed: int = 0
     sample_index: int = 0
     coupled: bool = False
+    # its end
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
     stop_checker: StopChecker | None = None
     grammar: GrammarState | None = None
+    finish_reason: FinishReason | None = None
+    # its drafts
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
-    images: ImageInputs | None = None
     history: str | None = None
+    # its prompt
+    images: ImageInputs | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,15 +174,12 @@ class Row:
         Tokens are dropped only when the row finishes, so the KV cache of an unfinished row always
         matches its tokens.
         """
-        tokens = [*accepted, next_token]
-        if self._continues_after(tokens):
-            self.tokens += tokens
-            return Commit(self, tokens, len(accepted), rejected=rejected)
-        for count, token in enumerate(tokens, start=1):
+        tokens = []
+        for token in (*accepted, next_token):
             self.tokens.append(token)
+            tokens.append(token)
             self.finish_reason = self._finish_reason_after(token)
             if self.finished:
-                tokens = tokens[:count]
                 break
         return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
 
@@ -187,17 +188,13 @@ class Row:
         self.finish_reason = "length"
         return Commit(self, [], 0)
 
-    def _continues_after(self, tokens: Sequence[int]) -> bool:
-        """Return whether none of the next tokens needs a check of its own, so that none ends the row."""
-        is_checked = self.stop_checker is not None or self.grammar is not None
-        return not is_checked and len(tokens) < self.room and self.end_tokens.isdisjoint(tokens)
-
     def _finish_reason_after(self, token: int) -> FinishReason | None:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
-        if self.grammar is not None and self.grammar.push(token):
-            return "stop"
-        if self.grammar is not None and self.grammar.has_failed:
-            return "grammar"
+        if self.grammar is not None:
+            if self.grammar.push(token):
+                return "stop"
+            if self.grammar.has_failed:
+                return "grammar"
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
         if self.num_output >= self.params.max_tokens:
@@ -305,13 +302,12 @@ class Draft:
         >>> Draft.chains([[5, 6], [7]]).parents.tolist()
         [[-1, 0], [-1, -1]]
         """
-        device = torch.device(device)
-        structure = _structure_of_chains(tuple([len(chain) for chain in chains]), device)
+        shapes, parents, lengths = _structure_of_chains(tuple(map(len, chains)), torch.device(device))
         token_lists = _padded(chains, 0)
-        tokens = token_tensor(token_lists, device).reshape(structure.parents.shape)
-        draft = cls(tokens, structure.parents, structure.lengths, probs)
-        # Values of the cached properties, which take longer to compute from tensors.
-        vars(draft).update(structure.properties, token_lists=token_lists)
+        tokens = token_tensor(token_lists, parents.device).reshape(parents.shape)
+        draft = cls(tokens, parents, lengths, probs)
+        # Known here; reading them from a device would wait for it.
+        vars(draft).update(token_lists=token_lists, shapes=shapes)
         return draft
 
     def with_probs(self, probs: Tensor | None) -> Draft:
@@ -429,25 +425,13 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
     return [[*row, *([filler] * (width - len(row)))] for row in rows]
 
 
-class _Structure(NamedTuple):
-    """`parents`, `lengths` and cached properties of a draft."""
-
-    parents: Tensor
-    lengths: Tensor
-    properties: Mapping[str, object]
-
-
 @lru_cache(maxsize=256)
-def _structure_of_chains(lengths: tuple[int, ...], device: torch.device) -> _Structure:
-    """Return the structure of chains; cached, because the same few lengths recur."""
-    shapes = [tuple(range(-1, length - 1)) for length in lengths]
-    properties = {
-        "shapes": shapes,
-        "is_branching": [False] * len(shapes),
-        "is_chain": True,
-        "num_levels": list(lengths),
-    }
-    return _Structure(padded_tensor(shapes, -1, device), token_tensor(lengths, device), properties)
+def _structure_of_chains(
+    num_nodes: tuple[int, ...], device: torch.device
+) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
+    """Return `shapes`, `parents` and `lengths` of chains; cached, because the same few numbers of nodes recur."""
+    shapes = [tuple(range(-1, length - 1)) for length in num_nodes]
+    return shapes, padded_tensor(shapes, -1, device), token_tensor(num_nodes, device)
 
 
 @dataclass(frozen=True)
