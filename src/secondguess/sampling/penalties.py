@@ -40,8 +40,8 @@ class LogitProcessors:
     def from_params(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitProcessors:
-        has_min_tokens = any(each.min_tokens for each in params)
-        has_grammar = any(each.grammar is not None for each in params)
+        has_min_tokens = any(own.min_tokens for own in params)
+        has_grammar = any(own.grammar is not None for own in params)
         bias, penalties = _bias(params, vocab_size, device), Penalties.from_params(params, device)
         return cls(bias, penalties, has_min_tokens, has_grammar)
 
@@ -90,8 +90,8 @@ class Penalties:
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
         rows = [
             index
-            for index, each in enumerate(params)
-            if each.repetition_penalty != 1 or each.frequency_penalty or each.presence_penalty
+            for index, own in enumerate(params)
+            if own.repetition_penalty != 1 or own.frequency_penalty or own.presence_penalty
         ]
         if not rows:
             return None
@@ -146,8 +146,8 @@ def _bias(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     entries = [
         (row, token, value)
-        for row, each in enumerate(params)
-        for token, value in each.logit_bias.items()
+        for row, own in enumerate(params)
+        for token, value in own.logit_bias.items()
         if token < vocab_size
     ]
     if not entries:
