@@ -176,7 +176,8 @@ class Batch:
             return
         # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
         for row in reversed(rows):
-            _release(self.components, row)
+            for component in (self.components.target, self.components.drafter, self.components.controller):
+                component.release(row)
             self._prefilling.pop(row, None)
         removed = set(rows)
         self._decoding = [row for row in self._decoding if row not in removed]
@@ -304,24 +305,21 @@ def _keep_drafting(
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft for all rows: from the row's own source where one was chosen (a negative part), else by the drafter."""
-    if min(budgets.parts) >= 0:
-        return _draft_by_drafter(components, rows, budgets, noise)
-    chains = chains_of_sources(rows, budgets.lengths, budgets.parts, components.target.vocab_size)
+    drafter, vocab_size = components.drafter, components.target.vocab_size
     lengths = [
         length if part >= 0 else 0 for length, part in zip(budgets.lengths, budgets.parts, strict=True)
     ]
-    draft = _draft_by_drafter(components, rows, budgets._replace(lengths=lengths), noise)
+    if any(lengths):
+        with components.recorder.phase("draft"):
+            proposed = drafter.propose(rows, budgets._replace(lengths=lengths), noise)
+            draft = check_draft(drafter, proposed, len(rows), vocab_size, noise)
+    else:
+        draft = drafter.empty_draft(len(rows), noise, vocab_size)
+    if min(budgets.parts) >= 0:
+        return draft
+    chains = chains_of_sources(rows, budgets.lengths, budgets.parts, vocab_size)
     own = Draft.chains(chains, device=draft.tokens.device)
     return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
-
-
-def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-    """Draft with the drafter; skip it when every draft length is 0."""
-    drafter, vocab_size = components.drafter, components.target.vocab_size
-    if not budgets.longest:
-        return drafter.empty_draft(len(rows), noise, vocab_size)
-    with components.recorder.phase("draft"):
-        return check_draft(drafter, drafter.propose(rows, budgets, noise), len(rows), vocab_size, noise)
 
 
 def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict) -> list[Commit]:
@@ -373,13 +371,6 @@ def _verified(components: Components, rows: Sequence[Row], draft: Draft, noise: 
     with components.recorder.phase("verify"):
         verdict = verify_logits(components.verifier, rows, draft, scores.logits, noise)
     return _VerifiedDraft(draft, scores, verdict)
-
-
-def _release(components: Components, row: Row) -> None:
-    """Release the state that target, drafter and controller hold for a row."""
-    components.target.release(row)
-    components.drafter.release(row)
-    components.controller.release(row)
 
 
 def _prefill_rows(
