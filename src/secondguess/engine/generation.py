@@ -12,7 +12,15 @@ from weakref import proxy
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.core import (
+    Commit,
+    DraftSource,
+    FinishReason,
+    Row,
+    StopChecker,
+    TokenLogprob,
+    within_vocabulary,
+)
 from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.models import Models
@@ -355,5 +363,4 @@ def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> 
     if not isinstance(prediction, str):
         return prediction
     ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
-    vocab_size = target.runtime.vocab_size
-    return ids[: next((index for index, token in enumerate(ids) if token >= vocab_size), len(ids))]
+    return within_vocabulary(ids, target.runtime.vocab_size)
