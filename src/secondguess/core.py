@@ -50,46 +50,6 @@ so the text is incomplete.
 """
 
 
-class StopChecker(Protocol):
-    """Detector of stop strings in a row's output."""
-
-    def push(self, token: int) -> bool:
-        """Add the next output token; return True if the text now contains a stop string."""
-        ...
-
-
-class GrammarState(Protocol):
-    """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the last token was not one that the grammar allowed: no token was, and the text ends."""
-        ...
-
-    def push(self, token: int) -> bool:
-        """Add the next output token; return True if the text is complete and nothing can follow."""
-        ...
-
-    def allowed(self, path: tuple[int, ...]) -> NDArray[numpy.bool_] | None:
-        """Return the tokens `[vocab]` that may follow the output and a drafted path; None for all."""
-        ...
-
-
-class DraftSource(Protocol):
-    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
-
-    part: int
-    """Part number of its candidates (`Candidate.part`), which is negative."""
-
-    def candidate(self, row: Row) -> Candidate:
-        """Return the candidate after the row's tokens; of length 0 if there is none."""
-        ...
-
-    def chain(self, limit: int) -> list[int]:
-        """Return at most `limit` draft tokens of the last candidate."""
-        ...
-
-
 ImageInputs = Mapping[str, Any]
 """Inputs of a vision-language model in addition to the tokens of a prompt: tensors that its processor makes, or the
 outputs of its image encoder."""
@@ -382,58 +342,6 @@ class Draft:
         )
 
 
-def ancestor_closure(parents: Tensor) -> Tensor:
-    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
-
-    The relation "itself or parent" is squared until paths of any depth are covered, which takes
-    log2(nodes) products.
-
-    Args:
-        parents: `[row, node]` int64, -1 at a root.
-    """
-    num_nodes = parents.shape[1]
-    nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    covered = 1
-    while covered < num_nodes - 1:
-        reach = (reach @ reach).clamp_(max=1.0)
-        covered *= 2
-    return reach > 0
-
-
-def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
-    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
-    if not chain or max(chain) < vocab_size:
-        return chain
-    return list(takewhile(lambda token: token < vocab_size, chain))
-
-
-def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
-    on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
-    return on_host if device.type == "cpu" else on_host.to(device)
-
-
-def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
-    padded = _padded(rows, filler)
-    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
-    width = max(map(len, rows), default=0)
-    return [[*row, *([filler] * (width - len(row)))] for row in rows]
-
-
-@lru_cache(maxsize=256)
-def _structure_of_chains(
-    num_nodes: tuple[int, ...], device: torch.device
-) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
-    """Return `shapes`, `parents` and `lengths` of chains; cached, because the same few numbers of nodes recur."""
-    shapes = [tuple(range(-1, length - 1)) for length in num_nodes]
-    return shapes, padded_tensor(shapes, -1, device), token_tensor(num_nodes, device)
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Result of verification: accepted path and next token of each row.
@@ -595,3 +503,95 @@ class RoundTime:
     draft: float
     total: float
     plan: float = 0.0
+
+
+class StopChecker(Protocol):
+    """Detector of stop strings in a row's output."""
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text now contains a stop string."""
+        ...
+
+
+class GrammarState(Protocol):
+    """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last token was not one that the grammar allowed: no token was, and the text ends."""
+        ...
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text is complete and nothing can follow."""
+        ...
+
+    def allowed(self, path: tuple[int, ...]) -> NDArray[numpy.bool_] | None:
+        """Return the tokens `[vocab]` that may follow the output and a drafted path; None for all."""
+        ...
+
+
+class DraftSource(Protocol):
+    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
+
+    part: int
+    """Part number of its candidates (`Candidate.part`), which is negative."""
+
+    def candidate(self, row: Row) -> Candidate:
+        """Return the candidate after the row's tokens; of length 0 if there is none."""
+        ...
+
+    def chain(self, limit: int) -> list[int]:
+        """Return at most `limit` draft tokens of the last candidate."""
+        ...
+
+
+def ancestor_closure(parents: Tensor) -> Tensor:
+    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
+
+    The relation "itself or parent" is squared until paths of any depth are covered, which takes
+    log2(nodes) products.
+
+    Args:
+        parents: `[row, node]` int64, -1 at a root.
+    """
+    num_nodes = parents.shape[1]
+    nodes = torch.arange(num_nodes, device=parents.device)
+    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
+    covered = 1
+    while covered < num_nodes - 1:
+        reach = (reach @ reach).clamp_(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
+    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
+    if not chain or max(chain) < vocab_size:
+        return chain
+    return list(takewhile(lambda token: token < vocab_size, chain))
+
+
+def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
+    on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
+    return on_host if device.type == "cpu" else on_host.to(device)
+
+
+def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
+    padded = _padded(rows, filler)
+    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
+    width = max(map(len, rows), default=0)
+    return [[*row, *([filler] * (width - len(row)))] for row in rows]
+
+
+@lru_cache(maxsize=256)
+def _structure_of_chains(
+    num_nodes: tuple[int, ...], device: torch.device
+) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
+    """Return `shapes`, `parents` and `lengths` of chains; cached, because the same few numbers of nodes recur."""
+    shapes = [tuple(range(-1, length - 1)) for length in num_nodes]
+    return shapes, padded_tensor(shapes, -1, device), token_tensor(num_nodes, device)
