@@ -382,12 +382,8 @@ def _prefill_rows(
     """Prefill admitted rows as far as the limit allows; return those whose prompts are cached now.
 
     Rows are prefilled in their order. Where the limit is reached, up to three quarters of what is left go to the
-    row that needs the fewest tokens, so that a short prompt does not wait for the end of a long one.
-
-    Args:
-        rows: rows whose prompts are not cached. Of those with the same prompt, one is prefilled.
-        hidden: hidden states of each row so far, to which those of the new tokens are added.
-        max_tokens: maximum number of tokens; None for no limit.
+    row that needs the fewest tokens, so that a short prompt does not wait for the end of a long one. Of rows with
+    the same prompt, one is prefilled. `hidden` are the hidden states of each row so far, to which new ones are added.
     """
     target = components.target
     by_prompt: dict[tuple[int, ...], list[Row]] = {}

@@ -69,13 +69,7 @@ class Output:
 
 @dataclass(frozen=True)
 class NewPiece:
-    """Text that one round adds to a sample.
-
-    Args:
-        index: index of the sample in its call.
-        piece: the text and its tokens.
-        logprobs: per token, if the request asks for them; else empty.
-    """
+    """Text that one round adds to the sample with this index in its call, with the log-probabilities asked for."""
 
     index: int
     piece: Piece
@@ -319,16 +313,9 @@ def make_row(
     sample: int = 0,
     draws_by_race: bool = False,
 ) -> Row:
-    """Return the row of one sample of a prompt; without a seed, random bits key its noise.
+    """Return the row of one sample of a prompt, after `check_request`; without a seed, random bits key its noise.
 
-    Args:
-        target, verifier: which decode it.
-        ids, params, sample: prompt, settings, and number of the sample.
-        stop_checker: ends the text.
-        draws_by_race: as in `Drafter`.
-
-    Raises:
-        BadInputError: as in `check_request`.
+    `draws_by_race` is that of the drafter.
     """
     grammar = check_request(target, verifier, ids, params)
     params = _first_equal(params)

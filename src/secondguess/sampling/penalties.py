@@ -23,12 +23,7 @@ from secondguess.sampling.grammar import mask_by_grammar_
 class LogitProcessors:
     """Logit edits for the settings of a batch.
 
-    Args:
-        bias: row indices `[n]`, token ids `[n]` and added values `[n]` float64; None without any
-            logit bias.
-        penalties: None if no row uses one.
-        has_min_tokens: True if a row has `min_tokens`.
-        has_grammar: True if a row has a grammar.
+    `bias` has row indices, token ids and added values `[n]`.
     """
 
     bias: tuple[Tensor, Tensor, Tensor] | None
@@ -72,12 +67,9 @@ class LogitProcessors:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Repetition (arXiv 1909.05858), frequency and presence penalties of the rows that use any.
+    """Repetition (arXiv 1909.05858), frequency and presence penalties `[n, 1, 1]` of the rows that use any.
 
-    Args:
-        rows: indices of these rows in the batch.
-        index: the same as `[n]` int64.
-        repetition, frequency, presence: `[n, 1, 1]` float64.
+    `rows` and `index` are the indices of these rows in the batch.
     """
 
     rows: list[int]
