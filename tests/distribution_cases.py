@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grammar_cases import tiny_matcher
+from secondguess.beyond.images.jacobi import JacobiDrafter
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.controller import CostController, CostOptions
@@ -22,7 +23,6 @@ from secondguess.core import Budgets, Candidate, Draft, RoundTime, Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.drafters.jacobi import JacobiDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions

@@ -1,12 +1,11 @@
 """Ends of rows, and the index conventions of drafts and verdicts."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from secondguess.core import Draft, Guidance, Row, Verdict
+from secondguess.core import Draft, Row, Verdict
 from secondguess.sampling import SamplingParams
 
 END = 9
@@ -52,18 +51,6 @@ class TestCommit:
         assert (commit.tokens, commit.num_accepted) == (kept, num_accepted)
         assert (row.output, row.finish_reason) == (kept, "stop")
 
-    @pytest.mark.parametrize("seed", range(200))
-    def test_tokens_that_are_committed_together_end_the_row_where_single_ones_do(self, seed):
-        chooser = random.Random(seed)
-        settings = {"max_tokens": chooser.randint(1, 12), "context_length": chooser.randint(3, 14)}
-        settings["min_tokens"] = chooser.randint(0, settings["max_tokens"])
-        together, singly = row_of(**settings), row_of(StopAfter(), **settings)
-        while not together.finished:
-            *accepted, last = chooser.choices(range(3, END + 1), k=chooser.randint(1, 5))
-            commit, expected = together.commit(accepted, last), singly.commit(accepted, last)
-            assert (commit.tokens, commit.num_accepted) == (expected.tokens, expected.num_accepted)
-            assert (together.tokens, together.finish_reason) == (singly.tokens, singly.finish_reason)
-
     def test_the_last_position_ends_the_row(self):
         row = row_of(max_tokens=3)
         assert row.commit([3], 4).tokens == [3, 4]
@@ -106,15 +93,6 @@ class TestCommit:
         stop_checker = StopAfter()
         row_of(stop_checker).commit([3], END)
         assert stop_checker.seen == [3, END]
-
-
-@pytest.mark.parametrize(("negative", "longest"), [((), 2), ((1,), 2), ((1, 2), 2), ((1, 2, 3), 3)])
-def test_a_guided_row_is_as_long_as_the_longer_of_its_texts(negative, longest):
-    row = row_of()
-    row.guidance = Guidance(negative, 2.0)
-    assert row.longest == longest
-    row.commit([], 3)
-    assert row.longest == longest + 1
 
 
 class TestDraft:

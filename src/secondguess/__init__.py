@@ -20,6 +20,7 @@ else:
 if TYPE_CHECKING:
     from secondguess.api import LLM, load
     from secondguess.beyond.forecasting.forecast import Forecast, forecast
+    from secondguess.beyond.images.guidance import GuidedPrompt
     from secondguess.drop_in import custom_generate
     from secondguess.engine.generation import Output
     from secondguess.engine.text_scores import TextScore
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         SecondGuessError,
         UnsupportedModelError,
     )
-    from secondguess.prompts import GuidedPrompt
     from secondguess.sampling import Grammar, SamplingParams
     from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
@@ -65,7 +65,7 @@ _MODULES = {
     "load": "api",
     "custom_generate": "drop_in",
     "Grammar": "sampling",
-    "GuidedPrompt": "prompts",
+    "GuidedPrompt": "beyond.images.guidance",
     "SamplingParams": "sampling",
     "Stats": "stats",
     "Piece": "sampling.text",

@@ -18,26 +18,26 @@ from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.memory import check_memory, head_memory
 from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
-from secondguess.controllers.base import Controller
 from secondguess.core import TokenLogprob
-from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, make_drafter
-from secondguess.engine.generation import (
-    Generation,
-    Output,
-    check_request,
-    make_row,
-)
+from secondguess.engine.generation import Generation, Output, check_request, make_row
 from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
-from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
-from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
+from secondguess.pairing import (
+    PLAIN_DECODING,
+    check_verifier,
+    choose_controller,
+    confirm_default,
+    require_drafter_of_history,
+    resolve_drafter,
+    resolve_pair,
+)
+from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.runtime.support import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier
-from secondguess.verifiers.base import Verifier
 
 __all__ = [
     "LLM",
@@ -63,8 +63,6 @@ OTHER_NAMES = {
     "stream": "; call stream instead of generate",
 }
 """Advice about settings of other libraries."""
-PLAIN_DECODING = "fixed:0"
-"""Default controller of drafters that never draft."""
 
 
 class LLM(Models):
@@ -89,7 +87,7 @@ class LLM(Models):
     @overload
     def generate(
         self,
-        prompts: str | GuidedPrompt | Sequence[int] | Sequence[Message],
+        prompts: str | ExtendedPrompt | Sequence[int] | Sequence[Message],
         params: SamplingParams | None = None,
         **settings: object,
     ) -> Output: ...
@@ -144,12 +142,12 @@ class LLM(Models):
             )
         else:
             chosen = [
-                _with_settings(each, settings, f"params[{index}]", "give one SamplingParams per prompt")
-                for index, each in enumerate(params)
+                _with_settings(own, settings, f"params[{index}]", "give one SamplingParams per prompt")
+                for index, own in enumerate(params)
             ]
         outputs = iter(Generation(self, batch, chosen).run())
-        samples = [list(islice(outputs, each.n)) for each in chosen]
-        if any(each.n > 1 for each in chosen):
+        samples = [list(islice(outputs, own.n)) for own in chosen]
+        if any(own.n > 1 for own in chosen):
             return samples[0] if single else samples
         alone = [output for (output,) in samples]
         return alone[0] if single else alone
@@ -336,7 +334,7 @@ def load(
     chosen_controller = choose_controller(controller, spec)
     checkpoints = [pair.target] if pair.draft_model is None else [pair.target, pair.draft_model]
     heads = [head_memory(spec.name, spec.head_bytes)] if spec.head_bytes else []
-    check_memory([*(each.memory() for each in checkpoints), *heads], pair.target.device)
+    check_memory([*(checkpoint.memory() for checkpoint in checkpoints), *heads], pair.target.device)
     with without_defaults_of_caller(pair.target.device):
         target, *draft_models = loaded = [load_model(checkpoint) for checkpoint in checkpoints]
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
@@ -349,7 +347,7 @@ def load(
             pair_vocabularies=lambda name: pair.vocabularies,
             target=target,
         )
-    cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
+    cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 
 
@@ -372,44 +370,3 @@ def require_texts(**options: object) -> None:
             )
         if not isinstance(value, str):
             raise BadInputError(f"expected {name} to be a text, got {value!r:.60}")
-
-
-def choose_controller(name: str | None, drafter: Drafter | DrafterSpec) -> Controller:
-    """Return the controller of this name, or the drafter's default if the name is None.
-
-    Raises:
-        BadInputError: no such controller, or one whose decisions have no effect on this drafter.
-    """
-    if name is None:
-        return make_controller(drafter.default_controller)
-    controller = make_controller(name)
-    if drafter.never_drafts and controller.name != PLAIN_DECODING:
-        raise BadInputError(
-            f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
-            "leave it out or take another drafter"
-        )
-    if drafter.deterministic and controller.needs_probs:
-        raise BadInputError(
-            f"expected a controller that reads no draft distributions for the drafter {drafter.name}, which has none, got "
-            f"{name!r}; use fixed:K or a drafter with a model"
-        )
-    return controller
-
-
-def check_verifier(verifier: Verifier, drafter: Drafter | DrafterSpec) -> None:
-    """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
-
-    Raises:
-        BadInputError: a verifier for chains, with a drafter that proposes trees; a verifier without
-            samples, with a drafter that needs them.
-    """
-    if drafter.needs_samples and not verifier.reports_samples:
-        raise BadInputError(
-            f"expected a verifier that samples at every node for the drafter {drafter.name}, got {verifier.name!r}, whose "
-            "decisions must not depend on how a draft was drawn; use verifier 'auto' or 'coupled'"
-        )
-    if drafter.can_draft_trees and not verifier.supports_trees:
-        raise BadInputError(
-            f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
-            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
-        )

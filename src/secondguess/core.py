@@ -50,67 +50,14 @@ so the text is incomplete.
 """
 
 
-class StopChecker(Protocol):
-    """Detector of stop strings in a row's output."""
-
-    def push(self, token: int) -> bool:
-        """Add the next output token; return True if the text now contains a stop string."""
-        ...
-
-
-class GrammarState(Protocol):
-    """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the last token was not one that the grammar allowed: no token was, and the text ends."""
-        ...
-
-    def push(self, token: int) -> bool:
-        """Add the next output token; return True if the text is complete and nothing can follow."""
-        ...
-
-    def allowed(self, path: tuple[int, ...]) -> NDArray[numpy.bool_] | None:
-        """Return the tokens `[vocab]` that may follow the output and a drafted path; None for all."""
-        ...
-
-
-class DraftSource(Protocol):
-    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
-
-    part: int
-    """Part number of its candidates (`Candidate.part`), which is negative."""
-
-    def candidate(self, row: Row) -> Candidate:
-        """Return the candidate after the row's tokens; of length 0 if there is none."""
-        ...
-
-    def chain(self, limit: int) -> list[int]:
-        """Return at most `limit` draft tokens of the last candidate."""
-        ...
-
-
 ImageInputs = Mapping[str, Any]
 """Inputs of a vision-language model in addition to the tokens of a prompt: tensors that its processor makes, or the
 outputs of its image encoder."""
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance (arXiv 2207.12598): the logits are `negative + scale (own - negative)`.
-
-    Args:
-        negative: token ids of the prompt to guide away from, such as one without the condition.
-        scale: 1 is the model without guidance.
-    """
-
-    negative: tuple[int, ...]
-    scale: float
-
-
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its tokens, sampling settings and end.
+    """One sequence of the batch.
 
     Args:
         tokens: prompt token ids, at least one; committed tokens are appended.
@@ -124,33 +71,35 @@ class Row:
         context_length: number of positions that the target supports.
         stop_checker: detects stop strings, if the request has any.
         grammar: position in the request's grammar, if it has one.
+        finish_reason: None until the row is finished.
         sources: the row's own draft sources, in addition to the drafter, in order of preference.
         parts: parts of the drafter (`Candidate.part`) that may draft for the row; None for all.
-        images: inputs of the target for the images of the prompt; None for a prompt of text.
-        guidance: negative prompt and scale of guided sampling; None for none.
         history: owner of the recent outputs that the row drafts from and adds its own to (an API
             key, or empty for the process); None to use no other text than its own.
+        images: inputs of the target for the images of the prompt; None for a prompt of text.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as it is
             prefilled; None for a row that needs none.
-        finish_reason: None until the row is finished.
     """
 
     tokens: list[int]
     params: SamplingParams
+    # its noise
     seed: int = 0
     sample_index: int = 0
     coupled: bool = False
+    # its end
     end_tokens: frozenset[int] = frozenset()
     context_length: int = 2**31
     stop_checker: StopChecker | None = None
     grammar: GrammarState | None = None
+    finish_reason: FinishReason | None = None
+    # its drafts
     sources: tuple[DraftSource, ...] = ()
     parts: frozenset[int] | None = None
-    images: ImageInputs | None = None
-    guidance: Guidance | None = None
     history: str | None = None
+    # its prompt
+    images: ImageInputs | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,17 +125,6 @@ class Row:
         return min(self.params.max_tokens - self.num_output, self.context_length - len(self.tokens))
 
     @property
-    def num_slots(self) -> int:
-        """Number of cache slots of the target that the row takes: a guided row has another for its negative prompt."""
-        return 1 if self.guidance is None else 2
-
-    @property
-    def longest(self) -> int:
-        """Length of the longer slot."""
-        longer = 0 if self.guidance is None else len(self.guidance.negative) - self.num_prompt
-        return len(self.tokens) + max(0, longer)
-
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -196,15 +134,12 @@ class Row:
         Tokens are dropped only when the row finishes, so the KV cache of an unfinished row always
         matches its tokens.
         """
-        tokens = [*accepted, next_token]
-        if self._continues_after(tokens):
-            self.tokens += tokens
-            return Commit(self, tokens, len(accepted), rejected=rejected)
-        for count, token in enumerate(tokens, start=1):
+        tokens = []
+        for token in (*accepted, next_token):
             self.tokens.append(token)
+            tokens.append(token)
             self.finish_reason = self._finish_reason_after(token)
             if self.finished:
-                tokens = tokens[:count]
                 break
         return Commit(self, tokens, min(len(accepted), len(tokens)), rejected=rejected)
 
@@ -213,17 +148,13 @@ class Row:
         self.finish_reason = "length"
         return Commit(self, [], 0)
 
-    def _continues_after(self, tokens: Sequence[int]) -> bool:
-        """Return whether none of the next tokens needs a check of its own, so that none ends the row."""
-        is_checked = self.stop_checker is not None or self.grammar is not None
-        return not is_checked and len(tokens) < self.room and self.end_tokens.isdisjoint(tokens)
-
     def _finish_reason_after(self, token: int) -> FinishReason | None:
         met_stop_string = self.stop_checker is not None and self.stop_checker.push(token)
-        if self.grammar is not None and self.grammar.push(token):
-            return "stop"
-        if self.grammar is not None and self.grammar.has_failed:
-            return "grammar"
+        if self.grammar is not None:
+            if self.grammar.push(token):
+                return "stop"
+            if self.grammar.has_failed:
+                return "grammar"
         if self.num_output >= self.params.min_tokens and (met_stop_string or token in self.end_tokens):
             return "stop"
         if self.num_output >= self.params.max_tokens:
@@ -331,13 +262,12 @@ class Draft:
         >>> Draft.chains([[5, 6], [7]]).parents.tolist()
         [[-1, 0], [-1, -1]]
         """
-        device = torch.device(device)
-        structure = _structure_of_chains(tuple([len(chain) for chain in chains]), device)
+        shapes, parents, lengths = _structure_of_chains(tuple(map(len, chains)), torch.device(device))
         token_lists = _padded(chains, 0)
-        tokens = token_tensor(token_lists, device).reshape(structure.parents.shape)
-        draft = cls(tokens, structure.parents, structure.lengths, probs)
-        # Values of the cached properties, which take longer to compute from tensors.
-        vars(draft).update(structure.properties, token_lists=token_lists)
+        tokens = token_tensor(token_lists, parents.device).reshape(parents.shape)
+        draft = cls(tokens, parents, lengths, probs)
+        # Known here; reading them from a device would wait for it.
+        vars(draft).update(token_lists=token_lists, shapes=shapes)
         return draft
 
     def with_probs(self, probs: Tensor | None) -> Draft:
@@ -410,70 +340,6 @@ class Draft:
         return Draft(
             self.tokens[rows], self.parents[rows], self.lengths[rows], probs, self.without_replacement
         )
-
-
-def ancestor_closure(parents: Tensor) -> Tensor:
-    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
-
-    The relation "itself or parent" is squared until paths of any depth are covered, which takes
-    log2(nodes) products.
-
-    Args:
-        parents: `[row, node]` int64, -1 at a root.
-    """
-    num_nodes = parents.shape[1]
-    nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    covered = 1
-    while covered < num_nodes - 1:
-        reach = (reach @ reach).clamp_(max=1.0)
-        covered *= 2
-    return reach > 0
-
-
-def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
-    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
-    if not chain or max(chain) < vocab_size:
-        return chain
-    return list(takewhile(lambda token: token < vocab_size, chain))
-
-
-def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
-    on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
-    return on_host if device.type == "cpu" else on_host.to(device)
-
-
-def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
-    padded = _padded(rows, filler)
-    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
-    width = max(map(len, rows), default=0)
-    return [[*row, *([filler] * (width - len(row)))] for row in rows]
-
-
-class _Structure(NamedTuple):
-    """`parents`, `lengths` and cached properties of a draft."""
-
-    parents: Tensor
-    lengths: Tensor
-    properties: Mapping[str, object]
-
-
-@lru_cache(maxsize=256)
-def _structure_of_chains(lengths: tuple[int, ...], device: torch.device) -> _Structure:
-    """Return the structure of chains; cached, because the same few lengths recur."""
-    shapes = [tuple(range(-1, length - 1)) for length in lengths]
-    properties = {
-        "shapes": shapes,
-        "is_branching": [False] * len(shapes),
-        "is_chain": True,
-        "num_levels": list(lengths),
-    }
-    return _Structure(padded_tensor(shapes, -1, device), token_tensor(lengths, device), properties)
 
 
 @dataclass(frozen=True)
@@ -637,3 +503,95 @@ class RoundTime:
     draft: float
     total: float
     plan: float = 0.0
+
+
+class StopChecker(Protocol):
+    """Detector of stop strings in a row's output."""
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text now contains a stop string."""
+        ...
+
+
+class GrammarState(Protocol):
+    """Position of a row's output in its grammar; see `sampling.grammar.GrammarMatcher`."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last token was not one that the grammar allowed: no token was, and the text ends."""
+        ...
+
+    def push(self, token: int) -> bool:
+        """Add the next output token; return True if the text is complete and nothing can follow."""
+        ...
+
+    def allowed(self, path: tuple[int, ...]) -> NDArray[numpy.bool_] | None:
+        """Return the tokens `[vocab]` that may follow the output and a drafted path; None for all."""
+        ...
+
+
+class DraftSource(Protocol):
+    """Source of deterministic drafts that belongs to one row; see `drafters.row_sources`."""
+
+    part: int
+    """Part number of its candidates (`Candidate.part`), which is negative."""
+
+    def candidate(self, row: Row) -> Candidate:
+        """Return the candidate after the row's tokens; of length 0 if there is none."""
+        ...
+
+    def chain(self, limit: int) -> list[int]:
+        """Return at most `limit` draft tokens of the last candidate."""
+        ...
+
+
+def ancestor_closure(parents: Tensor) -> Tensor:
+    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
+
+    The relation "itself or parent" is squared until paths of any depth are covered, which takes
+    log2(nodes) products.
+
+    Args:
+        parents: `[row, node]` int64, -1 at a root.
+    """
+    num_nodes = parents.shape[1]
+    nodes = torch.arange(num_nodes, device=parents.device)
+    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
+    covered = 1
+    while covered < num_nodes - 1:
+        reach = (reach @ reach).clamp_(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
+    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
+    if not chain or max(chain) < vocab_size:
+        return chain
+    return list(takewhile(lambda token: token < vocab_size, chain))
+
+
+def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
+    on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
+    return on_host if device.type == "cpu" else on_host.to(device)
+
+
+def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
+    padded = _padded(rows, filler)
+    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
+
+
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
+    width = max(map(len, rows), default=0)
+    return [[*row, *([filler] * (width - len(row)))] for row in rows]
+
+
+@lru_cache(maxsize=256)
+def _structure_of_chains(
+    num_nodes: tuple[int, ...], device: torch.device
+) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
+    """Return `shapes`, `parents` and `lengths` of chains; cached, because the same few numbers of nodes recur."""
+    shapes = [tuple(range(-1, length - 1)) for length in num_nodes]
+    return shapes, padded_tensor(shapes, -1, device), token_tensor(num_nodes, device)

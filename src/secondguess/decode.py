@@ -176,7 +176,8 @@ class Batch:
             return
         # Slots stay contiguous: releasing the last row first moves the fewest cache entries.
         for row in reversed(rows):
-            _release(self.components, row)
+            for component in (self.components.target, self.components.drafter, self.components.controller):
+                component.release(row)
             self._prefilling.pop(row, None)
         removed = set(rows)
         self._decoding = [row for row in self._decoding if row not in removed]
@@ -304,24 +305,21 @@ def _keep_drafting(
 
 def _draft(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
     """Draft for all rows: from the row's own source where one was chosen (a negative part), else by the drafter."""
-    if min(budgets.parts) >= 0:
-        return _draft_by_drafter(components, rows, budgets, noise)
-    chains = chains_of_sources(rows, budgets.lengths, budgets.parts, components.target.vocab_size)
+    drafter, vocab_size = components.drafter, components.target.vocab_size
     lengths = [
         length if part >= 0 else 0 for length, part in zip(budgets.lengths, budgets.parts, strict=True)
     ]
-    draft = _draft_by_drafter(components, rows, budgets._replace(lengths=lengths), noise)
+    if any(lengths):
+        with components.recorder.phase("draft"):
+            proposed = drafter.propose(rows, budgets._replace(lengths=lengths), noise)
+            draft = check_draft(drafter, proposed, len(rows), vocab_size, noise)
+    else:
+        draft = drafter.empty_draft(len(rows), noise, vocab_size)
+    if min(budgets.parts) >= 0:
+        return draft
+    chains = chains_of_sources(rows, budgets.lengths, budgets.parts, vocab_size)
     own = Draft.chains(chains, device=draft.tokens.device)
     return merge_drafts([draft, own], None if draft.probs is None else draft.probs.shape[-1])
-
-
-def _draft_by_drafter(components: Components, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
-    """Draft with the drafter; skip it when every draft length is 0."""
-    drafter, vocab_size = components.drafter, components.target.vocab_size
-    if not budgets.longest:
-        return drafter.empty_draft(len(rows), noise, vocab_size)
-    with components.recorder.phase("draft"):
-        return check_draft(drafter, drafter.propose(rows, budgets, noise), len(rows), vocab_size, noise)
 
 
 def _commit(rows: Sequence[Row], draft: Draft, scores: ForwardOutput, verdict: Verdict) -> list[Commit]:
@@ -375,13 +373,6 @@ def _verified(components: Components, rows: Sequence[Row], draft: Draft, noise: 
     return _VerifiedDraft(draft, scores, verdict)
 
 
-def _release(components: Components, row: Row) -> None:
-    """Release the state that target, drafter and controller hold for a row."""
-    components.target.release(row)
-    components.drafter.release(row)
-    components.controller.release(row)
-
-
 def _prefill_rows(
     components: Components,
     rows: Sequence[Row],
@@ -391,12 +382,8 @@ def _prefill_rows(
     """Prefill admitted rows as far as the limit allows; return those whose prompts are cached now.
 
     Rows are prefilled in their order. Where the limit is reached, up to three quarters of what is left go to the
-    row that needs the fewest tokens, so that a short prompt does not wait for the end of a long one.
-
-    Args:
-        rows: rows whose prompts are not cached. Of those with the same prompt, one is prefilled.
-        hidden: hidden states of each row so far, to which those of the new tokens are added.
-        max_tokens: maximum number of tokens; None for no limit.
+    row that needs the fewest tokens, so that a short prompt does not wait for the end of a long one. Of rows with
+    the same prompt, one is prefilled. `hidden` are the hidden states of each row so far, to which new ones are added.
     """
     target = components.target
     by_prompt: dict[tuple[int, ...], list[Row]] = {}

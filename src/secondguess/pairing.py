@@ -11,6 +11,9 @@ from pathlib import Path
 
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.weight_files import count_parameters
+from secondguess.controllers import make_controller
+from secondguess.controllers.base import Controller
+from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
 from secondguess.drafters.vocabulary.tokens import Vocabulary
@@ -19,9 +22,12 @@ from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime, partial_forward_error
 from secondguess.runtime.weight_format import INT4
+from secondguess.verifiers.base import Verifier
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
+PLAIN_DECODING = "fixed:0"
+"""Default controller of drafters that never draft."""
 
 
 def default_drafter(model: str, target: Checkpoint | None = None) -> str:
@@ -170,4 +176,45 @@ def require_drafter_of_history(drafter: DrafterSpec) -> None:
         raise BadInputError(
             f"expected the drafter suffix, alone or joined by +, for share_history, got {drafter.name}; leave it out or "
             "take another drafter"
+        )
+
+
+def choose_controller(name: str | None, drafter: Drafter | DrafterSpec) -> Controller:
+    """Return the controller of this name, or the drafter's default if the name is None.
+
+    Raises:
+        BadInputError: no such controller, or one whose decisions have no effect on this drafter.
+    """
+    if name is None:
+        return make_controller(drafter.default_controller)
+    controller = make_controller(name)
+    if drafter.never_drafts and controller.name != PLAIN_DECODING:
+        raise BadInputError(
+            f"expected no controller for the drafter {drafter.name}, which never drafts, got {name!r}; "
+            "leave it out or take another drafter"
+        )
+    if drafter.deterministic and controller.needs_probs:
+        raise BadInputError(
+            f"expected a controller that reads no draft distributions for the drafter {drafter.name}, which has none, got "
+            f"{name!r}; use fixed:K or a drafter with a model"
+        )
+    return controller
+
+
+def check_verifier(verifier: Verifier, drafter: Drafter | DrafterSpec) -> None:
+    """Refuse a verifier that cannot verify this drafter's drafts, before any text is generated.
+
+    Raises:
+        BadInputError: a verifier for chains, with a drafter that proposes trees; a verifier without
+            samples, with a drafter that needs them.
+    """
+    if drafter.needs_samples and not verifier.reports_samples:
+        raise BadInputError(
+            f"expected a verifier that samples at every node for the drafter {drafter.name}, got {verifier.name!r}, whose "
+            "decisions must not depend on how a draft was drawn; use verifier 'auto' or 'coupled'"
+        )
+    if drafter.can_draft_trees and not verifier.supports_trees:
+        raise BadInputError(
+            f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
+            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
         )

@@ -81,7 +81,7 @@ class Grammar:
         text: the grammar; empty for `json_object`.
 
     Raises:
-        BadInputError: a value of the wrong type, or a text that is too long.
+        BadInputError: a value of the wrong type, a text that is too long, or a JSON schema that is no JSON object.
     """
 
     kind: GrammarKind
@@ -98,6 +98,8 @@ class Grammar:
             raise BadInputError(
                 f"expected a grammar of at most {MAX_GRAMMAR_LENGTH} characters, got {len(self.text)}; shorten it"
             )
+        if self.kind == "json_schema":
+            _check_schema(self.text)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, object] | str) -> Grammar:
@@ -109,16 +111,13 @@ class Grammar:
         Raises:
             BadInputError: not a JSON object.
         """
-        if isinstance(schema, str):
-            return cls("json_schema", schema).checked_schema()
         try:
-            return cls("json_schema", json.dumps(schema, ensure_ascii=False)).checked_schema()
+            text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, BadInputError):
-                raise
             raise BadInputError(
                 f"expected a JSON schema, got a value that JSON cannot hold: {error}"
             ) from None
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -158,16 +157,6 @@ class Grammar:
             'expected grammar to be a Grammar, such as Grammar.regex("[0-9]+"), or an object with one of the keys '
             f"json_schema, json_object (true), regex and lark, got {value!r:.60}"
         )
-
-    def checked_schema(self) -> Grammar:
-        """Return this grammar, whose text must be a JSON object."""
-        try:
-            schema = json.loads(self.text)
-        except (ValueError, RecursionError) as error:
-            raise BadInputError(f"expected a JSON schema, got a text that is not JSON: {error}") from None
-        if not isinstance(schema, dict):
-            raise BadInputError(f"expected a JSON schema that is an object, got {schema!r:.60}")
-        return self
 
 
 @dataclass(frozen=True)
@@ -322,6 +311,15 @@ class SamplingParams:
         if not _is_number(value) or not lowest <= value <= highest:
             raise _invalid(name, f"a number from {lowest} to {highest}", value, advice)
         self._set(name, float(value))
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"expected a JSON schema, got a text that is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise BadInputError(f"expected a JSON schema that is an object, got {schema!r:.60}")
 
 
 def _invalid(name: str, expected: str, got: object, advice: str = "") -> BadInputError:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy
 from torch import Tensor
 
-from secondguess.core import Guidance, ImageInputs
+from secondguess.core import ImageInputs, Row
 from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES
 
@@ -60,39 +59,30 @@ class EncodedPrompt:
         return cls(inputs["input_ids"][0].tolist(), images)
 
 
-@dataclass(frozen=True)
-class GuidedPrompt:
-    """Prompt with classifier-free guidance, as image models use it.
+class ExtendedPrompt(ABC):
+    """Prompt whose rows need more than their tokens, such as a runtime around the target (`beyond/images/guidance.py`).
 
-    The logits are those after the negative prompt plus `scale` times the difference between those
-    after the prompt and them, each as log-probabilities (arXiv 2207.12598).
-
-    Args:
-        prompt: text, token ids or a conversation.
-        negative: the same without the condition, or with what the output shall not be.
-        scale: 1 for the prompt alone.
-
-    Raises:
-        BadInputError: a scale that is not a finite number.
+    Attributes:
+        prompt: prompt of the rows.
     """
 
     prompt: Prompt
-    negative: Prompt
-    scale: float
 
-    def __post_init__(self) -> None:
-        if isinstance(self.scale, bool) or not isinstance(self.scale, Real) or not math.isfinite(self.scale):
-            raise BadInputError(
-                f"expected the scale of a guided prompt to be a finite number, got {self.scale!r}; 1 is no guidance"
-            )
+    @abstractmethod
+    def prepare(self, models: Any, rows: Sequence[Row]) -> None:
+        """Prepare the rows of the samples of this prompt, before they join the batch.
+
+        Args:
+            models: `engine.models.Models` that decode them.
+        """
 
 
-Prompt = str | EncodedPrompt | GuidedPrompt | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
+Prompt = str | EncodedPrompt | ExtendedPrompt | Sequence[int] | numpy.ndarray | Tensor | Sequence[Message]
 """Input of a generation.
 
 Text; token ids, as a sequence of integers or as an array or tensor `[position]`; or a
 conversation, which the tokenizer's chat template formats up to the beginning of the next reply.
-`EncodedPrompt` is either of the last two, encoded before; `GuidedPrompt` has two prompts.
+`EncodedPrompt` is either of the last two, encoded before; `ExtendedPrompt` is for extensions.
 """
 
 MESSAGE_FIELDS = ("role", "content")
@@ -104,7 +94,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Return True for one prompt (or a value that cannot hold several), False for a list."""
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, GuidedPrompt, *_ARRAYS))
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, ExtendedPrompt, *_ARRAYS))
 
 
 def validate_prompt(prompt: object) -> str | list[int]:
@@ -331,13 +321,6 @@ def encode(target: PromptModel, prompt: Prompt) -> list[int]:
             "expected a prompt of text, got an image; images are taken by LLM.generate and stream"
         )
     return ids
-
-
-def split_guidance(target: PromptModel, prompt: Prompt) -> tuple[Prompt, Guidance | None]:
-    """Return the prompt of the row itself, and the guidance of a `GuidedPrompt`."""
-    if not isinstance(prompt, GuidedPrompt):
-        return prompt, None
-    return prompt.prompt, Guidance(tuple(encode(target, prompt.negative)), float(prompt.scale))
 
 
 def encode_with_images(target: PromptModel, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_cases import PROMPTS, greedy_text, run
 
 import secondguess
+from drafter_cases import PROMPTS, greedy_text, run
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters import DRAFTERS
 from secondguess.drafters.base import Drafter, DrafterResources

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from drafter_cases import ADAPTIVE, CONTROLLED, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_called, run
 
+from drafter_cases import ADAPTIVE, CONTROLLED, DRAFTERS, GREEDY, PROMPTS, greedy_text, never_called, run
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter

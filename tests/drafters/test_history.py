@@ -6,8 +6,8 @@ import random
 from itertools import islice
 
 import pytest
-from drafter_cases import VOCAB_SIZE, model_drafter, run
 
+from drafter_cases import VOCAB_SIZE, model_drafter, run
 from secondguess.core import Row
 from secondguess.drafters.automaton import SuffixAutomaton, SuffixMatch
 from secondguess.drafters.combined import CombinedDrafter

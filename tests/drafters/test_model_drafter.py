@@ -7,6 +7,8 @@ from itertools import count
 
 import pytest
 import torch
+from torch import Tensor
+
 from drafter_cases import (
     PROMPTS,
     TARGET_DIST,
@@ -18,8 +20,6 @@ from drafter_cases import (
     run,
     worst_dist,
 )
-from torch import Tensor
-
 from interruptions import interrupted_at
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters import mirroring, sampling_drafter

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from drafter_cases import VOCAB_SIZE, run
 
+from drafter_cases import VOCAB_SIZE, run
 from secondguess.core import Row
 from secondguess.drafters.ngram import NgramDrafter, NgramIndex, NgramOptions, NgramSource
 from secondguess.errors import BadInputError

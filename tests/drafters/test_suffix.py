@@ -11,8 +11,8 @@ from itertools import count, islice
 
 import pytest
 import torch
-from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 
+from drafter_cases import TARGET_DIST, VOCAB_SIZE, never_called, run
 from interruptions import interrupted_at
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.automaton import MAX_COUNTED_CONTEXTS, SuffixAutomaton

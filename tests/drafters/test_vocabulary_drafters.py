@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_cases import GREEDY, OTHER_TOKENS, PROMPTS, VOCAB_SIZE, other_drafter, run
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import random_llama
+from drafter_cases import GREEDY, OTHER_TOKENS, PROMPTS, VOCAB_SIZE, other_drafter, run
 from secondguess import LLM, load
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.combined import CombinedDrafter

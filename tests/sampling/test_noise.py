@@ -15,7 +15,7 @@ from secondguess.core import Row
 from secondguess.proof.certificate import g_test
 from secondguess.proof.enumeration import joint_race_probability
 from secondguess.proof.fakes import random_probs
-from secondguess.runtime.hashes import Purpose
+from secondguess.runtime.hashes import GOLDEN, Purpose, mix_integer, uniform_per_token_on_device
 from secondguess.runtime.native.sampling import draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.sampling import noise as noise_module
@@ -278,15 +278,12 @@ def test_no_global_generator_is_used():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_race_has_the_same_numbers_on_the_host_and_on_a_device():
+def test_the_numbers_of_a_race_are_those_of_its_hash_by_integers():
     """A text may not depend on where its noise was made."""
     hashes = torch.randint(-(2**63), 2**63 - 1, (3, 2), generator=torch.Generator().manual_seed(0))
-    on_device = noise_module.uniform_per_token_on_device(hashes, 777)
-    on_host = torch.from_numpy(noise_module._uniform_per_token(hashes.numpy(), 777))
-    assert torch.equal(on_host, on_device)
-    assert on_host.min() > 0
-    assert on_host.max() < 1
-    noise, dists = noise_of(40), torch.rand(40, 3, 50, dtype=torch.float64) + 0.1
-    places = torch.arange(3).repeat(40, 1)
-    expected = -noise._device_uniforms(dists.device, places, dists.shape[-1]).log() / dists
-    assert torch.equal(noise.arrival_times(dists, places), expected)
+    found = uniform_per_token_on_device(hashes, 777)
+    for place, number in [((0, 0), 0), ((2, 1), 776), ((1, 0), 300)]:
+        mixed = mix_integer(int(hashes[place]) + number * GOLDEN)
+        assert found[*place, number] == ((mixed >> 12) + 0.5) * 2.0**-52
+    assert found.min() > 0
+    assert found.max() < 1

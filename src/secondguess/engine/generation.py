@@ -12,14 +12,22 @@ from weakref import proxy
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
+from secondguess.core import (
+    Commit,
+    DraftSource,
+    FinishReason,
+    Row,
+    StopChecker,
+    TokenLogprob,
+    within_vocabulary,
+)
 from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.models import Models
 from secondguess.engine.shared_batch import RowGroup
 from secondguess.errors import BadInputError
 from secondguess.params import Grammar
-from secondguess.prompts import Prompt, encode_with_images, split_guidance
+from secondguess.prompts import ExtendedPrompt, Prompt, encode_with_images
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
@@ -61,13 +69,7 @@ class Output:
 
 @dataclass(frozen=True)
 class NewPiece:
-    """Text that one round adds to a sample.
-
-    Args:
-        index: index of the sample in its call.
-        piece: the text and its tokens.
-        logprobs: per token, if the request asks for them; else empty.
-    """
+    """Text that one round adds to the sample with this index in its call, with the log-probabilities asked for."""
 
     index: int
     piece: Piece
@@ -121,26 +123,24 @@ class Generation:
         # A bound method would form a cycle, which keeps the models in memory until it is collected.
         receive = partial(Generation._receive, proxy(self))
         self.group = RowGroup(list(self._samples), receive, is_eager=False)
-        sizes = {(row.num_slots, row.longest) for row in self._samples}
+        target = llm.shared_batch.components.target
+        sizes = {(len(lengths), max(lengths)) for lengths in map(target.slot_lengths, self._samples)}
         num_new = max([llm.target.runtime.num_tokens_to_allocate(*size) for size in sizes], default=0)
         memory.check_cache_memory(num_new, llm.cache_bytes, llm.target.runtime.device)
 
     def _add_samples(self, prompt: Prompt, params: SamplingParams, owner: str) -> None:
         """Add a row for each sample of a prompt."""
         llm = self._llm
-        prompt, guidance = split_guidance(llm.target, prompt)
-        usable = None if guidance is None else llm.drafter.parts_without_target
-        if usable is not None and not usable:
-            raise _guided_drafter_error(llm.drafter.name)
-        ids, images = encode_with_images(llm.target, prompt)
+        ids, images = encode_with_images(
+            llm.target, prompt.prompt if isinstance(prompt, ExtendedPrompt) else prompt
+        )
         if isinstance(params.prediction, str):  # tokenized once for all samples
             params = replace(params, prediction=tuple(_prediction_tokens(llm.target, params.prediction)))
-        if guidance is not None:
-            check_request(llm.target, llm.verifier, guidance.negative, params)
-        if params.prompt_logprobs is not None and (guidance is not None or images is not None):
+        if params.prompt_logprobs is not None and images is not None:
             raise BadInputError(
-                "expected prompt_logprobs only with a prompt of text, got a guided one or one with images; leave it out"
+                "expected prompt_logprobs only with a prompt of text, got one with images; leave it out"
             )
+        rows: list[Row] = []
         for sample in range(params.n):
             detokenizer = StreamingDetokenizer(
                 llm.target.tokenizer, ids, params.stop, params.min_tokens, params.include_stop_str_in_output
@@ -154,21 +154,18 @@ class Generation:
                 sample,
                 llm.drafter.draws_by_race,
             )
-            row.images, row.guidance, row.parts = images, guidance, usable
-            if guidance is not None:
-                row.context_length -= max(0, len(guidance.negative) - len(ids))
+            row.images = images
             if params.draft_with is not None:
                 row.parts, sources = select_parts(llm.drafter, params.draft_with)
-                if usable is not None and not row.parts <= usable:
-                    raise _guided_drafter_error(params.draft_with)
                 row.sources += sources
             if llm.share_history and may_share(llm.verifier, row):
                 row.history = owner
-            if not sample:
-                first = row
-                if params.prompt_logprobs is not None:
-                    row.prompt_logprobs = []
-            self._samples[row] = _Sample(len(self._samples), row, first, detokenizer)
+            rows.append(row)
+            self._samples[row] = _Sample(len(self._samples), row, rows[0], detokenizer)
+        if params.prompt_logprobs is not None:
+            rows[0].prompt_logprobs = []
+        if isinstance(prompt, ExtendedPrompt):
+            prompt.prepare(llm, rows)
 
     def run(self) -> list[Output]:
         """Decode all rows until they finish and return the outputs."""
@@ -264,17 +261,13 @@ def with_texts(logprob: TokenLogprob, tokenizer: Any) -> TokenLogprob:
     return replace(logprob, text=text, alternative_texts=alternative_texts)
 
 
-def _guided_drafter_error(drafter: str) -> BadInputError:
-    return BadInputError(
-        f"expected a drafter that runs no layers of the target for a guided prompt, got {drafter}; "
-        "use another one, such as model:PATH or suffix"
-    )
-
-
 def check_request(
     target: LoadedModel, verifier: Verifier, ids: Sequence[int], params: SamplingParams
-) -> None:
+) -> GrammarMatcher | None:
     """Refuse a request that cannot be decoded, before any work is done.
+
+    Returns:
+        Matcher at the beginning of the request's grammar; None without one.
 
     Raises:
         BadInputError: a prompt that leaves no free position in the model's context, settings with
@@ -296,7 +289,10 @@ def check_request(
             "give stop_token_ids or max_tokens"
         )
     verifier.check(params)
-    match_grammar(target, params)
+    if params.grammar is None:
+        return None
+    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
+    return compiler.matcher(Grammar.parse(params.grammar))
 
 
 def may_share(verifier: Verifier, row: Row) -> bool:
@@ -308,18 +304,6 @@ def may_share(verifier: Verifier, row: Row) -> bool:
     return row.params.history and not (row.params.seed is not None and depends_on_drafts)
 
 
-def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:
-    """Return a matcher at the beginning of the output; None for a request without grammar.
-
-    Raises:
-        BadInputError: the grammar is invalid, or llguidance is not installed.
-    """
-    if params.grammar is None:
-        return None
-    compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
-    return compiler.matcher(Grammar.parse(params.grammar))
-
-
 def make_row(
     target: LoadedModel,
     verifier: Verifier,
@@ -329,20 +313,12 @@ def make_row(
     sample: int = 0,
     draws_by_race: bool = False,
 ) -> Row:
-    """Return the row of one sample of a prompt; without a seed, random bits key its noise.
+    """Return the row of one sample of a prompt, after `check_request`; without a seed, random bits key its noise.
 
-    Args:
-        target, verifier: which decode it.
-        ids, params, sample: prompt, settings, and number of the sample.
-        stop_checker: ends the text.
-        draws_by_race: as in `Drafter`.
-
-    Raises:
-        BadInputError: as in `check_request`.
+    `draws_by_race` is that of the drafter.
     """
-    check_request(target, verifier, ids, params)
+    grammar = check_request(target, verifier, ids, params)
     params = _first_equal(params)
-    grammar = match_grammar(target, params)
     # A grammar keeps them: where it leaves no token to go on with, they end the text.
     model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
     sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
@@ -374,5 +350,4 @@ def _prediction_tokens(target: LoadedModel, prediction: str | Sequence[int]) -> 
     if not isinstance(prediction, str):
         return prediction
     ids: list[int] = target.tokenizer(prediction, add_special_tokens=False, verbose=False).input_ids
-    vocab_size = target.runtime.vocab_size
-    return ids[: next((index for index, token in enumerate(ids) if token >= vocab_size), len(ids))]
+    return within_vocabulary(ids, target.runtime.vocab_size)

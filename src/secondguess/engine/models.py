@@ -12,7 +12,6 @@ from secondguess.drafters.base import Drafter
 from secondguess.engine.shared_batch import SharedBatch
 from secondguess.errors import BadInputError
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.verifiers.base import Verifier
 
 MAX_ROWS = 256
@@ -54,14 +53,14 @@ class Models:
         self.drafter = drafter
         self.verifier = verifier
         self.controller = controller
-        components = Components(GuidedRuntime(target.runtime), drafter, verifier, controller)
+        components = Components(target.runtime, drafter, verifier, controller)
         self.shared_batch = SharedBatch(
             components, partial(fits_memory, target.runtime, cache_bytes), MAX_ROWS
         )
 
 
 def fits_memory(runtime: CachedRuntime, cache_bytes: int, num_rows: int, longest: int) -> bool:
-    """Return whether `num_rows` rows of up to `longest` tokens can decode together; a guided row counts as two.
+    """Return whether `num_rows` rows of up to `longest` tokens can decode together.
 
     Rows count with the length that they may reach, `max_tokens` included: a row that decodes keeps
     its entries until it ends, so memory that it may need later cannot be given to another.

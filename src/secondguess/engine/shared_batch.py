@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from secondguess.decode import Batch, Components
 from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
 from secondguess.errors import SecondGuessError
+from secondguess.runtime.base import Runtime
 from secondguess.runtime.support import without_defaults_of_caller
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class SharedBatch:
         components: components of the loop.
         fits: returns whether this number of rows, the longest of which may reach this number of
             tokens, fits into memory.
-        max_rows: maximum number of rows that decode at the same time; a guided row counts as two.
+        max_rows: maximum number of rows that decode at the same time; a row with several cache slots counts as as many.
     """
 
     def __init__(self, components: Components, fits: Callable[[int, int], bool], max_rows: int) -> None:
@@ -170,6 +172,10 @@ class SharedBatch:
         with self.between_rounds():
             self._step(rows_may_arrive=True)
 
+    def replace_target(self, target: Runtime) -> None:
+        """Decode with another runtime around the target; call it between rounds."""
+        self.components = self._batch.components = replace(self.components, target=target)
+
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
         """Return a context in which no round runs."""
@@ -210,7 +216,8 @@ class SharedBatch:
             group = self._submitted.popleft()
             for row in group.rows:
                 self._group_of[row] = group
-                self.scheduler.add(row, row.longest + row.room, row.num_slots)
+                lengths = self.components.target.slot_lengths(row)
+                self.scheduler.add(row, max(lengths) + row.room, len(lengths))
         self._remove_cancelled()
         if not self.scheduler.num_waiting:
             return

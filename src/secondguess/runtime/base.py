@@ -317,6 +317,13 @@ class Runtime(ABC):
     def num_to_prefill(self, row: Row) -> int:
         """Return how many tokens of a row, except its last, are not cached yet."""
 
+    def slot_lengths(self, row: Row) -> list[int]:
+        """Return the number of tokens in each cache slot of a row, which has one if nothing else is needed for it.
+
+        Also asked for rows that are not admitted yet.
+        """
+        return [len(row.tokens)]
+
     def reset_prefix_cache(self) -> None:
         """Forget the cache entries of released rows, so that new rows do not reuse them."""
 

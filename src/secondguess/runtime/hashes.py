@@ -78,7 +78,7 @@ def scalar_uniforms(key: int, position: int, indices: Sequence[int], purpose: in
 
 
 def uniform_per_token_on_device(hashes: Tensor, width: int) -> Tensor:
-    """Return `[..., token]` uniforms, without a copy from the device."""
+    """Return `[..., token]` uniforms, on the device of the hashes."""
     tokens = torch.arange(width, device=hashes.device)
     mixed = mix(hashes[..., None] + tokens * GOLDEN)
     return (shift_right(mixed, 12).double() + 0.5) * 2.0**-52

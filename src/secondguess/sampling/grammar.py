@@ -47,11 +47,9 @@ Mask = NDArray[numpy.bool_]
 
 
 class GrammarCompiler:
-    """Compiler of grammars for one tokenizer, with a cache.
+    """Compiler of grammars for an `llguidance.LLTokenizer`, with a cache.
 
-    Args:
-        tokenizer: an `llguidance.LLTokenizer`, with a place for every token.
-        vocab_size: width of the target's logits, which may lack some tokens of the tokenizer.
+    The target's logits, `vocab_size` wide, may lack some tokens of the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -126,12 +124,8 @@ class GrammarMatcher:
     """Position of one row's output in its grammar.
 
     It follows the committed tokens (`push`) and answers for drafted paths below them (`allowed`)
-    without being changed by them.
-
-    Args:
-        start: matcher at the beginning of the text; not modified.
-        unforced: returns one that allows every segmentation of a forced text.
-        vocab_size: width of the target's logits.
+    without being changed by them. `start` is llguidance's matcher at the beginning of the text, and
+    `unforced` returns one that allows every segmentation of a forced text.
     """
 
     def __init__(self, start: Any, unforced: Callable[[], Any], vocab_size: int) -> None:
@@ -262,12 +256,9 @@ _LOCK = Lock()
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) -> GrammarCompiler:
-    """Return the compiler for a Transformers tokenizer; the first call takes up to half a second.
+    """Return the compiler for a fast tokenizer, always used with the same other arguments.
 
-    Args:
-        tokenizer: a fast tokenizer, always used with the same other arguments.
-        vocab_size: width of the target's logits.
-        end_tokens: tokens that are allowed where the text may end, and nowhere else.
+    The first call takes up to half a second. End tokens are allowed where the text may end, and nowhere else.
 
     Raises:
         BadInputError: llguidance is not installed, or it does not support the tokenizer.

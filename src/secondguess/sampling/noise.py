@@ -28,7 +28,6 @@ from secondguess.core import Row, token_tensor
 from secondguess.runtime.base import RowNoise
 from secondguess.runtime.hashes import (
     ALL_BITS,
-    GOLDEN,
     IntArray,
     Purpose,
     hash_of,
@@ -163,7 +162,7 @@ class KeyedNoise(Noise):
         if self.all_greedy:
             return most_likely(dists)
         nodes = node if isinstance(node, Sequence) else [depth if node is None else node] * len(dists)
-        indices = [[each] for each in nodes]
+        indices = [[number] for number in nodes]
         if not self.any_coupled:
             return self._sample(dists, indices, Purpose.DRAFT)
         raced = self._race(dists, torch.full((len(dists),), depth), token_ids)
@@ -228,7 +227,8 @@ class KeyedNoise(Noise):
         kernels = kernels_for(dists)
         if kernels is None:
             return self.arrival_times(dists, depths, token_ids).argmin(-1)
-        return first_arrivals(kernels, dists, self._race_hashes_on_host(depths), token_ids)
+        hashes = _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
+        return first_arrivals(kernels, dists, hashes, token_ids)
 
     def arrival_times(self, dists: Tensor, depths: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the time at which each token of `dists` `[..., vocab]` arrives at `depths` `[...]`.
@@ -236,19 +236,10 @@ class KeyedNoise(Noise):
         Token v waits an exponential time of rate `dists[v]`. `token_ids` as in `draft`.
         """
         width = dists.shape[-1] if token_ids is None else int(token_ids.max()) + 1
-        if dists.device.type == "cpu":
-            uniforms = torch.from_numpy(_uniform_per_token(self._race_hashes_on_host(depths), width))
-        else:
-            uniforms = self._device_uniforms(dists.device, depths, width)
-        return -(uniforms if token_ids is None else uniforms[..., token_ids]).log() / dists
-
-    def _race_hashes_on_host(self, depths: Tensor) -> NDArray[numpy.int64]:
-        return _race_hashes(numpy.array(self.keys), numpy.array(self.positions), depths.numpy())
-
-    def _device_uniforms(self, device: torch.device, depths: Tensor, width: int) -> Tensor:
+        device = dists.device
         keys, positions = token_tensor(self.keys, device), token_tensor(self.positions, device)
-        hashes = _race_hashes(keys, positions, depths.to(device))
-        return uniform_per_token_on_device(hashes, width)
+        uniforms = uniform_per_token_on_device(_race_hashes(keys, positions, depths.to(device)), width)
+        return -(uniforms if token_ids is None else uniforms[..., token_ids]).log() / dists
 
 
 @lru_cache(maxsize=256)
@@ -275,23 +266,3 @@ def _race_hashes(keys: IntArray, positions: IntArray, depths: IntArray) -> IntAr
     """Return the hashes `[...]` of races at `depths` `[row, ...]` after `positions` `[row]`."""
     shape = (-1, *([1] * (depths.ndim - 1)))
     return hash_of(keys.reshape(shape), positions.reshape(shape) + depths, Purpose.RACE)
-
-
-def _uniform_per_token(hashes: NDArray[numpy.int64], width: int) -> NDArray[numpy.float64]:
-    """Return the same uniforms on the host, in a third of the time of signed copies."""
-    mixed = hashes[..., None].view(numpy.uint64) + _token_offsets(width)
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed ^= mixed >> numpy.uint64(shift)
-        mixed *= numpy.uint64(factor & ALL_BITS)
-    mixed ^= mixed >> numpy.uint64(31)
-    mixed >>= numpy.uint64(12)
-    uniforms = mixed.astype(numpy.float64)
-    uniforms += 0.5
-    uniforms *= 2.0**-52
-    return uniforms
-
-
-@lru_cache(maxsize=8)
-def _token_offsets(width: int) -> NDArray[numpy.uint64]:
-    """Return `(v + 1) * GOLDEN` for each token v; this includes the first addition of `mix`."""
-    return numpy.arange(1, width + 1, dtype=numpy.uint64) * numpy.uint64(GOLDEN & ALL_BITS)

@@ -23,12 +23,7 @@ from secondguess.sampling.grammar import mask_by_grammar_
 class LogitProcessors:
     """Logit edits for the settings of a batch.
 
-    Args:
-        bias: row indices `[n]`, token ids `[n]` and added values `[n]` float64; None without any
-            logit bias.
-        penalties: None if no row uses one.
-        has_min_tokens: True if a row has `min_tokens`.
-        has_grammar: True if a row has a grammar.
+    `bias` has row indices, token ids and added values `[n]`.
     """
 
     bias: tuple[Tensor, Tensor, Tensor] | None
@@ -40,8 +35,8 @@ class LogitProcessors:
     def from_params(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitProcessors:
-        has_min_tokens = any(each.min_tokens for each in params)
-        has_grammar = any(each.grammar is not None for each in params)
+        has_min_tokens = any(own.min_tokens for own in params)
+        has_grammar = any(own.grammar is not None for own in params)
         bias, penalties = _bias(params, vocab_size, device), Penalties.from_params(params, device)
         return cls(bias, penalties, has_min_tokens, has_grammar)
 
@@ -72,12 +67,9 @@ class LogitProcessors:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Repetition (arXiv 1909.05858), frequency and presence penalties of the rows that use any.
+    """Repetition (arXiv 1909.05858), frequency and presence penalties `[n, 1, 1]` of the rows that use any.
 
-    Args:
-        rows: indices of these rows in the batch.
-        index: the same as `[n]` int64.
-        repetition, frequency, presence: `[n, 1, 1]` float64.
+    `rows` and `index` are the indices of these rows in the batch.
     """
 
     rows: list[int]
@@ -90,8 +82,8 @@ class Penalties:
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
         rows = [
             index
-            for index, each in enumerate(params)
-            if each.repetition_penalty != 1 or each.frequency_penalty or each.presence_penalty
+            for index, own in enumerate(params)
+            if own.repetition_penalty != 1 or own.frequency_penalty or own.presence_penalty
         ]
         if not rows:
             return None
@@ -146,8 +138,8 @@ def _bias(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     entries = [
         (row, token, value)
-        for row, each in enumerate(params)
-        for token, value in each.logit_bias.items()
+        for row, own in enumerate(params)
+        for token, value in own.logit_bias.items()
         if token < vocab_size
     ]
     if not entries:

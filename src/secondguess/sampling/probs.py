@@ -64,24 +64,14 @@ def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> 
     The one-hot distributions of `compute_target_probs` are not built; arguments and errors are the same.
     """
     scores = edit_logits(logits, rows, draft)
-    if not scores.is_cpu:
-        largest, ids = scores.max(-1)
-        # one copy, which waits for the device once
-        *flat, are_finite = torch.cat((ids.flatten(), largest.isfinite().all()[None])).tolist()
-        if not are_finite:
-            raise _no_token_error(logits)
-        num_queries = ids.shape[1]
-        return [flat[first : first + num_queries] for first in range(0, len(flat), num_queries)]
-    tokens: list[list[int]] = most_likely(scores).tolist()
-    # A few elements are read faster one by one than by a tensor operation.
-    values = scores.numpy()
-    if not all(
-        math.isfinite(values[row, query, token])
-        for row, row_tokens in enumerate(tokens)
-        for query, token in enumerate(row_tokens)
-    ):
+    ids = most_likely(scores)
+    are_finite = scores.gather(-1, ids[..., None]).isfinite().all()
+    # one copy, which waits for a device once
+    *tokens, is_valid = torch.cat((ids.flatten(), are_finite[None])).tolist()
+    if not is_valid:
         raise _no_token_error(logits)
-    return tokens
+    num_queries = ids.shape[1]
+    return [tokens[first : first + num_queries] for first in range(0, len(tokens), num_queries)]
 
 
 def compute_draft_probs(

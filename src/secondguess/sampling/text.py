@@ -67,11 +67,9 @@ class Piece:
 
 
 class IncrementalDecoder:
-    """Token-by-token decoder with the same result as decoding prompt and output at once.
+    """Decoder of the tokens after a prompt, with the same result as decoding prompt and output at once.
 
-    Args:
-        tokenizer: its `decode` is called with a bounded number of tokens per step.
-        prompt_ids: tokens that precede the text.
+    Each step decodes a bounded number of tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -167,9 +165,7 @@ def num_incomplete(text: str) -> int:
 class StopSearch:
     """Search for stop strings in text that comes in parts.
 
-    Attributes:
-        held: the text that has not been released.
-        match: span in `held` of the stop string that the last part completed; None without one.
+    `held` is the text that has not been released, `match` the span in it of the stop string that the last part completed.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -219,17 +215,8 @@ class StopSearch:
 class StreamingDetokenizer:
     """Text of a row: detects stop strings and returns the text in pieces.
 
-    A stop string before `min_tokens` stays in the text, and the search continues after it.
-
-    Args:
-        tokenizer: tokenizer of the target.
-        prompt_ids: tokens that precede the text.
-        stop: strings that end the text, none of them empty.
-        min_tokens: number of tokens before which no stop string ends the text.
-        include_stop: leave the stop string that ends the text in it.
-
-    Attributes:
-        stop_string: the one that has ended the text; empty if none has.
+    A stop string before `min_tokens` stays in the text, and the search continues after it; with `include_stop`, so
+    does the one that ends the text. That is `stop_string`, which is empty if none has ended it.
     """
 
     def __init__(
@@ -308,11 +295,9 @@ class StreamingDetokenizer:
         return len(search.held)
 
     def flush(self, output: Sequence[int], finish_reason: FinishReason | None = None) -> Piece:
-        """Return the text that `take` has not returned; no commit follows.
+        """Return the text that `take` has not returned of all output tokens; no commit follows.
 
-        Args:
-            output: all output tokens of the row.
-            finish_reason: that of the row; None if it was interrupted.
+        A row without a finish reason was interrupted.
         """
         self._decode(output[self._num_read :], False)
         size = len(self._search.held) if finish_reason is None else self._end(finish_reason, False)

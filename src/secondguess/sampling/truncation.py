@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy
 import torch
@@ -23,11 +22,12 @@ Rule = Callable[[Tensor], Tensor]
 
 def make_rule(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     """Return the rule for a batch of rows with these settings."""
+    settings = [kernel_settings(own) for own in params]
     members: dict[Callable[..., Rule], list[int]] = {}
-    for index, each in enumerate(params):
-        members.setdefault(_maker_of(each), []).append(index)
+    for index, own in enumerate(settings):
+        members.setdefault(_maker_of(own), []).append(index)
     groups = [
-        (torch.tensor(rows, device=device), make([params[row] for row in rows], device))
+        (torch.tensor(rows, device=device), make([settings[row] for row in rows], device))
         for make, rows in members.items()
     ]
     if len(groups) == 1:
@@ -42,19 +42,20 @@ def make_rule(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     return rule
 
 
-def _maker_of(params: SamplingParams) -> Callable[[Sequence[SamplingParams], torch.device], Rule]:
-    if params.temperature == 0:
-        return _make_greedy
-    return _make_top_k_top_p if kernel_settings(params).truncates else _make_softmax
-
-
 def kernel_settings(params: SamplingParams) -> KernelSettings:
     """Return the settings of a request as the kernels take them."""
     top_p = params.top_p if params.top_p < 1 else math.inf
-    return KernelSettings(params.temperature, params.top_k, top_p, _log_min_p(params))
+    log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+    return KernelSettings(params.temperature, params.top_k, top_p, log_min_p)
 
 
-def _make_greedy(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+def _maker_of(settings: KernelSettings) -> Callable[[Sequence[KernelSettings], torch.device], Rule]:
+    if settings.temperature == 0:
+        return _make_greedy
+    return _make_top_k_top_p if settings.truncates else _make_softmax
+
+
+def _make_greedy(settings: Sequence[KernelSettings], device: torch.device) -> Rule:
     return greedy_dists
 
 
@@ -65,17 +66,17 @@ def greedy_dists(logits: Tensor) -> Tensor:
     return _nan_where_not_finite(dists, logits.gather(-1, tokens))
 
 
-def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rule:
+def _make_softmax(settings: Sequence[KernelSettings], device: torch.device) -> Rule:
     """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
-    settings = [(each.temperature, each.log_min_p) for each in map(kernel_settings, params)]
-    temperature = _temperatures(params, device)
-    log_min_p = _log_min_ps(params, device) if any(each.min_p for each in params) else None
+    temperature, _, _, log_min_p = _per_row(settings, device)
+    has_min_p = any(own.log_min_p > -math.inf for own in settings)
+    for_kernels = [(own.temperature, own.log_min_p) for own in settings]
 
     def rule(logits: Tensor) -> Tensor:
         if kernels := kernels_for(logits):
-            return softmax(kernels, logits, settings)
-        logits = _apply_temperature(logits, temperature)
-        if log_min_p is not None:
+            return softmax(kernels, logits, for_kernels)
+        logits = logits / temperature.to(logits.dtype)
+        if has_min_p:
             threshold = logits.amax(-1, keepdim=True) + log_min_p.to(logits.dtype)
             logits = logits.masked_fill(logits < threshold, -math.inf)
         return logits.softmax(-1)
@@ -83,16 +84,8 @@ def _make_softmax(params: Sequence[SamplingParams], device: torch.device) -> Rul
     return rule
 
 
-def _make_top_k_top_p(params: Sequence[SamplingParams], device: torch.device) -> Rule:
-    settings = [kernel_settings(each) for each in params]
-    in_torch = TopKTopP(
-        _temperatures(params, device),
-        _per_row([each.top_k for each in params], torch.long, device),
-        _per_row([each.top_p for each in settings], torch.float64, device),
-        _log_min_ps(params, device),
-        width=max(each.top_k + 16 if each.top_k else 128 for each in params),
-        needs_full_softmax=any(each.top_k == 0 for each in params),
-    )
+def _make_top_k_top_p(settings: Sequence[KernelSettings], device: torch.device) -> Rule:
+    in_torch = TopKTopP(settings, device)
 
     def rule(logits: Tensor) -> Tensor:
         if kernels := kernels_for(logits):
@@ -102,34 +95,29 @@ def _make_top_k_top_p(params: Sequence[SamplingParams], device: torch.device) ->
     return rule
 
 
-@dataclass(frozen=True)
+def _per_row(settings: Sequence[KernelSettings], device: torch.device) -> tuple[Tensor, ...]:
+    """Return each of the settings as `[row, 1, 1]` float64, in their order."""
+    return torch.tensor(settings, dtype=torch.float64, device=device)[:, :, None, None].unbind(1)
+
+
 class TopKTopP:
-    """Top-k, top-p and min-p in this order, computed on little more than the tokens they keep.
+    """Top-k, top-p and min-p in this order, computed in torch on little more than the tokens they keep.
 
     The largest logits are selected and sorted. If tokens beyond them may have to be kept (a flat
     distribution, a tie at the edge), more are selected. The arithmetic on the selected logits is
     in float64, so that their number does not affect the probabilities.
-
-    Args:
-        temperature: `[row, 1, 1]` float64, None if it is 1 for all rows.
-        top_k: `[row, 1, 1]` int64, 0 where it is disabled.
-        top_p: `[row, 1, 1]` float64, infinity where it is disabled, so that rounding drops no
-            token.
-        log_min_p: `[row, 1, 1]` float64, -inf where it is disabled.
-        width: number of largest logits to select first.
-        needs_full_softmax: True if a row has no top-k, so that its top-p is relative to the whole
-            vocabulary.
     """
 
-    temperature: Tensor | None
-    top_k: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    width: int
-    needs_full_softmax: bool
+    def __init__(self, settings: Sequence[KernelSettings], device: torch.device) -> None:
+        self._temperature, top_k, self._top_p, self._log_min_p = _per_row(settings, device)
+        self._top_k = top_k.long()
+        # Number of largest logits to select first.
+        self._width = max(own.top_k + 16 if own.top_k else 128 for own in settings)
+        # Without top-k, top-p is relative to the whole vocabulary.
+        self._needs_full_softmax = any(own.top_k == 0 for own in settings)
 
     def dists(self, logits: Tensor) -> Tensor:
-        width = self.width
+        width = self._width
         while True:
             values, tokens = largest(logits, width)
             probs, complete = self._probs_of_largest(values.double(), logits)
@@ -146,19 +134,19 @@ class TopKTopP:
             values: `[row, query, width]`, the largest logits, descending.
             logits: `[row, query, vocab]`.
         """
-        values = _apply_temperature(values, self.temperature)
+        values = values / self._temperature
         possible = values > -math.inf
-        last = (self.top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
-        among_top_k = possible & ((self.top_k == 0) | (values >= values.gather(-1, last)))
+        last = (self._top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)
+        among_top_k = possible & ((self._top_k == 0) | (values >= values.gather(-1, last)))
         mass = values.masked_fill(~among_top_k, -math.inf).logsumexp(-1, keepdim=True)
-        if self.needs_full_softmax:
-            whole = _apply_temperature(logits, self.temperature).logsumexp(-1, keepdim=True)
-            mass = torch.where(self.top_k == 0, whole, mass)
+        if self._needs_full_softmax:
+            whole = (logits / self._temperature.to(logits.dtype)).logsumexp(-1, keepdim=True)
+            mass = torch.where(self._top_k == 0, whole, mass)
         probs = (values - mass).exp()
         before = probs.cumsum(-1) - probs
-        kept = among_top_k & (before < self.top_p) & (values >= values[..., :1] + self.log_min_p)
+        kept = among_top_k & (before < self._top_p) & (values >= values[..., :1] + self._log_min_p)
         # top-p is relative to the mass of the top-k set, so `values` must contain all of that set.
-        needed = torch.where(self.top_k == 0, kept, among_top_k)
+        needed = torch.where(self._top_k == 0, kept, among_top_k)
         smallest = values.masked_fill(~needed, math.inf).amin(-1)
         complete = bool((values[..., -1] < smallest).all())
         return values.masked_fill(~kept, -math.inf).softmax(-1), complete
@@ -213,27 +201,6 @@ def _candidates(logits: Tensor, width: int) -> Tensor:
     left_over = torch.arange(size * num_blocks, vocab_size, device=logits.device)
     inside = (blocks[..., None] + steps).flatten(-2)
     return torch.cat([inside, left_over.expand(*inside.shape[:-1], -1)], -1)
-
-
-def _per_row(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
-
-
-def _temperatures(params: Sequence[SamplingParams], device: torch.device) -> Tensor | None:
-    values = [each.temperature for each in params]
-    return None if all(value == 1 for value in values) else _per_row(values, torch.float64, device)
-
-
-def _log_min_ps(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    return _per_row([_log_min_p(each) for each in params], torch.float64, device)
-
-
-def _log_min_p(params: SamplingParams) -> float:
-    return math.log(params.min_p) if params.min_p else -math.inf
-
-
-def _apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    return logits if temperature is None else logits / temperature.to(logits.dtype)
 
 
 def _nan_where_not_finite(dists: Tensor, top: Tensor) -> Tensor:

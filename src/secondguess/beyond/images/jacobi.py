@@ -66,7 +66,6 @@ class SampledAhead:
 class JacobiDrafter(LookupDrafter[SampledAhead]):
     """Deterministic drafter that proposes the samples of the last round again."""
 
-    is_of_package = True
     kind = "jacobi"
     options_type = JacobiOptions
     options: JacobiOptions

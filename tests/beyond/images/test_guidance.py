@@ -17,14 +17,14 @@ from checkpoints import write_llama, write_tokenizer
 from distribution_cases import PAIRS, PROMPT, ROUNDING, SAMPLED, dist_error, make_pair_drafter, mean_accepted
 from families import LLAMA_LIKE, VOCAB_SIZE
 from secondguess import LLM, GuidedPrompt, load
+from secondguess.beyond.images.guidance import GuidedRuntime, combine
 from secondguess.checkpoint import memory
 from secondguess.controllers import make_controller
-from secondguess.core import Guidance, Row
+from secondguess.core import Row
 from secondguess.decode import Components
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.proof.enumeration import Branch, enumerate_rounds
 from secondguess.proof.fakes import TableModel
-from secondguess.runtime.guidance import GuidedRuntime, combine
 from secondguess.verifiers import make_verifier
 
 NEGATIVE, SCALE = (1, 1, 0), 1.7
@@ -34,13 +34,11 @@ VISUAL = range(200, 240)
 def guided_branches(verifier: str, drafter: str, num_rounds: int, pair: str = "ternary") -> list[Branch]:
     """Return all branches of guided rounds, with a row without guidance."""
 
-    def make_rows() -> list[Row]:
-        return [
-            Row(list(PROMPT), SAMPLED, guidance=Guidance(NEGATIVE, SCALE)),
-            Row([0], SAMPLED),
-        ]
-
     target = GuidedRuntime(TableModel(PAIRS[pair].vocab_size, PAIRS[pair].target))
+
+    def make_rows() -> list[Row]:
+        return [target.guide(Row(list(PROMPT), SAMPLED), NEGATIVE, SCALE), Row([0], SAMPLED)]
+
     proposer = make_pair_drafter(drafter, PAIRS[pair])
     components = Components(target, proposer, make_verifier(verifier), make_controller("fixed:2"))
     return enumerate_rounds(components, make_rows, num_rounds)[0]
@@ -78,6 +76,16 @@ def test_impossible_tokens_stay_impossible_and_scale_one_changes_nothing() -> No
     torch.testing.assert_close(combine(plain, negative.clip(-5), [1.0]).softmax(-1), plain.softmax(-1))
 
 
+@pytest.mark.parametrize("negative", [(), (1,), (1, 2), (1, 2, 3)])
+def test_a_guided_row_has_a_slot_for_each_of_its_texts(negative: tuple[int, ...]) -> None:
+    target = GuidedRuntime(TableModel(2, PAIRS["binary"].target))
+    row = target.guide(Row([1, 0], SAMPLED), negative, 2.0)
+    assert target.slot_lengths(row) == [2, len(negative)]
+    row.commit([], 1)
+    assert target.slot_lengths(row) == [3, len(negative) + 1]
+    assert target.slot_lengths(Row([1], SAMPLED)) == [1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("guided") / "target", seed=0, max_position_embeddings=96)
@@ -102,6 +110,17 @@ def test_guided_text_is_that_of_transformers(folder: Path, llm: LLM) -> None:
     outputs = llm.generate(prompts, max_tokens=24)
     assert [output.token_ids for output in outputs] == [guided, plain]
     assert guided != plain
+
+
+def test_the_target_is_wrapped_by_the_first_guided_prompt_beside_rows_that_decode(folder: Path) -> None:
+    llm = load(folder, "none", dtype="float32", device="cpu")
+    alone = llm.generate([5, 6, 7], max_tokens=12).token_ids
+    assert llm.shared_batch.components.target is llm.target.runtime
+    pieces = llm.stream([5, 6, 7], max_tokens=12)
+    begun = next(pieces).tokens
+    guided = llm.generate(GuidedPrompt([5, 6, 7], [9], 3.0), max_tokens=12).token_ids
+    assert isinstance(llm.shared_batch.components.target, GuidedRuntime)
+    assert [*begun, *(token for piece in pieces for token in piece.tokens)] == alone != guided
 
 
 def test_a_seed_gives_one_guided_text(folder: Path, llm: LLM) -> None:

@@ -40,7 +40,7 @@ class GridIndex:
         # the same for all pixels of a column.
         offsets = [(left, above + 1, above, above - 1), (left, above + 1, above), (left, above)]
         self._followers: list[tuple[tuple[int, ...], dict[tuple[int, ...], int]]] = [
-            (each, {}) for each in offsets
+            (distances, {}) for distances in offsets
         ]
 
     @property
@@ -80,7 +80,6 @@ class GridIndex:
 class GridDrafter(LookupDrafter[GridIndex]):
     """Deterministic drafter that copies what followed the same neighbours."""
 
-    is_of_package = True
     kind = "grid"
     options_type = GridOptions
     options: GridOptions

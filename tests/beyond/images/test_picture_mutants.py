@@ -15,16 +15,16 @@ from distribution_cases import (
     make_pair_drafter,
 )
 from mutant_cases import Mutant, Patch, check, mutation_test
+from secondguess.beyond.images import guidance
+from secondguess.beyond.images.grid import GridDrafter, GridIndex, GridOptions
+from secondguess.beyond.images.guidance import GuidedRuntime
+from secondguess.beyond.images.jacobi import JacobiDrafter, SampledAhead
 from secondguess.controllers import make_controller
-from secondguess.core import Guidance, Row, Verdict
+from secondguess.core import Row, Verdict
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
-from secondguess.drafters.grid import GridDrafter, GridIndex, GridOptions
-from secondguess.drafters.jacobi import JacobiDrafter, SampledAhead
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
-from secondguess.runtime import guidance
-from secondguess.runtime.guidance import GuidedRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import coupled, make_verifier
@@ -79,12 +79,14 @@ def neighbours_are_found() -> bool:
 
 def guided_dist_holds() -> bool:
     """Return whether guided texts have the guided distribution, over two rounds."""
-    pair, scaled = PAIRS["binary"], Guidance((1, 1, 0), 1.7)
+    pair = PAIRS["binary"]
     target = GuidedRuntime(TableModel(2, pair.target))
     drafter, controller = make_pair_drafter("sampled", pair), make_controller("fixed:1")
     components = Components(target, drafter, make_verifier("auto"), controller)
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
-    (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params, guidance=scaled)], num_rounds=2)
+    (branches,) = enumerate_rounds(
+        components, lambda: [target.guide(Row([0, 1], params), (1, 1, 0), 1.7)], num_rounds=2
+    )
 
     def dist(output: tuple[int, ...]) -> Tensor:
         weights = pair.target((1, 1, 0, *output)) ** -0.7 * pair.target((0, 1, *output)) ** 1.7

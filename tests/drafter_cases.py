@@ -8,13 +8,13 @@ from functools import cache
 
 import torch
 
+from secondguess.beyond.images.grid import GridDrafter, GridOptions
+from secondguess.beyond.images.jacobi import JacobiDrafter, JacobiOptions
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.drafters.grid import GridDrafter, GridOptions
-from secondguess.drafters.jacobi import JacobiDrafter, JacobiOptions
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "digits.py"
 
 
 def rings() -> torch.Tensor:

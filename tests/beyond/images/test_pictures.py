@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from drafter_cases import TARGET_DIST, VOCAB_SIZE, model_drafter, noisy_dist, run
 
+from drafter_cases import TARGET_DIST, VOCAB_SIZE, model_drafter, noisy_dist, run
 from secondguess.api import check_verifier
+from secondguess.beyond.images.grid import GridDrafter, GridIndex, GridOptions
+from secondguess.beyond.images.jacobi import JacobiDrafter, JacobiOptions, SampledAhead
 from secondguess.core import Row
 from secondguess.drafters.combined import CombinedDrafter
-from secondguess.drafters.grid import GridDrafter, GridIndex, GridOptions
-from secondguess.drafters.jacobi import JacobiDrafter, JacobiOptions, SampledAhead
 from secondguess.drafters.ngram import NgramDrafter
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams

@@ -1,0 +1,1 @@
+"""Image tokens: drafters of pictures, and classifier-free guidance."""
