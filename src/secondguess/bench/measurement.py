@@ -43,7 +43,7 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
     """
     batches = []
     for task in dict.fromkeys(tasks):
-        prompts = [index for index, each in enumerate(tasks) if each == task]
+        prompts = [index for index, its_task in enumerate(tasks) if its_task == task]
         for start in range(0, len(prompts), size):
             chosen = [prompts[(start + step) % len(prompts)] for step in range(size)]
             batches.append(Batch(tuple(chosen), task))
@@ -53,10 +53,7 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
 def turns(
     systems: Sequence[System], temperatures: Sequence[float], index: int
 ) -> Iterator[tuple[float, System]]:
-    """Iterate over temperatures and systems for batch `index`, in reverse on odd ones (ABBA).
-
-    A machine that slowly speeds up or slows down then affects all systems alike.
-    """
+    """Iterate over temperatures and systems for batch `index`, in reverse on odd ones (ABBA)."""
     order = [(temperature, system) for temperature in temperatures for system in systems]
     return iter(order if index % 2 == 0 else reversed(order))
 
@@ -65,13 +62,8 @@ def turns(
 class Measurement:
     """Runs of systems, batch by batch; at batch size 1 a batch is a prompt.
 
-    Args:
-        prompts: token ids of each prompt.
-        tasks: the task of each prompt.
-        num_tokens: number of new tokens per prompt.
-        seed: seed of the texts of the first batch; the following batches have the following seeds.
-        runs: by batch size, batch, system and temperature, the runs of batches that all systems of
-            their turn have decoded.
+    `prompts` are token ids, `tasks` has the task of each. Batch i has the seed `seed` + i. `runs` has, by batch
+    size, batch, system and temperature, the runs of batches that all systems of their turn have decoded.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -92,12 +84,7 @@ class Measurement:
         self.runs = {size: {} for size in self.batches}
 
     def run(self, systems: Sequence[System], probe: ForwardTimer, progress: Progress) -> bool:
-        """Run all batches once; return False if Ctrl-C came before the last one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C before any batch was finished.
-            BadInputError: a system that generated another number of tokens than requested.
-        """
+        """Run all batches once; return False if Ctrl-C came before the last one, but after the first."""
         total = sum(
             len(batches) * len(self.temperatures) * len(_able(systems, size))
             for size, batches in self.batches.items()
@@ -161,14 +148,18 @@ class Measurement:
         finished = [size_runs[index][key] for index in chosen if key in size_runs[index]]
         return [sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for runs in finished]
 
-    def finished_runs(self, systems: Sequence[System]) -> dict[str, dict[Setting, list[Run]]]:
-        """Return the runs of finished batches by system and setting; a setting without any is absent."""
-        settings = [Setting(temperature, size) for temperature in self.temperatures for size in self.batches]
+    def finished_runs(self, systems: Sequence[System]) -> dict[Setting, dict[str, list[Run]]]:
+        """Return the runs of finished batches by setting and system, without settings and systems that have none."""
         runs = {
-            system.name: {setting: self.runs_of(system.name, setting) for setting in settings}
-            for system in systems
+            Setting(temperature, size): {
+                system.name: own
+                for system in systems
+                if (own := self.runs_of(system.name, Setting(temperature, size)))
+            }
+            for temperature in self.temperatures
+            for size in self.batches
         }
-        return {name: {setting: each for setting, each in of.items() if each} for name, of in runs.items()}
+        return {setting: of for setting, of in runs.items() if of}
 
     @property
     def finished_prompts(self) -> set[int]:
@@ -190,19 +181,22 @@ class Measurement:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes on prompts repeated to fill batches."""
-        notes = []
-        for size, batches in self.batches.items():
-            rows = size * len(batches)
-            if repeated := rows - len(self.prompts):
-                notes.append(
-                    f"batch size {size}: {repeated} of {rows} rows of the batches repeat a prompt of the same task, to "
-                    "fill the last batch"
-                )
-        return notes
+        """Notes on prompts repeated to fill batches."""
+        num_rows = {size: size * len(batches) for size, batches in self.batches.items()}
+        return [
+            f"batch size {size}: {rows - len(self.prompts)} of {rows} rows of the batches repeat a prompt of the same task, "
+            "to fill the last batch"
+            for size, rows in num_rows.items()
+            if rows > len(self.prompts)
+        ]
 
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
-        prompts = [self.prompts[each] for each in self.batches[size][index].prompts]
+        """Return one run.
+
+        Raises:
+            BadInputError: a system that generated another number of tokens than requested.
+        """
+        prompts = [self.prompts[prompt] for prompt in self.batches[size][index].prompts]
         run = system.generate(prompts, self.num_tokens, temperature, self.seed + index)
         lengths = {len(text) for text in run.texts}
         if system.exact_length and lengths != {self.num_tokens}:
