@@ -238,7 +238,7 @@ def test_systems_without_batches_run_single_prompts_only():
     runs = measured.finished_runs()[Setting(0.0, 2)]["A"]
     assert {tuple(map(len, run.texts)) for run in runs} == {(4, 4)}
     assert len(measured.finished_prompts) == 4
-    assert measured.finished_tasks == {1: [""] * 4, 2: [""] * 2}
+    assert {size: len(batches) for size, batches in measured.finished_batches.items()} == {1: 4, 2: 2}
     assert measured.notes == []
 
 
@@ -278,7 +278,7 @@ def test_ctrl_c_leaves_out_a_batch_size_without_finished_batches():
     measured = measurement(log, system, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
     assert not measured.run(ignore)
     assert list(measured.finished_runs()) == [Setting(0.0, 1)]
-    assert measured.finished_tasks[2] == []
+    assert measured.finished_batches[2] == []
 
 
 def test_a_row_of_a_batch_that_is_too_short_is_not_compared():

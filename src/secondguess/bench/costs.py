@@ -28,11 +28,12 @@ from statistics import median
 import torch
 
 from secondguess.core import Draft, Row
-from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 
+WIDTHS = tuple(range(1, 10))
+"""Numbers of tokens m for which a target pass is timed."""
 NUM_SWEEPS = 3
 """Sweeps over all widths per call of `ForwardTimer.sample`."""
 
@@ -43,10 +44,6 @@ class Costs:
 
     target: Mapping[int, float]
     draft_step: float = 0.0
-
-    def __post_init__(self) -> None:
-        if 1 not in self.target:
-            raise BadInputError("expected the cost of a pass over 1 token among the target costs, got none")
 
     @property
     def cost_ratio(self) -> float:
@@ -86,7 +83,7 @@ class ForwardTimer:
         target: Runtime,
         draft_models: Mapping[str, Runtime],
         context: Sequence[int],
-        widths: Sequence[int] = tuple(range(1, 10)),
+        widths: Sequence[int] = WIDTHS,
     ) -> None:
         self._target = target
         self._draft_models = dict(draft_models)

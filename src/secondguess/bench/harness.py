@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from secondguess.bench.config import BenchConfig, TuneConfig
-from secondguess.bench.costs import Costs, ForwardTimer, typical_context
+from secondguess.bench.costs import WIDTHS, Costs, ForwardTimer, typical_context
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.report import Conditions, CostTable, Report
@@ -17,9 +17,6 @@ from secondguess.bench.summary import sum_stats
 from secondguess.bench.systems import Models, Run, SecondguessSystem, System, draft_models, threads
 from secondguess.workloads.loading import Workload, load_workload
 from secondguess.workloads.provenance import public_name
-
-MAX_PASS_TOKENS = 9
-"""Largest number of tokens for which the cost of a target pass is measured."""
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what: None) -> Report:
@@ -80,10 +77,9 @@ class Bench:
         target = self.models.target.runtime
         drafting = {name: self.models.draft_model(name).runtime for name in draft_models(systems)}
         shortest = min(runtime.context_length for runtime in (target, *drafting.values()))
-        context = typical_context(
-            self.encoded.prompts, self.measurement.num_tokens, limit=shortest - MAX_PASS_TOKENS
-        )
-        return ForwardTimer(target, drafting, context, widths=tuple(range(1, MAX_PASS_TOKENS + 1)))
+        limit = shortest - max(WIDTHS)
+        context = typical_context(self.encoded.prompts, self.measurement.num_tokens, limit)
+        return ForwardTimer(target, drafting, context)
 
     def report(
         self,
@@ -106,6 +102,9 @@ class Bench:
             for setting, of in runs.items()
         }
         finished = measured.finished_prompts
+        tasks = {
+            size: [batch.task for batch in batches] for size, batches in measured.finished_batches.items()
+        }
         steps = {public_name(model): probe.costs(model).draft_step for model in draft_models(systems)}
         return Report(
             name=name,
@@ -119,11 +118,11 @@ class Bench:
                 num_tokens=measured.num_tokens,
                 median_prompt_tokens=median(len(measured.prompts[index]) for index in finished),
                 num_prompts_cut=self.encoded.num_truncated,
-                tasks=measured.finished_tasks,
+                tasks=tasks,
                 notes=[*self.encoded.notes, *notes],
             ),
             costs=CostTable.of(probe.context_length, probe.costs(), steps),
-            results=make_results(systems, runs, costs, measured.finished_tasks, measured.seed),
+            results=make_results(systems, runs, costs, tasks, measured.seed),
             provenance=self.models.provenance(num_threads, measured.seed),
         )
 

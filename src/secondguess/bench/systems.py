@@ -100,10 +100,8 @@ class System(ABC):
 class Models:
     """Models of one benchmark, each loaded once and shared by all systems of this package."""
 
-    def __init__(
-        self, model: str, dtype: str, device: str, quantize: str | None = None, runtime: str = "auto"
-    ) -> None:
-        checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
+    def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
+        checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
         default = default_drafter(model, checkpoint)
         self.target = load_model(checkpoint)
         self.default_drafter = confirm_default(default, self.target.runtime)

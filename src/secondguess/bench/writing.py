@@ -24,9 +24,9 @@ PHASE_NAMES = {"score": "target"}
 def unused_path(path: Path, *suffixes: str) -> Path:
     """Return a path, with a number before its suffix if there is a file already, also with another of `suffixes`."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    for found in chain([path], numbered):
-        if not any(each.exists() for each in (found, *map(found.with_suffix, suffixes))):
-            return found
+    for candidate in chain([path], numbered):
+        if not any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
+            return candidate
     raise AssertionError("numbers do not end")
 
 
