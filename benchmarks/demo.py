@@ -68,7 +68,7 @@ def grown_pair(shape: str, folder: Path) -> Path:
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         with no_progress_bars():
-            make_pair.grow_pair(unfinished, None, shape, with_heads=False)
+            make_pair.grow_pair(unfinished, None, shape)
         unfinished.rename(out)
     except OSError as error:
         raise BadInputError(

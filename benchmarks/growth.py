@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @dataclass(frozen=True)
@@ -92,42 +92,8 @@ def grow(small: Any, shape: GrownShape) -> Any:
     return model.eval()
 
 
-def with_experts(model: Any, num_experts: int, num_selected: int) -> Any:
-    """Return a `MixtralForCausalLM` that has the logits of a Llama, within rounding.
-
-    All experts of a layer are its feed-forward network, so a random router may select any of them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    config = MixtralConfig(
-        **{
-            name: value
-            for name, value in model.config.to_dict().items()
-            if name not in ("model_type", "architectures")
-        },
-        num_local_experts=num_experts,
-        num_experts_per_tok=num_selected,
-    )
-    with torch.device("meta"):
-        mixture = MixtralForCausalLM(config)
-    tensors = {}
-    for name, weight in model.state_dict().items():
-        place = name.partition(".mlp.")[0]
-        if name.endswith("mlp.gate_proj.weight"):
-            joined = torch.cat((weight, model.get_parameter(f"{place}.mlp.up_proj.weight")))
-            tensors[f"{place}.mlp.experts.gate_up_proj"] = joined.repeat(num_experts, 1, 1)
-            router = torch.randn(num_experts, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
-            tensors[f"{place}.mlp.gate.weight"] = router.to(weight.dtype)
-        elif name.endswith("mlp.down_proj.weight"):
-            tensors[f"{place}.mlp.experts.down_proj"] = weight.repeat(num_experts, 1, 1)
-        elif not name.endswith("mlp.up_proj.weight"):
-            tensors[name] = weight
-    mixture.load_state_dict(tensors, assign=True)
-    mixture.model.rotary_emb = type(mixture.model.rotary_emb)(config)
-    return mixture.eval()
-
-
 def fill_layer(grown: Any, layer: Any, small: GrownShape, shape: GrownShape) -> None:
-    """Set the weights of a grown decoder layer, of a Llama model or a drafter head.
+    """Set the weights of a grown decoder layer.
 
     The repeated hidden state enters every product through a norm, whose weight is divided by the
     number of repetitions; the weights behind it are repeated as they are.

@@ -10,12 +10,12 @@ two kinds of pairs:
 - Calibrated: a random target. The drafter consists of its first layers with its norm and head; the
   outputs of its later layers are damped until both models have the same greedy token as often as
   requested. The texts are meaningless, with a tokenizer of one word per token (`t0 t1 ...`).
-- Grown (`--grow`): a trained pair and its drafter heads, widened and deepened to the cost of the
-  shape (growth.py, growth_heads.py). Texts and acceptance are those of the small models; the
-  vocabulary stays small, and the layers are at least as many as those of the small target.
+- Grown (`--grow`): a trained pair, widened and deepened to the cost of the shape (growth.py). Texts and
+  acceptance are those of the small models; the vocabulary stays small, and the layers are at least as many as
+  those of the small target.
 
-Output: `target` and `drafter`, two Transformers checkpoints; for a calibrated pair `pair.json` with
-the agreement measured on random text; for a grown one a directory per kind of head (`eagle`, ...).
+Output: `target` and `drafter`, two Transformers checkpoints; for a calibrated pair also `pair.json` with the
+agreement measured on random text.
 """
 
 import argparse
@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 from common import make_parser
-from growth import GrownShape, grow, with_experts
-from growth_heads import GROW, target_model
+from growth import GrownShape, grow
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -62,15 +61,12 @@ SHAPES = {
 GROWN_SHAPES = {
     "88m": (GrownShape(768, 1536, 16, 12, 4), GrownShape(768, 2048, 1, 12, 4)),
     "llama-3.2-1b": (GrownShape(2048, 8192, 20, 32, 8), GrownShape(2048, 8192, 1, 32, 8)),
-    "experts-2.5b": (GrownShape(1024, 768, 16, 16, 4), GrownShape(768, 2048, 1, 12, 4)),
 }
 """Shapes of the grown built-in target and draft model.
 
 The 1B shape has four layers more than Llama 3.2 1B, which replace the weights of its larger
 vocabulary: a token reads as many bytes.
 """
-GROWN_EXPERTS = {"experts-2.5b": (64, 8)}
-"""By shape, the experts of each layer of the target, and how many of them a token selects."""
 
 NUM_TEXTS, TEXT_LENGTH, UNREAD = 16, 64, 16
 """Random texts on which agreement is measured, and their first positions, which are skipped.
@@ -211,38 +207,19 @@ def make_pair(
     )
 
 
-def grow_pair(out: Path, small: Path | None, shape: str, with_heads: bool = True) -> None:
-    """Write a grown pair and its heads.
+def grow_pair(out: Path, small: Path | None, shape: str) -> None:
+    """Write a grown pair.
 
     Args:
-        small: directory of `target`, `drafter` and heads by kind; None for the built-in ones.
-        with_heads: False for the pair alone.
+        small: directory of `target` and `drafter`; None for the built-in ones.
     """
     folder = Path(secondguess.builtin.__file__).parent if small is None else small
     for name, grown_shape in zip(("target", "drafter"), GROWN_SHAPES[shape], strict=True):
         path = folder / name
-        original = LlamaForCausalLM.from_pretrained(path, dtype="auto")
-        model = grow(original, grown_shape)
-        if name == "target" and shape in GROWN_EXPERTS:
-            model = with_experts(model, *GROWN_EXPERTS[shape])
+        model = grow(LlamaForCausalLM.from_pretrained(path, dtype="auto"), grown_shape)
         model.save_pretrained(out / name)
         AutoTokenizer.from_pretrained(path).save_pretrained(out / name)
         print(f"{out / name}: {model.num_parameters() / 1e6:.0f} million parameters")
-        if name == "target" and with_heads and shape not in GROWN_EXPERTS:
-            grow_heads(out, folder, original, model)
-
-
-def grow_heads(out: Path, folder: Path, small: Any, grown: Any) -> None:
-    """Write the grown heads of a target, for the kinds in `folder`."""
-    shape = GrownShape.of(grown.config)
-    for kind, (head_class, grow_head) in GROW.items():
-        if not (folder / kind).is_dir():
-            continue
-        with torch.no_grad():
-            head = grow_head(head_class.load(folder / kind, target_model(small)), target_model(grown), shape)
-        head.to(grown.dtype).save(out / kind, str(out / "target"))
-        size = sum(parameter.numel() for parameter in head.parameters())
-        print(f"{out / kind}: {size / 1e6:.1f} million parameters")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

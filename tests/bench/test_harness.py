@@ -97,8 +97,8 @@ def test_a_steady_drift_gives_equal_systems_equal_medians():
     measured = measurement(log, *systems, num_prompts=2, temperatures=(0.0,))
     measured.run(ignore)
     seconds = {
-        name: sum(run.seconds for run in runs[Setting(0.0)])
-        for name, runs in measured.finished_runs().items()
+        name: sum(run.seconds for run in runs)
+        for name, runs in measured.finished_runs()[Setting(0.0)].items()
     }
     assert seconds["A"] == pytest.approx(seconds["B"])
 
@@ -111,7 +111,7 @@ def test_ctrl_c_keeps_only_finished_prompts():
     assert not measured.run(ignore)
     finished = measured.finished_runs()
     assert measured.finished_prompts == {0, 1}
-    assert [len(runs[Setting(0.0)]) for runs in finished.values()] == [2, 2]
+    assert {name: len(runs) for name, runs in finished[Setting(0.0)].items()} == {"A": 2, "B": 2}
 
 
 def test_ctrl_c_before_the_first_result_is_passed_on():
@@ -231,14 +231,14 @@ def test_systems_without_batches_run_single_prompts_only():
     measured = measurement(log, *systems, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
     assert measured.run(ignore)
     lengths = {
-        name: {setting: len(runs) for setting, runs in of.items()}
-        for name, of in measured.finished_runs().items()
+        setting: {name: len(runs) for name, runs in of.items()}
+        for setting, of in measured.finished_runs().items()
     }
-    assert lengths == {"A": {Setting(0.0, 1): 4, Setting(0.0, 2): 2}, "B": {Setting(0.0, 1): 4}}
-    runs = measured.finished_runs()["A"][Setting(0.0, 2)]
+    assert lengths == {Setting(0.0, 1): {"A": 4, "B": 4}, Setting(0.0, 2): {"A": 2}}
+    runs = measured.finished_runs()[Setting(0.0, 2)]["A"]
     assert {tuple(map(len, run.texts)) for run in runs} == {(4, 4)}
     assert len(measured.finished_prompts) == 4
-    assert measured.finished_tasks == {1: [""] * 4, 2: [""] * 2}
+    assert {size: len(batches) for size, batches in measured.finished_batches.items()} == {1: 4, 2: 2}
     assert measured.notes == []
 
 
@@ -277,9 +277,8 @@ def test_ctrl_c_leaves_out_a_batch_size_without_finished_batches():
     system = FakeBatcher("A", log, interrupt_at=5)
     measured = measurement(log, system, num_prompts=4, temperatures=(0.0,), batch_sizes=(1, 2))
     assert not measured.run(ignore)
-    finished = measured.finished_runs()["A"]
-    assert list(finished) == [Setting(0.0, 1)]
-    assert measured.finished_tasks[2] == []
+    assert list(measured.finished_runs()) == [Setting(0.0, 1)]
+    assert measured.finished_batches[2] == []
 
 
 def test_a_row_of_a_batch_that_is_too_short_is_not_compared():

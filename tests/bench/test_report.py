@@ -10,9 +10,8 @@ import pytest
 from bench_fakes import FakeSystem, stats_of
 
 from secondguess.bench.costs import Costs
-from secondguess.bench.harness import make_cost_table
 from secondguess.bench.measurement import Setting
-from secondguess.bench.report import Conditions, Report
+from secondguess.bench.report import Conditions, CostTable, Report
 from secondguess.bench.results import compare_texts, fastest_speculators, make_results, summarise_rounds
 from secondguess.bench.systems import Run
 from secondguess.bench.writing import as_markdown, save_report
@@ -43,9 +42,8 @@ def results(temperature=0.0):
         "theirs plain": runs([5.0, 10.0, 20.0], tokens=(1, 2, 3, 5)),
         "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
-    timed = {name: {Setting(temperature): each} for name, each in by_system.items()}
-    costs = {name: {Setting(temperature): COSTS} for name in ("ours plain", "ours fast")}
-    return make_results(systems(), timed, costs, {1: TASKS}, seed=0)
+    setting, costs = Setting(temperature), dict.fromkeys(("ours plain", "ours fast"), COSTS)
+    return make_results(systems(), {setting: by_system}, {setting: costs}, {1: TASKS}, seed=0)
 
 
 def report(complete=True, note=""):
@@ -53,7 +51,7 @@ def report(complete=True, note=""):
         name="tiny",
         complete=complete,
         workbench=Conditions("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
-        costs=make_cost_table(20, COSTS, {"draft": COSTS.draft_step}),
+        costs=CostTable.of(20, COSTS, {"draft": COSTS.draft_step}),
         results=results(),
         provenance=Provenance(
             date="2026-01-02T03:04:05+00:00",
@@ -102,10 +100,9 @@ def test_rounds_are_summed_over_prompts():
 
 def test_a_system_that_drafted_nothing_has_no_acceptance():
     names = ["ours plain", "ours fast"]
-    by_system = {name: {Setting(0.0): runs([4.0], stats=stats_of([(0, 0)] * 4))} for name in names}
-    told = make_results(
-        systems()[:2], by_system, {name: {Setting(0.0): COSTS} for name in names}, {1: ["x"]}, seed=0
-    )
+    setting, costs = Setting(0.0), dict.fromkeys(names, COSTS)
+    timed = {setting: {name: runs([4.0], stats=stats_of([(0, 0)] * 4)) for name in names}}
+    told = make_results(systems()[:2], timed, {setting: costs}, {1: ["x"]}, seed=0)
     shown = dataclasses.replace(report(), results=told)
     assert json.loads(shown.to_json())["results"][1]["rounds"]["acceptance_rate"] is None
     assert "| ours fast | 1.00 | nothing drafted |" in page_of(shown)
@@ -169,10 +166,11 @@ def test_a_task_with_few_prompts_has_no_interval():
 def results_over(num_prompts, batch_size=1):
     """Two systems over `num_prompts` prompts of one task."""
     by_system = {
-        name: {Setting(0.0, batch_size): runs([speed + place for place in range(num_prompts)])}
+        name: runs([speed + place for place in range(num_prompts)])
         for name, speed in (("ours plain", 10.0), ("ours fast", 20.0))
     }
-    return make_results(systems()[:2], by_system, {}, {batch_size: ["same"] * num_prompts}, seed=0)
+    timed = {Setting(0.0, batch_size): by_system}
+    return make_results(systems()[:2], timed, {}, {batch_size: ["same"] * num_prompts}, seed=0)
 
 
 @pytest.mark.parametrize(("batch_size", "units"), [(1, "prompts"), (4, "batches")])
@@ -192,9 +190,8 @@ def test_an_interval_needs_enough_prompts(batch_size, units):
 
 
 def test_a_single_task_has_no_table():
-    told = make_results(
-        systems()[:1], {"ours plain": {Setting(0.0): runs([1.0] * 3)}}, {}, {1: ["same"] * 3}, seed=0
-    )
+    timed = {Setting(0.0): {"ours plain": runs([1.0] * 3)}}
+    told = make_results(systems()[:1], timed, {}, {1: ["same"] * 3}, seed=0)
     assert "By task" not in page_of(dataclasses.replace(report(), results=told))
 
 
@@ -203,8 +200,8 @@ def test_ratios_are_computed_within_one_setting():
     log = []
     rivals = [FakeSystem("ours", log), FakeSystem("theirs", log, family="theirs")]
     by_setting = {
-        "ours": {Setting(0.0): runs([4.0]), Setting(0.0, 2): runs([6.0])},
-        "theirs": {Setting(0.0): runs([2.0])},
+        Setting(0.0): {"ours": runs([4.0]), "theirs": runs([2.0])},
+        Setting(0.0, 2): {"ours": runs([6.0])},
     }
     told = make_results(rivals, by_setting, {}, {1: ["x"], 2: ["x"]}, seed=0)
     assert [(each.system, each.batch_size, set(each.against)) for each in told] == [

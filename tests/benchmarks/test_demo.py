@@ -59,7 +59,7 @@ def test_too_little_disk_space_is_one_error_before_anything_is_made(
 
 @pytest.mark.usefixtures("shapes")
 def test_an_interrupted_making_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(out: Path, small: Path | None, shape: str, with_heads: bool) -> None:
+    def interrupted(out: Path, small: Path | None, shape: str) -> None:
         out.mkdir()
         raise KeyboardInterrupt
 
@@ -73,7 +73,7 @@ def test_an_interrupted_making_leaves_no_pair(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.usefixtures("shapes")
 def test_the_stated_size_is_that_of_the_files(tmp_path: Path) -> None:
-    make_pair.grow_pair(tmp_path, None, "small", with_heads=False)
+    make_pair.grow_pair(tmp_path, None, "small")
     for name, shape in zip(("target", "drafter"), make_pair.GROWN_SHAPES["small"], strict=True):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         stated = demo.num_bytes(shape, model.config.vocab_size, model.config.head_dim)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import secondguess
-import secondguess.drop_in
+import secondguess.drop_in.kept
 from drop_in_cases import BATCH, BATCH_MASK, PROMPT, ours, tiny_model
 from families import needs_kernels
 from secondguess.checkpoint.loader import wrap_model
@@ -91,7 +91,7 @@ def test_the_default_drafter_is_a_copy_where_memory_holds_it(made_layers, monkey
     for _ in range(2):
         assert torch.equal(ours(model, PROMPT, drafter=None, **settings), plain)
         assert len(made_layers) == NUM_LINEARS
-    monkeypatch.setattr(secondguess.drop_in, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(secondguess.drop_in.kept, "available_memory", lambda device: 1000)
     assert torch.equal(ours(tiny_model(), PROMPT, drafter=None, **settings), plain)
     assert len(made_layers) == NUM_LINEARS
 
@@ -239,7 +239,7 @@ def test_a_draft_model_used_under_autocast_can_be_used_without(tiny_checkpoint):
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     drafter = {"drafter": f"model:{tiny_checkpoint}", "controller": "fixed:3"}
-    secondguess.drop_in._loaded_draft_model.cache_clear()
+    secondguess.drop_in.kept.loaded_draft_model.cache_clear()
     with autocast():
         assert torch.equal(ours(model, BATCH, **settings, **drafter), model.generate(BATCH, **settings))
     assert torch.equal(ours(model, BATCH, **settings, **drafter), model.generate(BATCH, **settings))
@@ -353,7 +353,7 @@ def test_the_controller_is_kept_between_calls(model, monkeypatch):
         made.append((name, drafter.name))
         return secondguess.api.choose_controller(name, drafter)
 
-    monkeypatch.setattr(secondguess.drop_in, "choose_controller", choose)
+    monkeypatch.setattr(secondguess.drop_in.kept, "choose_controller", choose)
     settings = {"max_new_tokens": 3, "do_sample": False, "custom_generate": secondguess.custom_generate}
     for controller in (None, None, "fixed:2", None):
         model.generate(PROMPT, drafter="ngram", controller=controller, **settings)

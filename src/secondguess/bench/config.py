@@ -15,7 +15,22 @@ PEERS = ("transformers",)
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
-class BenchConfig(Settings):
+class MeasuringSettings(Settings):
+    """Settings that a benchmark and a tuning share.
+
+    Args:
+        dtype, device: of all systems, as in `load`.
+        batch_sizes: numbers of prompts that our systems decode together.
+    """
+
+    model: str = "builtin"
+    dtype: str = "auto"
+    device: str = "auto"
+    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
+    seed: Seed = 0
+
+
+class BenchConfig(MeasuringSettings):
     """Configuration of a benchmark.
 
     Args:
@@ -30,16 +45,13 @@ class BenchConfig(Settings):
         num_tokens: exact number of new tokens per prompt.
         draft_lengths: constant draft lengths at which model drafters (ours and the peers') run,
             besides their defaults.
-        dtype, device: of all systems, as in `load`.
         num_threads: torch threads, for all systems; None leaves torch's own number.
         controllers: controllers with which every drafter of ours runs, besides its default.
-        batch_sizes: numbers of prompts that our systems decode together; each gets its own table.
 
     Raises:
         BadInputError: an invalid value.
     """
 
-    model: str = "builtin"
     drafters: Different[str] | None = None
     against: Different[str] = ()
     prompts: Annotated[Different[str], Field(min_length=1)] | None = None
@@ -47,14 +59,10 @@ class BenchConfig(Settings):
     num_tokens: Count = 128
     temperatures: Annotated[Different[Temperature], Field(min_length=1)] = (0.0, 1.0)
     draft_lengths: Different[Count] = (3, 5, 8)
-    dtype: str = "auto"
-    device: str = "auto"
     num_threads: Threads | None = None
-    seed: Seed = 0
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] = "bench"
     tasks: Different[str] = ()
     controllers: Different[str] = ()
-    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
 
     def model_post_init(self, context: Any) -> None:
         for peer in self.against:
@@ -72,7 +80,7 @@ class BenchConfig(Settings):
         return self.drafters == (ALL,)
 
 
-class TuneConfig(Settings):
+class TuneConfig(MeasuringSettings):
     """Model, prompts, candidates and time budget of a tuning.
 
     Args:
@@ -86,18 +94,13 @@ class TuneConfig(Settings):
         BadInputError: an invalid value, or a drafter that does not exist.
     """
 
-    model: str = "builtin"
     drafters: Different[str] = ()
     prompts: str | None = None
     num_prompts: Count = 12
     num_tokens: Annotated[int, Field(ge=2)] = 96
     temperature: Temperature = 0.0
-    batch_sizes: Annotated[Different[Count], Field(min_length=1)] = (1,)
-    dtype: str = "auto"
-    device: str = "auto"
     num_threads: Threads = 2
     minutes: Annotated[float, Field(ge=0.01, le=24 * 60)] = 5.0
-    seed: Seed = 0
 
     def model_post_init(self, context: Any) -> None:
         for name in self.drafters:
@@ -105,10 +108,6 @@ class TuneConfig(Settings):
                 raise BadInputError(
                     f"expected drafters that draft, got {name!r}; plain decoding is always measured, leave it out"
                 )
-
-    def drafters_to_compare(self, default: str) -> tuple[str, ...]:
-        """Return the named drafters, or those that are compared by default."""
-        return self.drafters or compared_by_default(default)
 
 
 def compared_by_default(default: str) -> tuple[str, ...]:

@@ -28,30 +28,22 @@ from statistics import median
 import torch
 
 from secondguess.core import Draft, Row
-from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
 
+WIDTHS = tuple(range(1, 10))
+"""Numbers of tokens m for which a target pass is timed."""
 NUM_SWEEPS = 3
 """Sweeps over all widths per call of `ForwardTimer.sample`."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of forward passes on this machine, in seconds.
-
-    Args:
-        target: seconds of one target pass over m tokens, by m; m = 1 is required.
-        draft_step: seconds of one draft-model pass over one token; 0 without a draft model.
-    """
+    """Seconds of a target pass over m tokens, by m (1 is required), and of a draft step (0 without a draft model)."""
 
     target: Mapping[int, float]
     draft_step: float = 0.0
-
-    def __post_init__(self) -> None:
-        if 1 not in self.target:
-            raise BadInputError("expected the cost of a pass over 1 token among the target costs, got none")
 
     @property
     def cost_ratio(self) -> float:
@@ -84,21 +76,14 @@ def predicted_seconds(stats: Stats, costs: Costs) -> float:
 
 
 class ForwardTimer:
-    """Timings of target passes and draft steps at one context length.
-
-    Args:
-        target: the target's runtime.
-        draft_models: draft-model runtimes by name.
-        context: token ids of a typical row.
-        widths: numbers of tokens m for which a target pass is timed.
-    """
+    """Timings of target passes over m tokens, for m in `widths`, and of draft steps, after a typical context."""
 
     def __init__(
         self,
         target: Runtime,
         draft_models: Mapping[str, Runtime],
         context: Sequence[int],
-        widths: Sequence[int] = tuple(range(1, 10)),
+        widths: Sequence[int] = WIDTHS,
     ) -> None:
         self._target = target
         self._draft_models = dict(draft_models)
@@ -131,20 +116,13 @@ class ForwardTimer:
                 self._target_seconds[width].append(_timed_pass(self._target, row, width))
 
     def costs(self, draft_model: str | None = None) -> Costs:
-        """Return the median costs so far.
-
-        Args:
-            draft_model: model whose draft step is included; None for drafters without a model.
-        """
+        """Return the median costs so far, with the draft step of a draft model if one is named."""
         target = {width: median(seconds) for width, seconds in self._target_seconds.items()}
         return Costs(target, median(self._draft_seconds[draft_model]) if draft_model else 0.0)
 
 
 def _timed_pass(runtime: Runtime, row: Row, num_tokens: int) -> float:
-    """Time one forward pass over `pending` and `num_tokens - 1` nodes of a row, in seconds.
-
-    The KV cache is restored afterwards.
-    """
+    """Return the seconds of a pass over `pending` and `num_tokens - 1` nodes of a row; the KV cache is restored."""
     draft = Draft.chains([repeat_to_length(row.tokens, num_tokens - 1)], device=runtime.device)
     synchronise(runtime.device)
     start = time.perf_counter()

@@ -15,21 +15,11 @@ MIN_TRUNCATED_TOKENS = 16
 
 @dataclass(frozen=True)
 class EncodedWorkload:
-    """Prompts as token ids, in the order of the workload.
-
-    Args:
-        num_truncated: number of prompts truncated on the left to fit.
-        notes: note on truncated prompts for the report, if there are any.
-    """
+    """Prompts as token ids, in the order of the workload, with a note on those truncated on the left to fit."""
 
     prompts: list[list[int]]
     num_truncated: int
     notes: list[str]
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(map(len, self.prompts))
 
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:

@@ -43,7 +43,7 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
     """
     batches = []
     for task in dict.fromkeys(tasks):
-        prompts = [index for index, each in enumerate(tasks) if each == task]
+        prompts = [index for index, its_task in enumerate(tasks) if its_task == task]
         for start in range(0, len(prompts), size):
             chosen = [prompts[(start + step) % len(prompts)] for step in range(size)]
             batches.append(Batch(tuple(chosen), task))
@@ -53,10 +53,7 @@ def make_batches(tasks: Sequence[str], size: int) -> list[Batch]:
 def turns(
     systems: Sequence[System], temperatures: Sequence[float], index: int
 ) -> Iterator[tuple[float, System]]:
-    """Iterate over temperatures and systems for batch `index`, in reverse on odd ones (ABBA).
-
-    A machine that slowly speeds up or slows down then affects all systems alike.
-    """
+    """Iterate over temperatures and systems for batch `index`, in reverse on odd ones (ABBA)."""
     order = [(temperature, system) for temperature in temperatures for system in systems]
     return iter(order if index % 2 == 0 else reversed(order))
 
@@ -65,13 +62,8 @@ def turns(
 class Measurement:
     """Runs of systems, batch by batch; at batch size 1 a batch is a prompt.
 
-    Args:
-        prompts: token ids of each prompt.
-        tasks: the task of each prompt.
-        num_tokens: number of new tokens per prompt.
-        seed: seed of the texts of the first batch; the following batches have the following seeds.
-        runs: by batch size, batch, system and temperature, the runs of batches that all systems of
-            their turn have decoded.
+    `prompts` are token ids, `tasks` has the task of each. Batch i has the seed `seed` + i. `runs` has by setting,
+    batch and system the runs of batches that all systems of their turn have decoded.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -81,7 +73,7 @@ class Measurement:
     batch_sizes: Sequence[int]
     seed: int
     batches: Mapping[int, Sequence[Batch]] = field(init=False)
-    runs: dict[int, dict[int, dict[tuple[str, float], list[Run]]]] = field(init=False)
+    runs: dict[Setting, dict[int, dict[str, list[Run]]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.batches = {size: make_batches(self.tasks, size) for size in self.batch_sizes}
@@ -89,15 +81,12 @@ class Measurement:
 
     def forget_runs(self) -> None:
         """Forget all runs; controllers keep their experience."""
-        self.runs = {size: {} for size in self.batches}
+        self.runs = {
+            Setting(temperature, size): {} for temperature in self.temperatures for size in self.batches
+        }
 
     def run(self, systems: Sequence[System], probe: ForwardTimer, progress: Progress) -> bool:
-        """Run all batches once; return False if Ctrl-C came before the last one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C before any batch was finished.
-            BadInputError: a system that generated another number of tokens than requested.
-        """
+        """Run all batches once; return False if Ctrl-C came before the last one, but after the first."""
         total = sum(
             len(batches) * len(self.temperatures) * len(_able(systems, size))
             for size, batches in self.batches.items()
@@ -143,66 +132,70 @@ class Measurement:
         report: Callable[[str], None] = lambda what: None,
     ) -> None:
         """Run all systems on one batch, in reverse order on every second batch and every second run of it."""
-        runs = {}
-        past = self.runs[size].get(index, {})
+        runs = []
+        past = self.runs[Setting(self.temperatures[0], size)].get(index, {})
         turn = index + max(map(len, past.values()), default=0)
         for temperature, system in turns(_able(systems, size), self.temperatures, turn):
             what = f"prompt {index + 1}" if size == 1 else f"batch {index + 1} of {size} prompts"
             report(f"{what}, temperature {temperature:g}: {system.name}")
-            runs[system.name, temperature] = self._measure(system, size, index, temperature)
+            runs.append((temperature, system.name, self._measure(system, size, index, temperature)))
         # Recorded once all systems ran the batch: medians must be over the same prompts.
-        for key, run in runs.items():
-            self.runs[size].setdefault(index, {}).setdefault(key, []).append(run)
+        for temperature, name, run in runs:
+            of_batch = self.runs[Setting(temperature, size)].setdefault(index, {})
+            of_batch.setdefault(name, []).append(run)
 
     def runs_of(self, system: str, setting: Setting, indices: Iterable[int] | None = None) -> list[Run]:
         """Return the median run of each batch (by default of all) that a system has finished."""
-        size_runs, key = self.runs[setting.batch_size], (system, setting.temperature)
-        chosen = sorted(size_runs) if indices is None else indices
-        finished = [size_runs[index][key] for index in chosen if key in size_runs[index]]
-        return [sorted(runs, key=lambda run: run.seconds)[len(runs) // 2] for runs in finished]
+        runs = self.runs[setting]
+        chosen = sorted(runs) if indices is None else indices
+        finished = [runs[index][system] for index in chosen if system in runs[index]]
+        return [sorted(repeated, key=lambda run: run.seconds)[len(repeated) // 2] for repeated in finished]
 
-    def finished_runs(self, systems: Sequence[System]) -> dict[str, dict[Setting, list[Run]]]:
-        """Return the runs of finished batches by system and setting; a setting without any is absent."""
-        settings = [Setting(temperature, size) for temperature in self.temperatures for size in self.batches]
+    def finished_runs(self, systems: Sequence[System]) -> dict[Setting, dict[str, list[Run]]]:
+        """Return the runs of finished batches by setting and system, without settings and systems that have none."""
+        names = [system.name for system in systems]
         runs = {
-            system.name: {setting: self.runs_of(system.name, setting) for setting in settings}
-            for system in systems
+            setting: {name: own for name in names if (own := self.runs_of(name, setting))}
+            for setting in self.runs
         }
-        return {name: {setting: each for setting, each in of.items() if each} for name, of in runs.items()}
+        return {setting: of for setting, of in runs.items() if of}
+
+    @property
+    def finished_batches(self) -> dict[int, list[Batch]]:
+        """Batches that every system has decoded, by batch size."""
+        return {
+            size: [batches[index] for index in sorted(self.runs[Setting(self.temperatures[0], size)])]
+            for size, batches in self.batches.items()
+        }
 
     @property
     def finished_prompts(self) -> set[int]:
         """Indices of the prompts that every system has continued, at some batch size."""
         return {
             prompt
-            for size, finished in self.runs.items()
-            for index in finished
-            for prompt in self.batches[size][index].prompts
-        }
-
-    @property
-    def finished_tasks(self) -> dict[int, list[str]]:
-        """Task of each finished batch, by batch size."""
-        return {
-            size: [self.batches[size][index].task for index in sorted(finished)]
-            for size, finished in self.runs.items()
+            for batches in self.finished_batches.values()
+            for batch in batches
+            for prompt in batch.prompts
         }
 
     @property
     def notes(self) -> list[str]:
-        """Return notes on prompts repeated to fill batches."""
-        notes = []
-        for size, batches in self.batches.items():
-            rows = size * len(batches)
-            if repeated := rows - len(self.prompts):
-                notes.append(
-                    f"batch size {size}: {repeated} of {rows} rows of the batches repeat a prompt of the same task, to "
-                    "fill the last batch"
-                )
-        return notes
+        """Notes on prompts repeated to fill batches."""
+        num_rows = {size: size * len(batches) for size, batches in self.batches.items()}
+        return [
+            f"batch size {size}: {rows - len(self.prompts)} of {rows} rows of the batches repeat a prompt of the same task, "
+            "to fill the last batch"
+            for size, rows in num_rows.items()
+            if rows > len(self.prompts)
+        ]
 
     def _measure(self, system: System, size: int, index: int, temperature: float) -> Run:
-        prompts = [self.prompts[each] for each in self.batches[size][index].prompts]
+        """Return one run.
+
+        Raises:
+            BadInputError: a system that generated another number of tokens than requested.
+        """
+        prompts = [self.prompts[prompt] for prompt in self.batches[size][index].prompts]
         run = system.generate(prompts, self.num_tokens, temperature, self.seed + index)
         lengths = {len(text) for text in run.texts}
         if system.exact_length and lengths != {self.num_tokens}:

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from secondguess.bench.systems import Run, System
+from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.runtime.quiet import no_progress_bars, quiet
 from secondguess.workloads.provenance import public_name
 
@@ -42,18 +43,17 @@ class TransformersModel:
         # A copy as loaded, since systems that share the module replace its generation config.
         self.generation_config: GenerationConfig = copy.deepcopy(model.generation_config)
 
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> TransformersModel:
+        """Return the unmodified model of a loaded one, in the same dtype on the same device."""
+        return cls(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
+
 
 class TransformersSystem(System):
     """`model.generate`: plain, with an assistant, or with prompt lookup.
 
-    Args:
-        target: the model.
-        variant: end of the system's name.
-        draft_model: name of the assistant.
-        assistant: the draft model.
-        draft_length: tokens that the assistant drafts per round, without early stopping; None for
-            Transformers' defaults (up to 20 tokens, stopping below a confidence of 0.4).
-        lookup_length: draft length of prompt lookup; None for none.
+    An assistant without a draft length has Transformers' defaults: up to 20 tokens, stopping below a confidence
+    of 0.4. With one it drafts so many tokens per round, without early stopping.
     """
 
     family = FAMILY
@@ -113,12 +113,7 @@ class TransformersSystem(System):
 def transformers_systems(
     target: TransformersModel, assistants: Mapping[str, TransformersModel], draft_lengths: Sequence[int]
 ) -> list[System]:
-    """Return plain decoding, assisted generation and prompt lookup.
-
-    Args:
-        assistants: by draft model name; each runs at every draft length and with the defaults.
-        draft_lengths: constant draft lengths.
-    """
+    """Return plain decoding, assisted generation at every draft length and with the defaults, and prompt lookup."""
     systems: list[System] = [TransformersSystem(target)]
     for name, assistant in assistants.items():
         for length in [*draft_lengths, None]:

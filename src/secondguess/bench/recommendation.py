@@ -32,15 +32,14 @@ def one_for_all(speedups: Mapping[int, Speedups]) -> str:
     if not gaining:
         return PLAIN
     num_losing = {name: len(losing_sizes(name, speedups)) for name in gaining}
-    candidates = {
-        name: gain for name, gain in gaining.items() if num_losing[name] == min(num_losing.values())
-    }
-    close_to_best = [name for name, gain in candidates.items() if gain >= max(candidates.values()) / WORTH_IT]
-    gains = {
-        name: [size_speedups[name] for size_speedups in speedups.values() if size_speedups.get(name, 0) >= 1]
-        for name in close_to_best
-    }
-    return max(close_to_best, key=lambda name: geometric_mean(gains[name]))
+    candidates = [name for name in gaining if num_losing[name] == min(num_losing.values())]
+    best = max(gaining[name] for name in candidates)
+
+    def mean_gain(name: str) -> float:
+        gains = [of_size.get(name, 0) for of_size in speedups.values()]
+        return geometric_mean(gain for gain in gains if gain >= 1)
+
+    return max((name for name in candidates if gaining[name] >= best / WORTH_IT), key=mean_gain)
 
 
 def losing_sizes(name: str, speedups: Mapping[int, Speedups]) -> list[int]:
@@ -65,7 +64,7 @@ def recommend(speedups: Mapping[int, Speedups]) -> list[str]:
 
 
 def _describe(name: str) -> str:
+    if name == PLAIN:
+        return "plain decoding (--drafter none)"
     drafter, _, controller = name.removeprefix("secondguess ").rpartition(" ")
-    return (
-        "plain decoding (--drafter none)" if name == PLAIN else f"drafter {drafter}, controller {controller}"
-    )
+    return f"drafter {drafter}, controller {controller}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from secondguess.bench.costs import Costs
 from secondguess.bench.summary import Ratio
 from secondguess.workloads.provenance import Provenance
 
@@ -155,6 +156,17 @@ class CostTable:
     draft_step_ms: dict[str, float]
     cost_ratio: dict[str, float]
 
+    @classmethod
+    def of(cls, context_length: int, costs: Costs, draft_steps: dict[str, float]) -> CostTable:
+        """Return the table of the target's costs and of the seconds of one draft step by draft model."""
+        return cls(
+            context_length=context_length,
+            target_ms={m: 1000 * costs.target[m] for m in sorted(costs.target)},
+            curve=costs.curve,
+            draft_step_ms={name: 1000 * seconds for name, seconds in draft_steps.items()},
+            cost_ratio={name: seconds / costs.target[1] for name, seconds in draft_steps.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Report:
@@ -177,11 +189,10 @@ class Report:
 
     def by_setting(self) -> dict[tuple[float, int], list[Result]]:
         """Return results by temperature and batch size, sorted in this order."""
-        settings = sorted({(result.temperature, result.batch_size) for result in self.results})
-        return {
-            setting: [each for each in self.results if (each.temperature, each.batch_size) == setting]
-            for setting in settings
-        }
+        settings: dict[tuple[float, int], list[Result]] = {}
+        for result in self.results:
+            settings.setdefault((result.temperature, result.batch_size), []).append(result)
+        return dict(sorted(settings.items()))
 
     def result(self, system: str, temperature: float, batch_size: int | None = None) -> Result:
         """Return the result of a system, by default at its smallest batch size.

@@ -12,38 +12,35 @@ from secondguess.bench.report import Result, Rounds, TaskResult, TextComparison
 from secondguess.bench.summary import compare, median_interval, sum_stats
 from secondguess.bench.systems import Run, System
 
-Runs = Mapping[Setting, Sequence[Run]]
-"""Runs of one system by setting, in batch order; settings that it does not support are absent."""
+Runs = Mapping[str, Sequence[Run]]
+"""Runs in one setting by system, in the order of its batches; systems that cannot run in it are absent."""
 
 
 def make_results(
     systems: Sequence[System],
-    runs: Mapping[str, Runs],
-    costs: Mapping[str, Mapping[Setting, Costs]],
+    runs: Mapping[Setting, Runs],
+    costs: Mapping[Setting, Mapping[str, Costs]],
     tasks: Mapping[int, Sequence[str]],
     seed: int,
 ) -> list[Result]:
     """Return one result per setting and system.
 
-    Args:
-        runs: by system name; in a setting, all systems that support it have equally many runs.
-        costs: forward costs by system name and setting, for the systems that report statistics.
-        tasks: by batch size, the task of each batch.
-        seed: seed of the bootstrap.
+    `costs` has the forward costs of the systems that report statistics, `tasks` by batch size the task of each
+    batch; `seed` is that of the bootstrap. Within a setting all systems have equally many runs.
     """
     results = []
-    for setting in dict.fromkeys(setting for of in runs.values() for setting in of):
-        present = [system for system in systems if setting in runs[system.name]]
-        own_runs = {system.name: runs[system.name][setting] for system in present}
-        own_costs = {name: of[setting] for name, of in costs.items() if setting in of}
-        results += _results_at(setting, present, own_runs, own_costs, tasks[setting.batch_size], seed)
+    for setting, own_runs in runs.items():
+        present = [system for system in systems if system.name in own_runs]
+        results += _results_at(
+            setting, present, own_runs, costs.get(setting, {}), tasks[setting.batch_size], seed
+        )
     return results
 
 
 def _results_at(
     setting: Setting,
     systems: Sequence[System],
-    runs: Mapping[str, Sequence[Run]],
+    runs: Runs,
     costs: Mapping[str, Costs],
     tasks: Sequence[str],
     seed: int,
@@ -51,8 +48,7 @@ def _results_at(
     """Return the results of one setting, in which all systems ran the same batches."""
     plain = {system.family: system.name for system in systems if not system.speculates}
     speeds = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
-    baselines = [system.name for system in systems if not system.speculates]
-    baselines += fastest_speculators(systems, speeds).values()
+    baselines = [*plain.values(), *fastest_speculators(systems, speeds).values()]
     results = []
     for system in systems:
         name, own = system.name, runs[system.name]
@@ -71,7 +67,9 @@ def _results_at(
                 interval=median_interval(speeds[name], seed),
                 per_batch=speeds[name],
                 against={
-                    each: compare(speeds[name], speeds[each], seed) for each in baselines if each != name
+                    baseline: compare(speeds[name], speeds[baseline], seed)
+                    for baseline in baselines
+                    if baseline != name
                 },
                 by_task=_results_by_task(own, runs.get(plain.get(system.family, name), own), tasks, seed),
                 rounds=summarise_rounds(own, costs[name], setting.batch_size) if name in costs else None,
@@ -84,15 +82,10 @@ def _results_at(
 def _results_by_task(
     runs: Sequence[Run], plain: Sequence[Run], tasks: Sequence[str], seed: int
 ) -> dict[str, TaskResult]:
-    """Return a system's results by task.
-
-    Args:
-        plain: runs of the family's plain decoding; `runs` itself for the plain decoding, and for
-            families without one.
-    """
+    """Return a system's results by task; `plain` is `runs` itself where there is nothing to compare with."""
     results = {}
     for task in dict.fromkeys(tasks):
-        indices = [index for index, each in enumerate(tasks) if each == task]
+        indices = [index for index, its_task in enumerate(tasks) if its_task == task]
         own = [runs[index] for index in indices]
         speeds = [run.tokens_per_second for run in own]
         baseline = [plain[index].tokens_per_second for index in indices]
@@ -108,10 +101,12 @@ def _results_by_task(
 
 def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """Return the fastest speculating system of each family, by median speed."""
-    able = [system for system in systems if system.speculates]
-    slowest_first = sorted(reversed(able), key=lambda system: median(speeds[system.name]))
-    fastest = {system.family: system.name for system in slowest_first}
-    return {system.family: fastest[system.family] for system in able}
+    fastest: dict[str, str] = {}
+    for system in systems:
+        if system.speculates:
+            best = fastest.setdefault(system.family, system.name)
+            fastest[system.family] = max(best, system.name, key=lambda name: median(speeds[name]))
+    return fastest
 
 
 def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> Rounds | None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from secondguess.bench.config import BenchConfig, compared_by_default
 from secondguess.bench.systems import (
@@ -16,7 +13,6 @@ from secondguess.bench.systems import (
     require_different_names,
 )
 from secondguess.builtin import head_path
-from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.controllers import make_controller
 from secondguess.drafters import DRAFTERS, draft_model_paths
@@ -41,9 +37,7 @@ def drafters_to_run(config: BenchConfig, default: str) -> tuple[str, ...]:
 def all_drafters(model: str, default: str) -> tuple[str, ...]:
     """Return every drafter available for a target without naming another checkpoint.
 
-    All run as chains, those with draft probabilities also as trees. For the built-in target these
-    are lookups and the built-in draft model and heads; for others, the default drafter with its parts,
-    lookups and the multi-token-prediction modules of the target's own checkpoint.
+    All run as chains, those with draft probabilities also as trees.
     """
     names = ["suffix", "ngram"]
     if model == "builtin":
@@ -58,12 +52,7 @@ def all_drafters(model: str, default: str) -> tuple[str, ...]:
 
 
 def require_draft_model(config: BenchConfig) -> None:
-    """Refuse draft lengths that no draft model would use.
-
-    Raises:
-        BadInputError: no drafter has a draft model, or all drafters run, of which only assistants of
-            Transformers have draft lengths.
-    """
+    """Refuse draft lengths that no draft model would use; with all drafters, only assistants of Transformers do."""
     length = config.draft_lengths[0]
     if config.runs_all and "transformers" not in config.against:
         raise BadInputError(
@@ -114,7 +103,10 @@ def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], lis
                 "model, or take fixed:K"
             )
     if "transformers" in config.against:
-        systems += _transformers_systems(config, models, draft_models(systems))
+        from secondguess.bench.peers import TransformersModel, transformers_systems
+
+        assistants = {name: TransformersModel.of(models.draft_model(name)) for name in draft_models(systems)}
+        systems += transformers_systems(TransformersModel.of(models.target), assistants, config.draft_lengths)
     require_different_names(systems)
     notes = [
         f"{public_name(drafter)} is not run with {controller}, which does not work with it"
@@ -124,13 +116,3 @@ def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], lis
     if alone and config.batch_sizes != (1,):
         notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
     return systems, notes
-
-
-def _transformers_systems(config: BenchConfig, models: Models, draft_names: Sequence[str]) -> list[System]:
-    from secondguess.bench.peers import TransformersModel, transformers_systems
-
-    def stock(loaded: LoadedModel) -> TransformersModel:
-        return TransformersModel(loaded.path, getattr(torch, loaded.dtype), loaded.runtime.device)
-
-    assistants = {name: stock(models.draft_model(name)) for name in draft_names}
-    return transformers_systems(stock(models.target), assistants, config.draft_lengths)

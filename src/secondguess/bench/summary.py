@@ -37,30 +37,18 @@ class Ratio:
     high: float | None
     worst: float
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
-
 
 def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
     """Return the ratio of speeds on the same prompts in the same order, which are resampled together."""
     ours, theirs = np.asarray(speeds), np.asarray(baseline)
     resampled = _resampled_medians(ours, seed) / _resampled_medians(theirs, seed)
     low, high = _interval(resampled, len(ours)) or (None, None)
-    return Ratio(
-        of_medians=float(np.median(ours) / np.median(theirs)),
-        low=low,
-        high=high,
-        worst=float((ours / theirs).min()),
-    )
+    of_medians = float(np.median(ours) / np.median(theirs))
+    return Ratio(of_medians, low, high, worst=float((ours / theirs).min()))
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95 % percentile-bootstrap interval of the median.
-
-    Returns:
-        Low and high end; None with fewer than `MIN_PROMPTS_FOR_INTERVAL` values.
-    """
+    """Return the 95 % percentile-bootstrap interval of the median; None with too few values."""
     return _interval(_resampled_medians(np.asarray(values), seed), len(values))
 
 

@@ -39,12 +39,9 @@ from secondguess.workloads.provenance import Provenance, collect_provenance, pub
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt, or several as one batch, continued by one system.
+    """Prompts continued by one system as one batch: new tokens of each row, seconds and statistics of all rows.
 
-    Args:
-        texts: new tokens of each row.
-        seconds: wall-clock seconds from token ids to token ids, prefill included.
-        stats: statistics of the rounds, all rows together; None if the system reports none.
+    The wall-clock seconds are those from token ids to token ids, prefill included.
     """
 
     texts: list[list[int]]
@@ -103,10 +100,8 @@ class System(ABC):
 class Models:
     """Models of one benchmark, each loaded once and shared by all systems of this package."""
 
-    def __init__(
-        self, model: str, dtype: str, device: str, quantize: str | None = None, runtime: str = "auto"
-    ) -> None:
-        checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
+    def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
+        checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
         default = default_drafter(model, checkpoint)
         self.target = load_model(checkpoint)
         self.default_drafter = confirm_default(default, self.target.runtime)
@@ -123,19 +118,10 @@ class Models:
         return load_model(Checkpoint.resolve(name, dtype=self._dtype, device=self._device, drafts=True))
 
     def check_batch_memory(self, drafters: Iterable[str], num_rows: int, num_tokens: int) -> None:
-        """Check that rows fit into memory together, with the caches of the drafters' draft models.
-
-        Args:
-            drafters: names of the drafters.
-            num_rows: number of rows of the largest batch.
-            num_tokens: number of tokens of the longest row, prompt and output together.
-
-        Raises:
-            OutOfMemoryError: if they do not fit.
-        """
+        """Refuse rows of at most `num_tokens` that do not fit into memory with the caches of the draft models."""
         paths = dict.fromkeys(path for name in drafters for path in draft_model_paths(name))
         loaded = [self.target, *map(self.draft_model, paths)]
-        cache_bytes = sum(each.checkpoint.cache_bytes_per_token for each in loaded)
+        cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)
         runtime = self.target.runtime
         if not fits_memory(runtime, cache_bytes, num_rows, num_tokens):
             raise OutOfMemoryError(
@@ -150,15 +136,15 @@ class Models:
 
     def provenance(self, num_threads: int, seed: int) -> Provenance:
         """Return the provenance of what was measured with all models loaded so far."""
-        loaded = {public_name(name): each for name, each in self._draft_models.items()}
-        loaded = {public_name(self._name): self.target, **loaded}
+        loaded = {self._name: self.target, **self._draft_models}
+        loaded = {public_name(name): model for name, model in loaded.items()}
         return collect_provenance(
             num_threads=num_threads,
             device=self.target.device,
             dtype=self.target.dtype,
             seed=seed,
-            models={name: Path(each.path) for name, each in loaded.items()},
-            runtimes={name: each.runtime_description for name, each in loaded.items()},
+            models={name: Path(model.path) for name, model in loaded.items()},
+            runtimes={name: model.runtime_description for name, model in loaded.items()},
         )
 
 
@@ -180,10 +166,7 @@ class RunningBatch:
         return has_run
 
     def run(self) -> Run:
-        """Return the run so far.
-
-        Counters are summed over the rows; seconds, which rows share, are the maximum.
-        """
+        """Return the run so far: counters are summed over the rows; seconds, which rows share, are the maximum."""
         row_stats = [self._components.recorder.of(row) for row in self._rows]
         stats = sum_stats(row_stats)
         stats.seconds = dict(max(row_stats, key=lambda row: sum(row.seconds.values())).seconds)
@@ -196,11 +179,8 @@ class SecondguessSystem(System):
 
     In normal use a controller is kept as long as the loaded model. Here one is kept per
     temperature and batch size: it is made after the warm-up and learns over all prompts, and
-    nothing learnt under one condition affects another.
-
-    Args:
-        ends_texts: end tokens end a text, as for a user; otherwise every text has the requested
-            number of tokens.
+    nothing learnt under one condition affects another. With `ends_texts` end tokens end a text, as
+    for a user; otherwise every text has the requested number of tokens.
     """
 
     family = "secondguess"
@@ -225,7 +205,7 @@ class SecondguessSystem(System):
             target=self._target,
         )
         self.drafter = drafter
-        self._controller = controller
+        self.controller_name = controller
         # Refuses an unknown controller, or one that this drafter cannot use, at once.
         choose_controller(controller, self._drafter)
         self._controllers: dict[tuple[float, int], Controller] = {}
@@ -263,7 +243,7 @@ class SecondguessSystem(System):
         """Return the controller kept for this temperature and batch size."""
         key = (temperature, batch_size)
         if key not in self._controllers:
-            self._controllers[key] = choose_controller(self._controller, self._drafter)
+            self._controllers[key] = choose_controller(self.controller_name, self._drafter)
         return self._controllers[key]
 
     def reset(self) -> None:
@@ -302,11 +282,7 @@ def draft_models(systems: Iterable[System]) -> list[str]:
 
 @contextmanager
 def threads(number: int | None) -> Iterator[int]:
-    """Set the number of torch threads (None: leave it) and restore the former number at exit.
-
-    Yields:
-        The number of threads in use.
-    """
+    """Set the number of torch threads (None: leave it), give the number in use, and restore the former one at exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if number is None else number)
     try:

@@ -17,18 +17,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     if not rows:
         return ""
-    lines = [[_escape(cell) for cell in line] for line in (header, *rows)]
+    # Names from files or the command line may contain `|` or line breaks.
+    lines = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
         f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
         for line in lines
     )
-
-
-def _escape(cell: str) -> str:
-    """Escape a cell, since names from files or the command line may contain `|` or line breaks."""
-    return " ".join(cell.replace("|", "\\|").split())
 
 
 def show(value: float | str | None, form: str) -> str:
@@ -40,8 +36,8 @@ def show_ratio(ratio: Ratio | None) -> str:
     """Format a ratio with its interval if it has one; None gives an empty string."""
     if ratio is None:
         return ""
-    low_and_high = ", ".join(f"{end:.2f}" for end in ratio.interval or ())
-    return f"{ratio.of_medians:.2f}x" + (f" [{low_and_high}]" if low_and_high else "")
+    interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.of_medians:.2f}x{interval}"
 
 
 def show_count(number: int, noun: str) -> str:

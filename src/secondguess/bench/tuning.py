@@ -8,24 +8,17 @@ drafters run under the other controllers, and last the best of all batch sizes r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
-from secondguess.bench.config import TuneConfig
-from secondguess.bench.encoding import encode_workload
-from secondguess.bench.harness import make_probe, make_report
-from secondguess.bench.measurement import Measurement, Progress, Setting
+from secondguess.bench.config import TuneConfig, compared_by_default
+from secondguess.bench.harness import Bench
+from secondguess.bench.measurement import Progress, Setting
 from secondguess.bench.recommendation import PLAIN, losing_sizes, one_for_all, recommend
 from secondguess.bench.report import Report
-from secondguess.bench.systems import (
-    Models,
-    SecondguessSystem,
-    require_different_names,
-    speculator_name,
-    threads,
-)
+from secondguess.bench.systems import SecondguessSystem, require_different_names, threads
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.controllers import CONTROLLERS, make_controller
@@ -79,7 +72,8 @@ class Tuning:
         """Speed-ups over plain decoding in the final runs, by batch size and system."""
         return {
             size: {
-                each.system: each.against[PLAIN].of_medians if each.speculates else 1.0 for each in results
+                result.system: result.against[PLAIN].of_medians if result.speculates else 1.0
+                for result in results
             }
             for (_, size), results in self.report.by_setting().items()
         }
@@ -102,7 +96,7 @@ class Tuning:
                 workload_sha256=bench.workload_sha256,
                 model_sha256=next(iter(about.model_sha256.values())),
                 acceptance_rate=rounds.acceptance_rate,
-                acceptance_by_position=tuple(round(each, 3) for each in rounds.acceptance_by_position)
+                acceptance_by_position=tuple(round(rate, 3) for rate in rounds.acceptance_by_position)
                 or None,
                 draft_length=self._best_constant_length(chosen, smallest, rounds.draft_length),
                 cost_ratio=round(rounds.cost_ratio, 4) if chosen != PLAIN else None,
@@ -122,24 +116,20 @@ class Tuning:
         """
         if chosen == PLAIN:
             return 0
-        chosen_length = self._constant_length(chosen)
-        if chosen_length is not None:
-            return chosen_length
-        for speedups in (self.speedups[batch_size], self.dropped.get(batch_size, {})):
-            lengths = {
-                length: speedup
+        for speedups in ({chosen: 1.0}, self.speedups[batch_size], self.dropped.get(batch_size, {})):
+            lengths = [
+                (speedup, self._constant_length(name))
                 for name, speedup in speedups.items()
-                if self.drafters[name][0] == self.drafters[chosen][0]
-                and (length := self._constant_length(name)) is not None
-            }
+                if self.drafters[name][0] == self.drafters[chosen][0] and self._constant_length(name)
+            ]
             if lengths:
-                return max(lengths, key=lengths.__getitem__)
+                return max(lengths)[1]
         return max(round(mean), 1)
 
-    def _constant_length(self, name: str) -> int | None:
-        """Return the draft length of a system with the controller `fixed:K`; None for another one."""
+    def _constant_length(self, name: str) -> int:
+        """Return the draft length of a system with the controller `fixed:K`; 0 for another one."""
         kind, _, length = (self.drafters[name][1] or "").partition(":")
-        return int(length) if kind == "fixed" else None
+        return int(length) if kind == "fixed" else 0
 
     def to_toml(self) -> str:
         """Return the configuration, headed by the recommendation as a comment."""
@@ -161,13 +151,14 @@ def run_tune(
     """
     budget = Budget(60 * config.minutes, clock)
     workload = load_workload(config.prompts, config.num_prompts)
+    workload = replace(workload, tasks=("",) * len(workload.tasks))  # batches may mix tasks
     total = len(Tuner.STEPS) + 1
     with threads(config.num_threads):
         progress(0, total, "loading the models")
         checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
         for drafter in config.drafters:
             resolve_drafter(drafter, checkpoint)
-        tuner = Tuner(config, workload, Models(config.model, config.dtype, config.device), budget)
+        tuner = Tuner(config, workload, budget)
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
             progress(number, total, step)
             method(tuner)
@@ -178,35 +169,24 @@ def run_tune(
 class Tuner:
     """A tuning under way, one method per step."""
 
-    def __init__(self, config: TuneConfig, workload: Workload, models: Models, budget: Budget) -> None:
-        self._config, self._workload, self._models, self._budget = config, workload, models, budget
-        self._encoded = encode_workload(models.target, workload, config.num_tokens)
-        models.check_batch_memory(
-            config.drafters_to_compare(models.default_drafter),
-            max(config.batch_sizes),
-            config.num_tokens + self._encoded.longest,
+    def __init__(self, config: TuneConfig, workload: Workload, budget: Budget) -> None:
+        self._config, self._budget = config, budget
+        self._bench = Bench(
+            config,
+            workload,
+            lambda default: config.drafters or compared_by_default(default),
+            [config.temperature],
         )
-        self.measurement = Measurement(
-            self._encoded.prompts,
-            [""] * len(self._encoded.prompts),
-            config.num_tokens,
-            (config.temperature,),
-            config.batch_sizes,
-            config.seed,
-        )
-        self._systems: dict[tuple[str, int], SecondguessSystem] = {}
-        self._drafters: dict[str, tuple[str, str | None]] = {}
+        self.measurement = self._bench.measurement
+        self._systems: dict[tuple[str, str | None, int], SecondguessSystem] = {}
         self._best: dict[int, list[SecondguessSystem]] = {}
         self.dropped: dict[int, dict[str, float]] = {size: {} for size in config.batch_sizes}
-        self._notes = list(self._encoded.notes)
+        self._notes: list[str] = []
 
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
         for size in self._config.batch_sizes:
-            systems = [
-                self._system(size, name, "cost")
-                for name in self._config.drafters_to_compare(self._models.default_drafter)
-            ]
+            systems = [self._system(size, name, "cost") for name in self._bench.drafters]
             require_different_names(systems)
             self._best[size] = self.halve(size, systems, NUM_DRAFTERS, SHARE_OF_DRAFTERS)
 
@@ -214,9 +194,9 @@ class Tuner:
         """Run the best drafters under all controllers that suit them."""
         for size, best in self._best.items():
             systems = [
-                self._system(size, each.drafter, controller)
-                for each in best
-                for controller in controllers_for(deterministic=not each.has_draft_probs)
+                self._system(size, system.drafter, controller)
+                for system in best
+                for controller in controllers_for(deterministic=not system.has_draft_probs)
             ]
             self._best[size] = self.halve(size, systems, NUM_FINALISTS, SHARE_OF_CONTROLLERS)
 
@@ -233,27 +213,26 @@ class Tuner:
             for index in range(done, end):
                 self.measurement.run_batch([plain, *alive], size, index)
             done, step = end, 2 * step
-            speeds = {each.name: self._speed(each.name, size, done) for each in (plain, *alive)}
-            dropped |= {each.name: speeds[each.name] / speeds[PLAIN] for each in alive}
-            alive.sort(key=lambda each: -speeds[each.name])
+            speeds = {system.name: self._speed(system.name, size, done) for system in (plain, *alive)}
+            dropped |= {system.name: speeds[system.name] / speeds[PLAIN] for system in alive}
+            alive.sort(key=lambda system: -speeds[system.name])
             alive = alive[: max(keep, (len(alive) + 1) // 2)]
-        for each in alive[:keep]:
-            dropped.pop(each.name, None)
+        for system in alive[:keep]:
+            dropped.pop(system.name, None)
         return alive[:keep]
 
     def run_best(self) -> None:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
-        found = [("none", None), (self._models.default_drafter, "cost")]
-        found += [self._drafters[each.name] for best in self._best.values() for each in best]
-        found = list(dict.fromkeys(found))
-        self.measurement.forget_runs()
         sizes = self._config.batch_sizes
-        self._finalists = [self._system(sizes[0], *each) for each in found]
-        self._probe = make_probe(self._models, self._finalists, self._encoded, self._config.num_tokens)
+        best = [(system.drafter, system.controller_name) for found in self._best.values() for system in found]
+        chosen = dict.fromkeys([("none", None), (self._bench.models.default_drafter, "cost"), *best])
+        self.measurement.forget_runs()
+        self._finalists = [self._system(sizes[0], *names) for names in chosen]
+        self._probe = self._bench.make_probe(self._finalists)
         self._probe.warm_up()
         for number, size in enumerate(sizes):
             has_time = self._budget.until(1 / (len(sizes) - number))
-            systems = [self._system(size, *each) for each in found]
+            systems = [self._system(size, *names) for names in chosen]
             num_batches, num_runs = len(self.measurement.batches[size]), 0
             while num_runs < MAX_PASSES * num_batches and (not num_runs or has_time()):
                 self.measurement.run_batch(systems, size, num_runs % num_batches)
@@ -264,37 +243,26 @@ class Tuner:
                 self._notes.append(
                     f"time was short: the final runs covered {num_runs} of {num_batches} batches of {size}"
                 )
-            for each in systems:
-                self.dropped[size].pop(each.name, None)
+            for system in systems:
+                self.dropped[size].pop(system.name, None)
 
     def results(self) -> Tuning:
         """Return the report of the final runs, with the recommendation among its notes."""
-        report = make_report(
-            "tune",
-            self._finalists,
-            self.measurement,
-            self._probe,
-            self._models,
-            self._workload,
-            self._encoded,
-            self._config.num_threads,
+        report = self._bench.report(
+            "tune", self._finalists, self._probe, self._config.num_threads, self._notes
         )
-        target = self._models.target
+        target = self._bench.models.target
         load = LoadSettings(
             model=self._config.model, verifier="auto", dtype=target.dtype, device=target.device
         )
-        tuning = Tuning(report, self.dropped, self._drafters, load)
-        notes = [*self._notes, *(line.strip("- .:") for line in recommend(tuning.speedups))]
-        for size, dropped in self.dropped.items():
-            shown = [
-                f"{name.removeprefix('secondguess ')} {speedup:.2f}x" for name, speedup in dropped.items()
-            ]
-            if shown:
-                notes.append(
-                    f"not in the final runs at batch size {size}, because others were faster on the first prompts (speed on "
-                    f"those, relative to plain decoding on those): {', '.join(shown)}"
-                )
-        return replace(tuning, report=replace(report, workbench=replace(report.workbench, notes=notes)))
+        drafters = {
+            system.name: (system.drafter, system.controller_name) for system in self._systems.values()
+        }
+        tuning = Tuning(report, self.dropped, drafters, load)
+        notes = [line.strip("- .:") for line in recommend(tuning.speedups)]
+        notes += [_note_dropped(size, dropped) for size, dropped in self.dropped.items() if dropped]
+        report.workbench.notes.extend(notes)
+        return tuning
 
     def _speed(self, name: str, size: int, num_batches: int) -> float:
         """Return the median tokens/s over the first few batches."""
@@ -303,12 +271,10 @@ class Tuner:
 
     def _system(self, size: int, drafter: str, controller: str | None) -> SecondguessSystem:
         """Return a system that was warmed up at this batch size."""
-        key = (speculator_name(drafter, controller), size)
+        key = (drafter, controller, size)
         if key not in self._systems:
-            system = SecondguessSystem(self._models, drafter, controller, ends_texts=True)
-            self.measurement.warm_up([system], size, WARM_UP_TOKENS)
-            self._systems[key] = system
-            self._drafters[system.name] = drafter, controller
+            self._systems[key] = SecondguessSystem(self._bench.models, drafter, controller, ends_texts=True)
+            self.measurement.warm_up([self._systems[key]], size, WARM_UP_TOKENS)
         return self._systems[key]
 
     STEPS: ClassVar[dict[str, Callable[[Tuner], None]]] = {
@@ -318,12 +284,16 @@ class Tuner:
     }
 
 
-def controllers_for(deterministic: bool) -> list[str]:
-    """Return the names of all controllers that suit a drafter.
+def _note_dropped(size: int, dropped: Mapping[str, float]) -> str:
+    shown = [f"{name.removeprefix('secondguess ')} {speedup:.2f}x" for name, speedup in dropped.items()]
+    return (
+        f"not in the final runs at batch size {size}, because others were faster on the first prompts (speed on those, "
+        f"relative to plain decoding on those): {', '.join(shown)}"
+    )
 
-    Args:
-        deterministic: the drafter has no distributions.
-    """
+
+def controllers_for(deterministic: bool) -> list[str]:
+    """Return the names of all controllers that suit a drafter; a deterministic one has no distributions."""
     adaptive = [kind for kind in CONTROLLERS if kind != "fixed"]
     usable = [name for name in adaptive if not (deterministic and make_controller(name).needs_probs)]
     return [*(f"fixed:{length}" for length in FIXED_LENGTHS), *usable]

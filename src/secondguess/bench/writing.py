@@ -24,9 +24,9 @@ PHASE_NAMES = {"score": "target"}
 def unused_path(path: Path, *suffixes: str) -> Path:
     """Return a path, with a number before its suffix if there is a file already, also with another of `suffixes`."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    for found in chain([path], numbered):
-        if not any(each.exists() for each in (found, *map(found.with_suffix, suffixes))):
-            return found
+    for candidate in chain([path], numbered):
+        if not any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
+            return candidate
     raise AssertionError("numbers do not end")
 
 
@@ -75,18 +75,22 @@ def as_markdown(report: Report) -> str:
 
 def _blocks_at(temperature: float, batch_size: int, results: Sequence[Result]) -> list[str]:
     """Return heading, notes and tables of one setting; empty ones do not apply."""
-    count, too_few = len(results[0].per_batch), ""
-    if not all(result.interval for result in results):
-        too_few = (
-            f"No confidence intervals: they need at least {MIN_PROMPTS_FOR_INTERVAL} "
-            f"{'prompts' if batch_size == 1 else 'batches'} (--num-prompts), these are {count}."
-        )
+    units = "prompts" if batch_size == 1 else "batches"
+    too_few = (
+        f"No confidence intervals: they need at least {MIN_PROMPTS_FOR_INTERVAL} {units} (--num-prompts), these are "
+        f"{len(results[0].per_batch)}."
+    )
+    by_task = (
+        f"By task (number of {units}): tokens/s, speedup over plain decoding of the same library (with an interval from "
+        f"{MIN_PROMPTS_FOR_INTERVAL} on), tokens per pass (tau)."
+    )
+    has_tasks = len(results[0].by_task) > 1  # the first table covers a single one
     texts = _text_table(results)
     return [
         f"## Temperature {temperature:g}" + (f", batch size {batch_size}" if batch_size > 1 else ""),
-        too_few,
+        "" if all(result.interval for result in results) else too_few,
         _speed_table(results),
-        *_by_task(results),
+        *([by_task, _task_table(results)] if has_tasks else []),
         _rounds_table(results),
         "Greedy texts compared with those of plain decoding:" if texts else "",
         texts,
@@ -110,63 +114,45 @@ def _speed_table(results: Sequence[Result]) -> str:
     return table(["method", "tokens/s", *(f"speedup over {baseline}" for baseline in baselines)], rows)
 
 
-def _by_task(results: Sequence[Result]) -> list[str]:
-    """Return the table by task; empty if there is only one task, which the table above covers."""
-    tasks = results[0].by_task
-    if len(tasks) < 2:
-        return []
-    header = ["method", *(f"{task} ({each.num_batches})" for task, each in tasks.items())]
-    rows = [[result.system, *map(_show_task, result.by_task.values())] for result in results]
-    words = (
-        f"By task (number of {'prompts' if results[0].batch_size == 1 else 'batches'}): tokens/s, speedup over plain "
-        f"decoding of the same library (with an interval from {MIN_PROMPTS_FOR_INTERVAL} on), tokens per pass (tau)."
-    )
-    return [words, table(header, rows)]
+def _task_table(results: Sequence[Result]) -> str:
+    def show_task(found: TaskResult) -> str:
+        parts = [f"{found.tokens_per_second:.1f}", show_ratio(found.against_plain)]
+        if found.against_plain is not None and found.acceptance_length is not None:
+            parts.append(f"tau {found.acceptance_length:.2f}")
+        return ", ".join(part for part in parts if part)
 
-
-def _show_task(each: TaskResult) -> str:
-    parts = [f"{each.tokens_per_second:.1f}", show_ratio(each.against_plain)]
-    if each.against_plain is not None and each.acceptance_length is not None:
-        parts.append(f"tau {each.acceptance_length:.2f}")
-    return ", ".join(part for part in parts if part)
+    header = ["method", *(f"{task} ({found.num_batches})" for task, found in results[0].by_task.items())]
+    return table(header, [[result.system, *map(show_task, result.by_task.values())] for result in results])
 
 
 def _rounds_table(results: Sequence[Result]) -> str:
-    rows = []
-    for result in results:
-        if (rounds := result.rounds) is None:
-            continue
-        rate, shares = rounds.acceptance_rate, rounds.share_of_seconds
-        accepted = "nothing drafted" if rate is None else f"{rate:.1%}"
-        rows.append(
-            [
-                result.system,
-                f"{rounds.acceptance_length:.2f}",
-                accepted if result.speculates else "",
-                " ".join(f"{each:.2f}" for each in rounds.acceptance_by_position[:9]),
-                f"{rounds.draft_length:.2f}",
-                f"{rounds.cost_ratio:.3f}",
-                show(rounds.predicted_tokens_per_second, ".1f"),
-                show(rounds.measured_over_predicted, ".3f"),
-                ", ".join(
-                    f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
-                    for phase, share in shares.items()
-                    if share >= 0.005
-                ),
-            ]
-        )
-    header = [
-        "method",
-        "tokens per pass (tau)",
-        "acceptance rate",
-        "by position in the draft",
-        "mean draft length",
-        "draft step / pass (c)",
-        "predicted tokens/s",
-        "measured/predicted",
-        "share of time",
-    ]
-    return table(header, rows)
+    found = [(result, result.rounds) for result in results if result.rounds is not None]
+    columns = {
+        "method": [result.system for result, _ in found],
+        "tokens per pass (tau)": [f"{rounds.acceptance_length:.2f}" for _, rounds in found],
+        "acceptance rate": [
+            ("nothing drafted" if rounds.acceptance_rate is None else f"{rounds.acceptance_rate:.1%}")
+            if result.speculates
+            else ""
+            for result, rounds in found
+        ],
+        "by position in the draft": [
+            " ".join(f"{rate:.2f}" for rate in rounds.acceptance_by_position[:9]) for _, rounds in found
+        ],
+        "mean draft length": [f"{rounds.draft_length:.2f}" for _, rounds in found],
+        "draft step / pass (c)": [f"{rounds.cost_ratio:.3f}" for _, rounds in found],
+        "predicted tokens/s": [show(rounds.predicted_tokens_per_second, ".1f") for _, rounds in found],
+        "measured/predicted": [show(rounds.measured_over_predicted, ".3f") for _, rounds in found],
+        "share of time": [
+            ", ".join(
+                f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
+                for phase, share in rounds.share_of_seconds.items()
+                if share >= 0.005
+            )
+            for _, rounds in found
+        ],
+    }
+    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _text_table(results: Sequence[Result]) -> str:

@@ -7,32 +7,23 @@ own decoding loop. Every setting is supported or refused by name; none is ignore
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
-from functools import lru_cache
-from threading import RLock
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from secondguess.api import check_verifier, choose_controller, make_row, require_texts
+from secondguess.api import check_verifier, make_row, require_texts
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.checkpoint.loader import load_model, wrap_model
-from secondguess.checkpoint.memory import available_memory
-from secondguess.checkpoint.plan import Checkpoint
-from secondguess.controllers.base import Controller
+from secondguess.checkpoint.loader import wrap_model
 from secondguess.core import Row
 from secondguess.decode import Components, decode
-from secondguess.drafters import draft_model_paths, parse_drafter_name
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, make_drafter
-from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drop_in.arguments import (
     arguments_of_generate,
     check_adapters,
@@ -41,14 +32,13 @@ from secondguess.drop_in.arguments import (
     prompt_mask,
     take_images,
 )
+from secondguess.drop_in.kept import loaded_draft_model, locked_state, vocabularies
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
-from secondguess.errors import BadInputError, CheckpointError
-from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
+from secondguess.errors import BadInputError
+from secondguess.pairing import LOOKUP_DRAFTER
 from secondguess.prompts import EncodedPrompt, encode_with_images
-from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
 from secondguess.runtime.support import autocast_dtype, check_config
-from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -126,14 +116,14 @@ def custom_generate(
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
     named = {"drafter": drafter, "controller": controller}
-    require_texts(verifier=verifier, **{name: each for name, each in named.items() if each is not None})
+    require_texts(verifier=verifier, **{name: text for name, text in named.items() if text is not None})
     chosen_verifier = make_verifier(verifier)
     is_training = model.training  # `wrap_model` puts the model into evaluation mode
     is_cast = autocast_dtype(model.device) is not None  # and ends autocast
-    with _locked(model, drafter), wrap_model(model) as target:
-        _update_weights(model)
+    with locked_state(model, drafter) as state, wrap_model(model) as target:
+        state.update_weights(model)
         if drafter is None:
-            drafter = LOOKUP_DRAFTER if is_training or is_cast else _default_drafter(model)
+            drafter = LOOKUP_DRAFTER if is_training or is_cast else state.default_drafter(model)
         elif is_cast and DrafterSpec.parse(drafter).target_copies:
             raise BadInputError(
                 f"expected a drafter without a copy of the model under torch.autocast, got {drafter!r}; "
@@ -152,9 +142,10 @@ def custom_generate(
         for row in rows:
             row.images = images
         _end_as_in_transformers(rows, ending, input_ids)
-        chosen_drafter = _make_drafter(model, target, drafter)
+        chosen_drafter = _make_drafter(target, drafter)
+        state.keep_copies(model, drafter)
         check_verifier(chosen_verifier, chosen_drafter)
-        chosen_controller = _cached_controller(model, controller, chosen_drafter)
+        chosen_controller = state.controller(controller, chosen_drafter)
         components = Components(target.runtime, chosen_drafter, chosen_verifier, chosen_controller)
         _decode(components, rows, streamer, padding)
     sequences = padded_output(input_ids, rows, padding)
@@ -171,17 +162,15 @@ def _end_as_in_transformers(rows: Sequence[Row], ending: StoppingConditions, inp
             row.stop_checker = StopStringWatcher(ending.stop_strings, ids.tolist())
 
 
-def _make_drafter(model: Any, target: LoadedModel, name: str) -> Drafter:
-    """Return the drafter of this name; a copy that it makes of the model is kept."""
-    drafter = make_drafter(
+def _make_drafter(target: LoadedModel, name: str) -> Drafter:
+    """Return the drafter of this name."""
+    return make_drafter(
         name,
         target_vocab_size=target.runtime.vocab_size,
-        load_draft_model=lambda path: _loaded_draft_model(path, target.dtype, target.device).runtime,
-        pair_vocabularies=lambda name: _vocabularies(target.path, str(name)),
+        load_draft_model=lambda path: loaded_draft_model(path, target.dtype, target.device).runtime,
+        pair_vocabularies=lambda name: vocabularies(target.path, str(name)),
         target=target,
     )
-    _keep_copies(model, name)
-    return drafter
 
 
 def _decode(components: Components, rows: Sequence[Row], streamer: Any, padding: int) -> None:
@@ -256,135 +245,3 @@ def _check_context_length(target: LoadedModel, max_length: int) -> None:
             f"expected prompt and new tokens within the model's context of {context}, got a max_length of "
             f"{max_length}; shorten the prompt or lower max_new_tokens"
         )
-
-
-_locks: WeakKeyDictionary[Any, RLock] = WeakKeyDictionary()
-"""Model -> lock that a call holds while it decodes; reentrant, as a streamer may call `generate`."""
-_draft_lock = RLock()
-"""Lock of the draft model, which calls on several models may share."""
-
-
-@contextmanager
-def _locked(model: Any, drafter: str | None) -> Iterator[None]:
-    """Hold the locks of the models that a call uses."""
-    with ExitStack() as held:
-        held.enter_context(_locks.setdefault(model, RLock()))
-        if drafter is not None and draft_model_paths(drafter):
-            held.enter_context(_draft_lock)
-        yield
-
-
-def _reset_after_fork() -> None:
-    """Replace locks that other threads of the parent process held."""
-    global _draft_lock
-    _draft_lock = RLock()
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
-
-_controllers: WeakKeyDictionary[Any, dict[tuple[str | None, str], Controller]] = WeakKeyDictionary()
-"""Controllers of earlier calls: model -> (controller name, drafter name) -> controller.
-
-Controllers hold no reference to a model, so the weak keys can expire.
-"""
-
-
-def _cached_controller(model: Any, name: str | None, drafter: Drafter) -> Controller:
-    controllers = _controllers.setdefault(model, {})
-    key = (name, drafter.name)
-    if key not in controllers:
-        controllers[key] = choose_controller(name, drafter)
-    return controllers[key]
-
-
-class _Weights(NamedTuple):
-    """State of a model's weights.
-
-    Args:
-        parameters: id, device and dtype of each.
-        num_changes: number of changes in place, as far as torch counts them.
-    """
-
-    parameters: tuple[tuple[int, torch.device, torch.dtype], ...]
-    num_changes: int
-
-    @classmethod
-    def from_model(cls, model: Any) -> _Weights:
-        parameters = list(model.parameters())
-        return cls(
-            tuple([(id(each), each.device, each.dtype) for each in parameters]),
-            sum([0 if each.is_inference() else each._version for each in parameters]),
-        )
-
-
-_weights: WeakKeyDictionary[Any, _Weights] = WeakKeyDictionary()
-"""Model -> its weights in the last call."""
-_defaults: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Model -> its default drafter."""
-_copies: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""Model -> its quantised copies, which drafters of earlier calls have made."""
-
-
-def _update_weights(model: Any) -> None:
-    """Drop what earlier calls derived from a model's weights, if these have changed.
-
-    A model whose weights change in place is in training, and making a copy for each of its states would take
-    longer than the copy saves.
-    """
-    before, weights = _weights.get(model), _Weights.from_model(model)
-    _weights[model] = weights
-    if before is None or before == weights:
-        return
-    _copies.pop(model, None)
-    forget_copies(model)
-    _defaults.pop(model, None)
-    if weights.parameters == before.parameters:
-        _defaults[model] = LOOKUP_DRAFTER
-
-
-def _default_drafter(model: Any) -> str:
-    """Return the name of a model's default drafter: with a copy if it can be made and memory holds it.
-
-    As in `Checkpoint.has_room_for_copy`, the copy must leave as much memory as it takes.
-    """
-    if model in _defaults:
-        return _defaults[model]
-    available = available_memory(model.device)
-    if available is not None and 2 * count_linears(model).copy_bytes(INT4) > available:
-        return LOOKUP_DRAFTER
-    _defaults[model] = LOOKUP_DRAFTER if why_not_copied(model) else COPY_DRAFTER
-    return _defaults[model]
-
-
-def _keep_copies(model: Any, drafter: str) -> None:
-    """Keep the quantised copies that a drafter has made of a model for later calls, as long as the model lives."""
-    formats = DrafterSpec.parse(drafter).target_copies
-    if copies := [copy_quantised(model, weight_format) for weight_format in formats]:
-        _copies[model] = copies
-
-
-@lru_cache(maxsize=1)
-def _loaded_draft_model(path: str, dtype: str, device: str) -> LoadedModel:
-    """Load a draft model, cached until another one is requested.
-
-    `generate` is typically called once per prompt.
-    """
-    return load_model(Checkpoint.resolve(path, dtype=dtype, device=device, drafts=True))
-
-
-@lru_cache(maxsize=1)
-def _vocabularies(target: str, drafter: str) -> VocabularyPair | None:
-    """Compare the tokenizers of a target and a draft model; cached like the draft model."""
-    (name,) = parse_drafter_name(drafter)
-    draft_model = Checkpoint.resolve(name.argument or "")
-    try:
-        found = Checkpoint.resolve(target)
-    except CheckpointError as error:
-        raise BadInputError(
-            f"expected a model whose files have a tokenizer to compare with that of {name.argument}, got one of "
-            f"{target or 'no files'}; save model and tokenizer with save_pretrained and load them from there, or draft "
-            "with suffix or self:int4"
-        ) from error
-    return pair_vocabularies(found, draft_model, name)

@@ -18,27 +18,12 @@ from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES
 from secondguess.runtime.support import CACHE_PARAMETERS
 
-SUPPORTED = frozenset(
-    {
-        # Read here, or by Transformers when it prepares prompt, lengths, processors and criteria.
-        "bos_token_id",
-        "do_sample",
-        "eos_token_id",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "min_p",
-        "num_return_sequences",
-        "pad_token_id",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "stop_strings",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
+# Read here, or by Transformers when it prepares prompt, lengths, processors and criteria.
+SUPPORTED = frozenset({
+    "bos_token_id", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
+    "num_return_sequences", "pad_token_id", "repetition_penalty", "return_dict_in_generate", "stop_strings",
+    "temperature", "top_k", "top_p",
+})  # fmt: skip
 """Fields of `GenerationConfig` whose values are all either applied or refused."""
 
 NO_EFFECT = frozenset(
@@ -50,32 +35,22 @@ NO_EFFECT = frozenset(
         "transformers_version",
     }
 )
-"""Fields that do not change the text, mostly because the models or the search that read them
-are refused."""
+"""Fields that do not change the text, mostly because the models or the search that read them are refused."""
 
 SAMPLING_ONLY = frozenset({"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"})
 """Unsupported fields that Transformers does not read unless `do_sample` is set."""
 
-_OFF_VALUES: dict[str, object] = {
-    "cache_implementation": "dynamic",
-    "guidance_scale": 1.0,
-    "penalty_alpha": 0.0,
-}
+_OFF_VALUES = {"cache_implementation": "dynamic", "guidance_scale": 1.0, "penalty_alpha": 0.0}
 """Values that disable a field although they are neither its default nor empty."""
 
-_PASSED_THROUGH = frozenset(
-    {
-        "self",
-        "inputs",
-        "generation_config",
-        "logits_processor",
-        "stopping_criteria",
-        "streamer",
-        "custom_generate",
-        "kwargs",
-    }
-)
+_PASSED_THROUGH = frozenset({
+    "self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "streamer", "custom_generate",
+    "kwargs",
+})  # fmt: skip
 """Parameters of `GenerationMixin.generate` that reach `custom_generate` or are read by it."""
+
+_ADVICE = dict.fromkeys(("assistant_model", "assistant_tokenizer"), "give drafter='model:PATH' instead")
+"""Advice on arguments that are refused, where it is not to leave them out."""
 
 _FORWARD_ONLY = ("logits_to_keep", "cache_position")
 """Model inputs that affect Transformers' own forward passes but not the text."""
@@ -119,9 +94,6 @@ def check_adapters(model: Any) -> None:
     """Refuse a model called by a PEFT model that puts learned vectors before the prompt or in the cache.
 
     PEFT adds them in `prepare_inputs_for_generation`, which it replaces during `generate`.
-
-    Raises:
-        BadInputError: the active adapter is one of prompt learning.
     """
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
@@ -132,11 +104,7 @@ def check_adapters(model: Any) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse unsupported arguments of `generate` that it does not pass to `custom_generate`.
-
-    Raises:
-        BadInputError: an unsupported argument is set; the message names it.
-    """
+    """Refuse unsupported arguments of `generate` that are set and that it does not pass to `custom_generate`."""
     parameters = inspect.signature(GenerationMixin.generate).parameters
     not_carried_out = {*parameters, "assistant_tokenizer", *CACHE_PARAMETERS} - _PASSED_THROUGH
     for name in sorted(not_carried_out):
@@ -145,11 +113,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: Any) -> None:
-    """Refuse fields of the generation config that are set but not supported.
-
-    Raises:
-        BadInputError: an unsupported field is set; the message names it and its value.
-    """
+    """Refuse fields of the generation config that are set but not supported."""
     defaults = config._get_default_generation_params()
     accepted = SUPPORTED | NO_EFFECT | (frozenset() if config.do_sample else SAMPLING_ONLY)
     for name in vars(GenerationConfig()):
@@ -164,14 +128,7 @@ def take_images(
 ) -> ImageInputs | None:
     """Remove the inputs for the images of a prompt from `model_kwargs` and return them; None without images.
 
-    Args:
-        config: that of the model.
-        input_ids: `[row, position]`, one row if there are images.
-        model_kwargs: as of `prompt_mask`.
-        positions: position ids that the user gave.
-
-    Raises:
-        BadInputError: videos, another kind of model, several rows, padding, or positions that the user gave.
+    Videos, other kinds of models, several rows, padding, and positions that the user gave are refused.
     """
     encoded = model_kwargs.get("mm_encoder_outputs")
     if not encoded:
@@ -199,15 +156,9 @@ def take_images(
 def prompt_mask(config: PreTrainedConfig, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor:
     """Return the `[row, position]` bool mask of prompt tokens that are not padding.
 
-    Args:
-        config: that of the model.
-        input_ids: `[row, position]`.
-        model_kwargs: keyword arguments for the model's forward pass: always an empty cache and
-            the default positions, the mask where there is padding, and the user's own inputs.
-
-    Raises:
-        BadInputError: an input that would change the text, an empty prompt, or padding that is
-            not on the left.
+    The keyword arguments for the model's forward pass are an empty cache, the default positions, the mask where there
+    is padding, and the user's own inputs. Those that would change the text, empty prompts and padding that is not on
+    the left are refused.
     """
     inputs = dict(model_kwargs)
     caches = [inputs.pop(name, None) for name in CACHE_PARAMETERS]
@@ -304,10 +255,7 @@ def _is_off(name: str, value: object, defaults: Mapping[str, object]) -> bool:
 def not_supported(name: str, value: object = None) -> BadInputError:
     """Return the error for an unsupported argument."""
     got = "" if value is None else f", got {value!r}"
-    advice = "leave it out"
-    if name in ("assistant_model", "assistant_tokenizer"):
-        advice = "give drafter='model:PATH' instead"
     return BadInputError(
         f"expected {name} to be unset{got}: custom_generate does not support it; "
-        f"{advice} or generate without custom_generate"
+        f"{_ADVICE.get(name, 'leave it out')} or generate without custom_generate"
     )

@@ -31,13 +31,9 @@ from secondguess.errors import BadInputError
 
 @dataclass(frozen=True)
 class StoppingConditions:
-    """Stopping conditions of all rows.
+    """Stopping conditions of all rows, whose length counts padding and prompt.
 
-    Args:
-        max_length: most tokens of a row: padding, prompt and new tokens.
-        end_tokens: token ids that end a row.
-        has_end_tokens: an end token was given; only then does Transformers pad finished rows.
-        stop_strings: `StopStringCriteria` that end a row.
+    Transformers pads finished rows only if an end token was given (`has_end_tokens`).
     """
 
     max_length: int
@@ -89,55 +85,49 @@ def token_ids(name: str, value: Any) -> list[int]:
     return [int(token) for token in ids.tolist()]
 
 
-_WARPERS: dict[type, dict[str, object]] = {
-    TemperatureLogitsWarper: {},
-    TopKLogitsWarper: {"filter_value": -math.inf},
-    TopPLogitsWarper: {"filter_value": -math.inf, "min_tokens_to_keep": 1},
-    MinPLogitsWarper: {"filter_value": -math.inf, "min_tokens_to_keep": 1},
-}
-"""Processors that follow the penalties, in our order -> the values that they must have."""
-
-_SETTING_OF = {
-    RepetitionPenaltyLogitsProcessor: "repetition_penalty",
-    MinLengthLogitsProcessor: "min_tokens",
-    MinNewTokensLengthLogitsProcessor: "min_tokens",
+_PENALTIES = (
+    RepetitionPenaltyLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+"""Supported processors whose order among each other does not matter."""
+_WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""Supported processors -> the field of `SamplingParams`, for warpers also their attribute."""
+"""Supported processors of sampled text, in our order behind the penalties, and their field of `SamplingParams`."""
+_REQUIRED = {"filter_value": -math.inf, "min_tokens_to_keep": 1}
+"""Values of the other attributes of warpers, where they have them."""
 
 
 def read_logits_processors(
     processors: Sequence[Any], *, width: int, padding: list[int], end_tokens: frozenset[int], do_sample: bool
 ) -> dict[str, Any]:
-    """Return keyword arguments for `SamplingParams` equivalent to these processors.
+    """Return keyword arguments for `SamplingParams` equivalent to these processors, which are in the order of Transformers.
 
     Args:
-        processors: the logits processors, in the order in which Transformers would apply them.
         width: tokens of each prompt, padding included.
         padding: number of padding tokens per row.
-        end_tokens: token ids that end a row.
-        do_sample: True for sampling, False for greedy decoding.
 
     Raises:
         BadInputError: a processor has an unsupported class (subclasses are not supported), occurs
             twice, comes in an order other than ours, or has values without an equivalent.
     """
     settings: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
-    positions = {kind: place for place, kind in enumerate(_WARPERS, start=1)}
+    order = list(_WARPERS)
     last = 0
     for number, processor in enumerate(processors):
         kind = type(processor)
-        if kind not in _SETTING_OF:
+        if kind not in _PENALTIES and kind not in _WARPERS:
             raise _unsupported("logits processor", processor)
         if kind in _WARPERS and not do_sample:
             raise BadInputError(
                 f"expected no {kind.__name__} without sampling, got one in logits_processor; "
                 "give do_sample=True or remove it"
             )
-        position = positions.get(kind, 0)
+        position = order.index(kind) + 1 if kind in _WARPERS else 0
         repeated = any(kind is type(earlier) for earlier in processors[:number])
         if repeated or position < last:
             raise BadInputError(
@@ -146,15 +136,24 @@ def read_logits_processors(
                 "generate's own settings, such as top_k=0 to switch off the default"
             )
         last = position
-        name = _SETTING_OF[kind]
         if kind in _WARPERS:
-            _require(processor, **_WARPERS[kind])
-            settings[name] = getattr(processor, name)
+            settings[_WARPERS[kind]] = _read_warper(processor, _WARPERS[kind])
         elif kind is RepetitionPenaltyLogitsProcessor:
-            settings[name] = _read_penalty(processor, padding)
+            settings["repetition_penalty"] = _read_penalty(processor, padding)
         else:
-            settings[name] = max(settings.get(name, 0), _read_min_length(processor, end_tokens) - width)
+            min_tokens = _read_min_length(processor, end_tokens) - width
+            settings["min_tokens"] = max(settings.get("min_tokens", 0), min_tokens)
     return settings
+
+
+def _read_warper(processor: Any, setting: str) -> Any:
+    for name, value in _REQUIRED.items():
+        if getattr(processor, name, value) != value:
+            raise BadInputError(
+                f"expected {name} of {type(processor).__name__} to be {value!r}, got {getattr(processor, name)!r}; "
+                "leave it out or generate without custom_generate"
+            )
+    return getattr(processor, setting)
 
 
 def _read_penalty(processor: Any, padding: list[int]) -> float:
@@ -184,15 +183,6 @@ def _read_min_length(processor: Any, end_tokens: frozenset[int]) -> int:
         else processor.prompt_length_to_skip + processor.min_new_tokens
     )
     return length
-
-
-def _require(processor: Any, **values: object) -> None:
-    for name, value in values.items():
-        if getattr(processor, name) != value:
-            raise BadInputError(
-                f"expected {name} of {type(processor).__name__} to be {value!r}, got {getattr(processor, name)!r}; "
-                "leave it out or generate without custom_generate"
-            )
 
 
 def _unsupported(kind: str, part: Any) -> BadInputError:

@@ -1,9 +1,9 @@
-"""Engine-independent recommendations and the interface of export engines."""
+"""Engine-independent recommendations, and the tables that write them for an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
@@ -13,6 +13,7 @@ from secondguess.controllers.fixed import FixedController, FixedOptions
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.errors import BadInputError
+from secondguess.heads.eagle import holds_eagle3
 from secondguess.heads.files import CONFIG
 from secondguess.names import parse_name
 from secondguess.pairing import default_drafter, require_model_to_quantize, resolve_drafter
@@ -66,12 +67,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Configuration of an engine and remarks on it.
-
-    Args:
-        text: command lines.
-        notes: remarks for the reader, such as differences from secondguess, one sentence each.
-    """
+    """Command lines for an engine, and notes for the reader, such as differences from secondguess."""
 
     text: str
     notes: tuple[str, ...]
@@ -82,24 +78,63 @@ class DrafterExport:
     """Settings with which an engine drafts like one kind of drafter.
 
     Args:
-        settings: value by the engine's name of the setting. A function is called with the
-            recommendation; settings that are None then are left out.
-        options: drafter options that the settings cover.
+        template: names of the engine's settings, each followed by its value. A value may end with a field: one of
+            `FIELDS`, or an option of the drafter. Settings whose field is None are left out.
         notes: differences from secondguess.
-        longest: returns how many tokens the drafter of a recommendation drafts at most; None if that is unknown.
+        longest: returns how many tokens the head in a folder drafts at most.
     """
 
-    settings: Mapping[str, object] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
+    template: str = ""
     notes: tuple[str, ...] = ()
-    longest: Callable[[Recommendation], int | None] = lambda recommendation: None
+    longest: Callable[[Path], int] | None = None
 
-    def values(self, recommendation: Recommendation) -> dict[str, object]:
-        """Return the settings for a recommendation."""
+    def settings(self, recommendation: Recommendation) -> dict[str, object]:
+        """Return the values by name for a recommendation."""
+        words = self.template.split()
         values = {
-            name: value(recommendation) if callable(value) else value for name, value in self.settings.items()
+            name: _fill(value, recommendation) for name, value in zip(words[::2], words[1::2], strict=True)
         }
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _fill(value: str, recommendation: Recommendation) -> object:
+    """Return a value of a template with its field replaced."""
+    text, _, field = value.removesuffix("}").partition("{")
+    if not field:
+        return text
+    read = FIELDS.get(field)
+    found = recommendation.drafter.options.get(field) if read is None else read(recommendation)
+    return f"{text}{found}" if text else found
+
+
+def head_folder(recommendation: Recommendation) -> str:
+    """Return the folder of the trained head.
+
+    Raises:
+        BadInputError: the drafter's name gives none.
+    """
+    drafter = recommendation.drafter
+    if drafter.trained is None:
+        raise BadInputError(
+            f"expected the folder of a trained drafter to export, as in {drafter.kind}:PATH, got {drafter.name}"
+        )
+    return drafter.trained
+
+
+def _read_head(recommendation: Recommendation, read: Callable[[Path], int]) -> int | None:
+    """Return what is read from the folder of the trained head; None where only another machine has the folder."""
+    folder = Path(head_folder(recommendation))
+    return read(folder) if (folder / CONFIG).is_file() else None
+
+
+FIELDS: Mapping[str, Callable[[Recommendation], object]] = {
+    "length": lambda recommendation: recommendation.draft_length,
+    "length_and_pending": lambda recommendation: recommendation.draft_length + 1,
+    "model": lambda recommendation: recommendation.drafter.draft_model or recommendation.drafter.trained,
+    "head": head_folder,
+    "version": lambda recommendation: "" if _read_head(recommendation, holds_eagle3) is False else "3",
+}
+"""Fields of templates. The version of EAGLE is the third if the folder is not here."""
 
 
 @dataclass(frozen=True)
@@ -134,28 +169,15 @@ class ExportTarget:
         """
         parts = (recommendation.drafter, *recommendation.others)
         drafter = next((part for part in parts if part.kind in self.drafters), recommendation.drafter)
-        recommendation = replace(recommendation, drafter=drafter)
         if drafter.kind not in self.drafters:
             raise BadInputError(
                 f"expected a drafter that {self.title} has ({', '.join(self.drafters)}), got {drafter.name}; "
                 "choose one of these with --drafter"
             )
-        chosen, notes = self.drafters[drafter.kind], []
-        longest = chosen.longest(recommendation)
-        if longest is not None and recommendation.draft_length > longest:
-            notes.append(f"draft length {longest}, because {drafter.name} drafts no more than that")
-            recommendation = replace(recommendation, draft_length=longest)
-        if recommendation.draft_length > self.longest_draft:
-            raise BadInputError(
-                f"expected a draft length of at most {self.longest_draft} for {self.title}, "
-                f"got {recommendation.draft_length}; give --draft-length"
-            )
-        if recommendation.dtype is not None and recommendation.dtype not in self.dtypes:
-            raise BadInputError(
-                f"expected a dtype that {self.title} has ({', '.join(self.dtypes)}), got {recommendation.dtype}; "
-                "choose one of these with --dtype"
-            )
-        text = self.write(recommendation, chosen.values(recommendation))
+        recommendation, chosen = replace(recommendation, drafter=drafter), self.drafters[drafter.kind]
+        recommendation, notes = _with_possible_length(recommendation, chosen)
+        self._check(recommendation)
+        text = self.write(recommendation, chosen.settings(recommendation))
         if recommendation.joined:
             notes.append(
                 f"no other engine combines drafters as {recommendation.joined} does: this is {drafter.name} alone"
@@ -163,7 +185,7 @@ class ExportTarget:
         notes += [
             f"{self.title} has nothing like {key}={value} of the drafter {drafter.kind}: left out"
             for key, value in drafter.name.options.items()
-            if key not in chosen.options
+            if f"{{{key}}}" not in chosen.template
         ]
         draft_format = None if drafter.draft_model is None else recommendation.drafter_quantize
         quantized = {"target": recommendation.quantize, "draft model": draft_format}
@@ -177,59 +199,38 @@ class ExportTarget:
         on_speculation = () if drafter.never_drafts else self.notes
         return ExportResult(text, (*recommendation.notes, *notes, *chosen.notes, *on_speculation))
 
-
-def draft_length(recommendation: Recommendation) -> int:
-    """Return the draft length."""
-    return recommendation.draft_length
-
-
-def draft_model(recommendation: Recommendation) -> str | None:
-    """Return the folder of the draft model or trained head, if the name gives one."""
-    return recommendation.drafter.draft_model or recommendation.drafter.trained
-
-
-def head_folder(recommendation: Recommendation) -> str:
-    """Return the folder of the trained head.
-
-    Raises:
-        BadInputError: the drafter's name gives none.
-    """
-    drafter = recommendation.drafter
-    if drafter.trained is None:
-        raise BadInputError(
-            f"expected the folder of a trained drafter to export, as in {drafter.kind}:PATH, got {drafter.name}"
-        )
-    return drafter.trained
+    def _check(self, recommendation: Recommendation) -> None:
+        """Refuse a draft length or a dtype that the engine does not support."""
+        if recommendation.draft_length > self.longest_draft:
+            raise BadInputError(
+                f"expected a draft length of at most {self.longest_draft} for {self.title}, "
+                f"got {recommendation.draft_length}; give --draft-length"
+            )
+        if recommendation.dtype is not None and recommendation.dtype not in self.dtypes:
+            raise BadInputError(
+                f"expected a dtype that {self.title} has ({', '.join(self.dtypes)}), got {recommendation.dtype}; "
+                "choose one of these with --dtype"
+            )
 
 
-def of_head(read: Callable[[Path], int]) -> Callable[[Recommendation], int | None]:
-    """Return a function to what `read` reads from the folder of the trained head; None where there is no such folder.
-
-    Another machine may have it.
-    """
-
-    def read_folder(recommendation: Recommendation) -> int | None:
-        folder = Path(head_folder(recommendation))
-        return read(folder) if (folder / CONFIG).is_file() else None
-
-    return read_folder
-
-
-def option(name: str, default: float | None = None) -> Callable[[Recommendation], float | None]:
-    """Return a function to the value of a drafter option, or to a default for drafters without it."""
-    return lambda recommendation: recommendation.drafter.options.get(name, default)
+def _with_possible_length(
+    recommendation: Recommendation, chosen: DrafterExport
+) -> tuple[Recommendation, list[str]]:
+    """Return the recommendation with a draft length that its head can draft, and a note if that is another one."""
+    longest = None if chosen.longest is None else _read_head(recommendation, chosen.longest)
+    if longest is None or recommendation.draft_length <= longest:
+        return recommendation, []
+    note = f"draft length {longest}, because {recommendation.drafter.name} drafts no more than that"
+    return replace(recommendation, draft_length=longest), [note]
 
 
 def recommend(
     settings: LoadSettings, tuned: TuningRecord | None = None, draft_length: int | None = None
 ) -> Recommendation:
-    """Make a recommendation from the arguments of `load`.
+    """Make a recommendation from the arguments of `load`, and measurements made with them.
 
-    Args:
-        settings: arguments of `load`; names are validated as far as they are exported.
-        tuned: measurements made with these settings.
-        draft_length: constant draft length. If None: that of a controller `fixed:K`, else the best
-            measured one, else the default of `fixed`.
+    Names are validated as far as they are exported. Without a draft length it is that of a controller `fixed:K`,
+    else the best measured one, else the default of `fixed`.
 
     Raises:
         BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
@@ -297,11 +298,6 @@ def _unexported_settings_note(settings: LoadSettings) -> list[str]:
 
 
 def _resolve_builtin(model: str) -> str:
-    """Return the directory of a built-in model, or any other name unchanged.
-
-    Other engines cannot resolve the names of built-in models.
-    """
-    target, drafter = ("builtin", "builtin-draft")
-    if model in (target, drafter):
-        return str(builtin_paths()[model == drafter])
-    return model
+    """Return the directory of a built-in model, whose name other engines cannot resolve, or any other name unchanged."""
+    names = ("builtin", "builtin-draft")
+    return str(builtin_paths()[names.index(model)]) if model in names else model

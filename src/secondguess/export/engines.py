@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 from secondguess.checkpoint.resolve import find_in_cache, is_gguf
 from secondguess.drafters.ngram import NgramOptions
 from secondguess.errors import BadInputError
-from secondguess.export.base import (
-    DrafterExport,
-    ExportTarget,
-    Recommendation,
-    draft_length,
-    draft_model,
-    head_folder,
-    of_head,
-    option,
-)
+from secondguess.export.base import DrafterExport, ExportTarget, Recommendation
 from secondguess.heads.dspark import count_drafted
-from secondguess.heads.eagle import holds_eagle3
 from secondguess.heads.medusa import count_heads
 
 GPU_DTYPES = ("float32", "bfloat16", "float16")
@@ -31,38 +21,29 @@ DEFAULTS_NOTE = (
     "{} samples with the values of generation_config.json where a request gives none, as `secondguess serve` does and "
     "generate does not: {} switches that off"
 )
-PLAIN = DrafterExport()
-_holds_eagle3 = of_head(holds_eagle3)
 
 
-def _command(recommendation: Recommendation, words: list[str], settings: dict[str, object]) -> str:
+def _command(recommendation: Recommendation, words: list[str], settings: Mapping[str, object]) -> str:
     """Return a command line with the model, the dtype and one option per setting."""
     dtype = [] if recommendation.dtype is None else ["--dtype", recommendation.dtype]
     options = [word for name, value in settings.items() for word in (name, str(value))]
     return shlex.join([*words, recommendation.model, *dtype, *options]) + "\n"
 
 
-def _by_eagle(first: str, third: str, recommendation: Recommendation) -> str:
-    """Return the name that an engine has for the head's version of EAGLE: the third, if its folder is not here."""
-    return first if _holds_eagle3(recommendation) is False else third
-
-
 # vLLM, option names of 0.33: `vllm serve` with `--speculative-config` JSON.
 
 
 def _write_vllm(recommendation: Recommendation, settings: dict[str, object]) -> str:
-    if settings:
-        settings = {**settings, "num_speculative_tokens": recommendation.draft_length}
-        settings = {"--speculative-config": json.dumps(settings, ensure_ascii=False)}
-    return _command(recommendation, ["vllm", "serve"], settings)
+    speculation = {"--speculative-config": json.dumps(settings, ensure_ascii=False)} if settings else {}
+    return _command(recommendation, ["vllm", "serve"], speculation)
 
 
 VLLM = ExportTarget(
     title="vLLM",
     drafters={
-        "none": PLAIN,
+        "none": DrafterExport(),
         "model": DrafterExport(
-            {"method": "draft_model", "model": draft_model},
+            "method draft_model model {model} num_speculative_tokens {length}",
             notes=(
                 "vLLM's drafts are greedy at any temperature, which is lossless and accepts less; for sampled text add "
                 '"draft_sample_method": "probabilistic" (it takes memory for the probabilities) and, for block verification, '
@@ -70,33 +51,30 @@ VLLM = ExportTarget(
             ),
         ),
         "ngram": DrafterExport(
-            {"method": "ngram", "prompt_lookup_max": option("max"), "prompt_lookup_min": option("min")},
-            options=("max", "min"),
+            "method ngram prompt_lookup_max {max} prompt_lookup_min {min} num_speculative_tokens {length}"
         ),
         "suffix": DrafterExport(
-            {
-                "method": "suffix",
-                "suffix_decoding_max_spec_factor": option("factor"),
-                "suffix_decoding_min_token_prob": option("threshold"),
-            },
-            options=("factor", "threshold"),
+            "method suffix suffix_decoding_max_spec_factor {factor} suffix_decoding_min_token_prob {threshold} "
+            "num_speculative_tokens {length}",
             notes=(
                 "suffix needs `pip install arctic-inference` with vLLM's first model runner; the second needs nothing and does "
                 "not read the two suffix_ keys; matches there also reach into the outputs of earlier requests",
             ),
         ),
-        "eagle": DrafterExport({"method": partial(_by_eagle, "eagle", "eagle3"), "model": head_folder}),
+        "eagle": DrafterExport("method eagle{version} model {head} num_speculative_tokens {length}"),
         # Without a folder, the modules in the target's own checkpoint.
-        "mtp": DrafterExport({"method": "mtp", "model": draft_model}),
+        "mtp": DrafterExport("method mtp model {model} num_speculative_tokens {length}"),
         "medusa": DrafterExport(
-            {"method": "medusa", "model": head_folder},
+            "method medusa model {head} num_speculative_tokens {length}",
             notes=(
                 "vLLM's Medusa needs an output matrix in the file: add the target's as lm_head.weight to a folder trained here; "
                 "its drafts are chains of the likeliest tokens",
             ),
-            longest=of_head(count_heads),
+            longest=count_heads,
         ),
-        "dspark": DrafterExport({"method": "dspark", "model": head_folder}, longest=of_head(count_drafted)),
+        "dspark": DrafterExport(
+            "method dspark model {head} num_speculative_tokens {length}", longest=count_drafted
+        ),
     },
     write=_write_vllm,
     dtypes=GPU_DTYPES,
@@ -111,19 +89,16 @@ VLLM = ExportTarget(
     ),
 )
 
-# SGLang, option names of 0.5.23: one command-line option per setting.
+# SGLang, option names of 0.5.23: one command-line option per setting. Chains only: trees need further options and
+# the overlap scheduler disabled. The pending token counts as part of the draft.
 
 
 def _write_sglang(recommendation: Recommendation, settings: dict[str, object]) -> str:
-    if settings:
-        # SGLang counts the pending token as part of the draft.
-        settings = {**settings, "--speculative-num-draft-tokens": recommendation.draft_length + 1}
     return _command(recommendation, ["python", "-m", "sglang.launch_server", "--model-path"], settings)
 
 
-# Chains only: trees need further options and the overlap scheduler disabled.
-_SGLANG_CHAIN = {"--speculative-num-steps": draft_length, "--speculative-eagle-topk": 1}
-_SGLANG_NGRAM = {"--speculative-algorithm": "NGRAM"}
+_SGLANG_CHAIN = " --speculative-num-steps {length} --speculative-eagle-topk 1 --speculative-num-draft-tokens {length_and_pending}"
+_SGLANG_NGRAM = "--speculative-algorithm NGRAM --speculative-num-draft-tokens {length_and_pending}"
 _SGLANG_NGRAM_NOTE = (
     "SGLang's NGRAM looks up a tree of past text, that of other requests included, and needs CUDA; "
     "how long a match must be is its own choice"
@@ -132,13 +107,9 @@ _SGLANG_NGRAM_NOTE = (
 SGLANG = ExportTarget(
     title="SGLang",
     drafters={
-        "none": PLAIN,
+        "none": DrafterExport(),
         "model": DrafterExport(
-            {
-                "--speculative-algorithm": "STANDALONE",
-                "--speculative-draft-model-path": draft_model,
-                **_SGLANG_CHAIN,
-            }
+            "--speculative-algorithm STANDALONE --speculative-draft-model-path {model}" + _SGLANG_CHAIN
         ),
         "ngram": DrafterExport(_SGLANG_NGRAM, notes=(_SGLANG_NGRAM_NOTE,)),
         "suffix": DrafterExport(
@@ -146,11 +117,7 @@ SGLANG = ExportTarget(
             notes=("SGLang has no suffix drafter: NGRAM is the nearest it has", _SGLANG_NGRAM_NOTE),
         ),
         "eagle": DrafterExport(
-            {
-                "--speculative-algorithm": partial(_by_eagle, "EAGLE", "EAGLE3"),
-                "--speculative-draft-model-path": head_folder,
-                **_SGLANG_CHAIN,
-            },
+            "--speculative-algorithm EAGLE{version} --speculative-draft-model-path {head}" + _SGLANG_CHAIN,
             notes=(
                 "SGLang reads the authors' format (midlayer.*); what is trained here is in that of speculators: rename "
                 "layers.0. to midlayer. if your version refuses it",
@@ -207,47 +174,50 @@ def _refuse_path(name: str) -> None:
 
 
 def _write_llama_cpp(recommendation: Recommendation, settings: dict[str, object]) -> str:
-    models = {"target.gguf": (recommendation.model, recommendation.quantize)}
+    models = {"target": (recommendation.model, recommendation.quantize)}
     if recommendation.drafter.draft_model is not None:
-        models["drafter.gguf"] = (recommendation.drafter.draft_model, recommendation.drafter_quantize)
-    commands, files = [], {"-m": "target.gguf"} | settings
-    for file, (model, quantize) in models.items():
-        if is_gguf(model):  # as the server reads it
+        models["drafter"] = (recommendation.drafter.draft_model, recommendation.drafter_quantize)
+    commands, files = [], {}
+    for name, (model, quantize) in models.items():
+        if is_gguf(model):
             if recommendation.dtype is not None or quantize is not None:
                 raise BadInputError(
                     f"expected no dtype and no quantisation for {model}, whose weights llama.cpp reads as they are stored; "
                     "leave --dtype, --quantize and --drafter-quantize out"
                 )
-            if (found := _find_gguf(model)) is None:
-                repository, path = _split_repository(model)
-                folder = file.removesuffix(".gguf")
-                commands.append(["hf", "download", repository, path, "--local-dir", folder])
-                found = f"{folder}/{path}"
-            files = {name: found if value == file else value for name, value in files.items()}
-            continue
-        folder = model
-        if not Path(model).is_dir():  # the converter reads directories only
-            _refuse_path(model)
-            folder = file.removesuffix(".gguf")
-            commands.append(["hf", "download", model, "--local-dir", folder])
-        dtype = "auto" if recommendation.dtype is None else _OUTTYPES[recommendation.dtype]
-        outtype = "q8_0" if quantize == "int8" else dtype
-        outfile = f"unquantised-{file}" if quantize == "int4" else file
-        commands.append(
-            ["python", "convert_hf_to_gguf.py", folder, "--outfile", outfile, "--outtype", outtype]
-        )
-        if quantize == "int4":  # uneven levels and a scale per 32 inputs, too
-            commands.append(["llama-quantize", outfile, file, "iq4_nl"])
-    options = [word for name, value in files.items() for word in (name, str(value))]
-    commands.append(["llama-server", *options])
-    return "".join(shlex.join(command) + "\n" for command in commands)
+            files[name], before = _fetch_gguf(model, name)
+        else:
+            files[name], before = f"{name}.gguf", _convert(model, name, recommendation.dtype, quantize)
+        commands += before
+    models_read = {"-m": files["target"]} | ({"-md": files["drafter"]} if "drafter" in files else {})
+    options = [word for name, value in (models_read | settings).items() for word in (name, str(value))]
+    return "".join(shlex.join(command) + "\n" for command in (*commands, ["llama-server", *options]))
 
 
-_LLAMA_NGRAM = {
-    "--spec-type": "ngram-simple",
-    "--spec-ngram-simple-size-n": option("max", NgramOptions().max),
-    "--spec-ngram-simple-size-m": draft_length,
-}
+def _fetch_gguf(model: str, folder: str) -> tuple[str, list[list[str]]]:
+    """Return the path of a GGUF file, and the commands that download it into a folder if it is not here."""
+    if (found := _find_gguf(model)) is not None:
+        return found, []
+    repository, path = _split_repository(model)
+    return f"{folder}/{path}", [["hf", "download", repository, path, "--local-dir", folder]]
+
+
+def _convert(model: str, name: str, dtype: str | None, quantize: str | None) -> list[list[str]]:
+    """Return the commands that write a model of safetensors as NAME.gguf."""
+    commands, folder = [], model
+    if not Path(model).is_dir():  # the converter reads directories only
+        _refuse_path(model)
+        commands.append(["hf", "download", model, "--local-dir", name])
+        folder = name
+    outtype = "q8_0" if quantize == "int8" else _OUTTYPES.get(dtype or "", "auto")
+    file, outfile = f"{name}.gguf", f"unquantised-{name}.gguf" if quantize == "int4" else f"{name}.gguf"
+    commands.append(["python", "convert_hf_to_gguf.py", folder, "--outfile", outfile, "--outtype", outtype])
+    if quantize == "int4":  # uneven levels and a scale per 32 inputs, too
+        commands.append(["llama-quantize", outfile, file, "iq4_nl"])
+    return commands
+
+
+_LLAMA_NGRAM = "--spec-type ngram-simple --spec-ngram-simple-size-n {max} --spec-ngram-simple-size-m {length}"
 _LLAMA_NGRAM_NOTE = (
     "llama.cpp's ngram-simple looks for matches of exactly that many tokens, where ours tries several lengths"
 )
@@ -255,13 +225,11 @@ _LLAMA_NGRAM_NOTE = (
 LLAMA_CPP = ExportTarget(
     title="llama.cpp",
     drafters={
-        "none": PLAIN,
-        "model": DrafterExport(
-            {"-md": "drafter.gguf", "--spec-type": "draft-simple", "--spec-draft-n-max": draft_length}
-        ),
-        "ngram": DrafterExport(_LLAMA_NGRAM, options=("max",), notes=(_LLAMA_NGRAM_NOTE,)),
+        "none": DrafterExport(),
+        "model": DrafterExport("--spec-type draft-simple --spec-draft-n-max {length}"),
+        "ngram": DrafterExport(_LLAMA_NGRAM, notes=(_LLAMA_NGRAM_NOTE,)),
         "suffix": DrafterExport(
-            _LLAMA_NGRAM,
+            _LLAMA_NGRAM.replace("{max}", str(NgramOptions().max)),
             notes=(
                 "llama.cpp has no suffix drafter: ngram-simple is the nearest it has",
                 _LLAMA_NGRAM_NOTE,

@@ -132,11 +132,15 @@ class OutcomeScript:
         every = torch.ones(self.num_rows, dtype=torch.bool)
         kept = (self.real() if prunes else every).nonzero()[:, 0]
         used = self.asked if prunes else dict.fromkeys(self.outcomes, every)
-        new = [each for each in used if each not in self.digits and bool(used[each][kept].any())]
+        new = [
+            question
+            for question, rows in used.items()
+            if question not in self.digits and bool(rows[kept].any())
+        ]
         if not new:
             return None
         digits = {question: digits[kept] for question, digits in self.digits.items()}
-        for question in (each for each in new if each[:2] == new[0][:2]):
+        for question in (question for question in new if question[:2] == new[0][:2]):
             counts = torch.where(used[question][kept], self.outcomes[question], 1)
             if int(counts.sum()) > MAX_BRANCHES:
                 raise BadInputError(
@@ -144,7 +148,7 @@ class OutcomeScript:
                     "use a smaller vocabulary or shorter drafts"
                 )
             copies = torch.arange(len(kept)).repeat_interleave(counts)
-            digits = {each: digits[copies] for each, digits in digits.items()}
+            digits = {known: digits[copies] for known, digits in digits.items()}
             digits[question] = torch.arange(len(copies)) - (counts.cumsum(0) - counts)[copies]
             kept = kept[copies]
         return OutcomeScript(self.origins[kept], digits, self.outcomes)
@@ -242,7 +246,8 @@ class EnumeratingNoise(Noise):
                 joined = self.coupled & (depths == depth) & (drafted[self.rows] >= 0)
                 q, x = draft_dists[self.rows[joined]], drafted[self.rows[joined]]
                 width = max(q.shape[1], dists.shape[1])  # the draft may be of another vocabulary
-                q, p = (pad(each, (0, width - each.shape[1])) for each in (q, dists[joined]))
+                q = pad(q, (0, width - q.shape[1]))
+                p = pad(dists[joined], (0, width - dists.shape[1]))
                 both = joint_race_probability(q, p, x, tokens[joined])
                 alone = _at(q, x)[:, 0]
                 probs[joined] = torch.where(alone > 0, both / alone, 0.0)

@@ -49,12 +49,7 @@ def read_paragraphs(path: Path) -> list[Prompt]:
 
 
 def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list[PromptT]:
-    """Read JSON lines: one prompt per object; blank lines are skipped.
-
-    Raises:
-        BadInputError: a missing file, no UTF-8, no prompts, or a line that `convert` refuses, with
-            its number.
-    """
+    """Read JSON lines: one prompt per object; blank lines are skipped, a line that `convert` refuses is named."""
     prompts = []
     # Not splitlines(): JSON strings may contain unescaped Unicode line separators.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -80,11 +75,7 @@ def read_records(path: Path, convert: Callable[[Record, Path], PromptT]) -> list
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, with Unix line ends and without a byte order mark.
-
-    Raises:
-        BadInputError: no file, a binary file, or no UTF-8.
-    """
+    """Return the text of a file in UTF-8, with Unix line ends and without a byte order mark."""
     if not path.is_file():
         found = f"the folder {path}" if path.is_dir() else f"none at {path}"
         raise BadInputError(
@@ -119,8 +110,8 @@ def is_jsonl(path: Path) -> bool:
 
 def convert_any_record(record: Record, path: Path) -> Prompt:
     """Convert a record: `prompt`, `question`, the first of `turns`, or a chat's user messages."""
-    found = text_of(record, "prompt") or text_of(record, "question") or first_turn(record)
-    found = found or _user_texts(record)
+    found = text_of(record, "prompt") or text_of(record, "question")
+    found = found or first_turn(record) or _user_texts(record)
     if not found:
         raise BadInputError(
             "expected an object with a non-empty text 'prompt' (or 'question', 'turns', 'messages'; for training 'text'), got "
@@ -143,7 +134,7 @@ def first_turn(record: Record) -> str:
 
 def _user_texts(record: Record) -> str:
     """Return all user messages of a chat, separated by blank lines."""
-    messages = next((each for key in CHAT_KEYS if isinstance(each := record.get(key), list)), [])
+    messages = next((found for key in CHAT_KEYS if isinstance(found := record.get(key), list)), [])
     texts = [_message_text(message) for message in messages if isinstance(message, dict)]
     return "\n\n".join(text for text in texts if text)
 
@@ -158,10 +149,14 @@ def _message_text(message: Record) -> str:
 
 
 def _task_of(record: Record) -> str:
-    key = next((key for key in TASK_KEYS if record.get(key) is not None), None)
-    if key is not None and not text_of(record, key):
-        raise BadInputError(f"expected a text as {key!r} (the prompt's task), got {record[key]!r:.60}")
-    return "" if key is None else text_of(record, key).strip()
+    for key in TASK_KEYS:
+        if record.get(key) is not None:
+            if not text_of(record, key):
+                raise BadInputError(
+                    f"expected a text as {key!r} (the prompt's task), got {record[key]!r:.60}"
+                )
+            return text_of(record, key).strip()
+    return ""
 
 
 def _at_least_one(prompts: list[PromptT], path: Path) -> list[PromptT]:

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from secondguess.errors import BadInputError
-from secondguess.workloads.files import (
-    Prompt,
-    Record,
-    first_turn,
-    read_any,
-    read_records,
-    text_of,
-)
+from secondguess.workloads.files import Prompt, Record, first_turn, read_any, read_records, text_of
 
 DATA_VARIABLE = "SECONDGUESS_DATA"
 """Environment variable with the folder of the datasets."""
@@ -104,12 +97,9 @@ BUILTIN_PROMPTS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts with the name and the hash that identify them in a report.
+    """Prompts, the task of each, and the name and the hash that identify them in a report.
 
-    Args:
-        prompts: texts; those of several tasks are interleaved evenly.
-        tasks: the task of each prompt.
-        note: reason why the default prompts were not used, for the report; empty if there is none.
+    The note gives the reason why the default prompts were not used; empty if there is none.
     """
 
     name: str
@@ -218,7 +208,7 @@ def interleave(groups: Sequence[Sequence[Item]]) -> list[Item]:
         for number, group in enumerate(groups)
         for index, item in enumerate(group)
     ]
-    return [item for *_, item in sorted(positioned, key=lambda each: each[:3])]
+    return [item for *_, item in sorted(positioned, key=lambda placed: placed[:3])]
 
 
 def evenly_spaced(prompts: Sequence[Item], num_prompts: int) -> Sequence[Item]:

@@ -60,12 +60,7 @@ def collect_provenance(
     models: Mapping[str, Path],
     runtimes: Mapping[str, str],
 ) -> Provenance:
-    """Collect the provenance of this run.
-
-    Args:
-        models: directory of each model by its name in the report; the weights are hashed.
-        runtimes: by the same names, a description of the runtime that ran each model.
-    """
+    """Collect the provenance of this run, with hashes of the weights in each model's directory."""
     commit, dirty = _git_state(Path(__file__).parents[1])
     return Provenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
