@@ -107,7 +107,7 @@ HEADS: dict[str, tuple[str, Callable[[TargetModel], Head]]] = {
             has_head=False,
         ),
     ),
-    "mtp": ("mtp", lambda target: MtpHead(replace(LAYER, has_qk_norm=True), target)),
+    "mtp": ("mtp", lambda target: MtpHead(replace(LAYER, model_type="qwen3"), target)),
     "medusa": ("medusa", lambda target: MedusaHead.fresh(target, num_heads=2, num_layers=2)),
     "dspark": (
         "dspark",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -104,6 +105,16 @@ class DraftVocabulary(nn.Module):
 
 class Head(TrainableHead):
     """Base class of drafter heads, which are trained for one target and loaded with it."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert or move the weights; buffers keep their dtype, which those of frequencies need to be exact."""
+        kept = dict(self.named_buffers())
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.get_submodule(owner)
+            setattr(module, leaf, buffer.to(getattr(module, leaf).device))
+        return self
 
     @classmethod
     @abstractmethod

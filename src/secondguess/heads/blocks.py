@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.layer import attention
-from secondguess.heads.parts import AttentionFunction
+from secondguess.heads.layer import AttentionFunction, attention
 from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.slots import SlotTable

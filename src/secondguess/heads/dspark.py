@@ -38,7 +38,14 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.layer import DecoderLayer, LayerConfig, cos_sin_at, sequence_attention
+from secondguess.heads.layer import (
+    AttentionFunction,
+    LayerConfig,
+    keys_values,
+    make_layers,
+    run_layer,
+    sequence_attention,
+)
 from secondguess.heads.learning import (
     CountedTokens,
     DepthLosses,
@@ -46,7 +53,6 @@ from secondguess.heads.learning import (
     TrainingBatch,
     mean,
 )
-from secondguess.heads.parts import AttentionFunction
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,
@@ -188,7 +194,7 @@ class DsparkHead(Head):
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
         self.fc = nn.Linear(len(config.hidden_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
+        self.layers, self.rotary = make_layers(config.layer, config.num_layers)
         self.norm = nn.RMSNorm(width, norm_eps)
         if config.has_output:
             self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
@@ -225,7 +231,7 @@ class DsparkHead(Head):
             # its bias; the difference cancels the bias.
             gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
         config = DsparkConfig(
-            layer=replace(default_layer_config(target.width), has_qk_norm=True),
+            layer=replace(default_layer_config(target.width), model_type="qwen3"),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
             block_size=block_size,
@@ -306,8 +312,8 @@ class DsparkHead(Head):
         Returns:
             Keys and values `[row, kv_head, position, size]` per layer.
         """
-        cos_sin = cos_sin_at(self.config.layer, positions, features.dtype)
-        return [layer.self_attn.keys_values(features, cos_sin) for layer in self._decoder_layers()]
+        cos_sin = self.rotary(positions, features.dtype)
+        return [keys_values(layer, features, cos_sin) for layer in self.layers]
 
     def run_backbone(self, anchors: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
         """Run the backbone on draft blocks.
@@ -326,9 +332,9 @@ class DsparkHead(Head):
         tokens[..., 1:] = self.config.mask_token
         states = self.target.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
-        cos_sin = cos_sin_at(self.config.layer, (positions[..., None] + steps).flatten(1), states.dtype)
-        for index, layer in enumerate(self._decoder_layers()):
-            states = layer(states, cos_sin, attend, index)
+        cos_sin = self.rotary((positions[..., None] + steps).flatten(1), states.dtype)
+        for layer in self.layers:
+            states = run_layer(layer, states, cos_sin, attend)
         outputs: Tensor = self.norm(states).unflatten(1, (-1, size))
         return outputs[:, :, -self.config.num_drafted :]
 
@@ -436,9 +442,6 @@ class DsparkHead(Head):
         num_anchors = min(NUM_ANCHORS, max(int(fits.sum(1).max()), 1))
         best = random_keys.topk(num_anchors)
         return best.indices, best.values >= 0
-
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
 
 def evenly_spaced_layers(num_layers: int, limit: int) -> tuple[int, ...]:

@@ -45,9 +45,17 @@ from secondguess.heads.files import (
     require_same,
     write_head,
 )
-from secondguess.heads.layer import DecoderLayer, LayerConfig
+from secondguess.heads.layer import (
+    AttentionFunction,
+    CosSin,
+    LayerConfig,
+    add_mlp,
+    make_layers,
+    run_attention,
+    run_layer,
+    widen_attention,
+)
 from secondguess.heads.mtp import MtpHead, TensorNames
-from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.heads.speculators import (
     checkpoint_tensors,
     layer_fields,
@@ -117,22 +125,6 @@ class EagleConfig:
             raise BadInputError("expected one of norm_before_fc and fc_norm, got both")
 
 
-class FirstLayer(DecoderLayer):
-    """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
-
-    def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
-        super().__init__(config, input_width=2 * config.width)
-        self.norm_before_residual = norm_before_residual
-        self.hidden_norm = nn.RMSNorm(config.width, config.norm_eps)
-
-    def run(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction) -> Tensor:
-        """Return the output for token embeddings and features `[row, position, width]`."""
-        normed = self.hidden_norm(features)
-        joined = torch.cat((self.input_layernorm(embedded), normed), -1)
-        kept = normed if self.norm_before_residual else features
-        return self.add_mlp(kept + self.self_attn(joined, cos_sin, attend, 0))
-
-
 class EagleHead(FeatureHead):
     """EAGLE-3 drafter head.
 
@@ -173,8 +165,9 @@ class EagleHead(FeatureHead):
                 nn.RMSNorm(layer.width, layer.norm_eps) for _ in config.hidden_layers
             )
         self.fc = nn.Linear(num_states * layer.width, layer.width, bias=False)
-        deeper = [DecoderLayer(layer) for _ in range(1, config.num_layers)]
-        self.layers = nn.ModuleList([FirstLayer(layer, config.norm_before_residual), *deeper])
+        self.layers, self.rotary = make_layers(layer, config.num_layers)
+        widen_attention(self.layers[0], 2 * layer.width)
+        self.layers[0].hidden_norm = nn.RMSNorm(layer.width, layer.norm_eps)
         self.norm = nn.RMSNorm(layer.width, layer.norm_eps)
         self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(target.vocab_size, layer.width) if has_embeddings else None
@@ -298,11 +291,13 @@ class EagleHead(FeatureHead):
     def run_layers(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
-        first, *deeper = self.layers
-        assert isinstance(first, FirstLayer)
-        states: Tensor = first.run(embedded, features, cos_sin, attend)
-        for index, layer in enumerate(deeper, start=1):
-            states = layer(states, cos_sin, attend, index)
+        first: Any = self.layers[0]
+        normed = first.hidden_norm(features)
+        joined = torch.cat((first.input_layernorm(embedded), normed), -1)
+        kept = normed if self.config.norm_before_residual else features
+        states = add_mlp(first, kept + run_attention(first, joined, cos_sin, attend))
+        for layer in self.layers[1:]:
+            states = run_layer(layer, states, cos_sin, attend)
         return states
 
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
-from secondguess.heads.layer import LayerConfig, cos_sin_at, sequence_attention
+from secondguess.heads.layer import (
+    AttentionFunction,
+    CosSin,
+    LayerConfig,
+    RotaryPositions,
+    sequence_attention,
+)
 from secondguess.heads.learning import (
     LAST_HIDDEN,
     CountedTokens,
@@ -28,7 +34,6 @@ from secondguess.heads.learning import (
     Objective,
     TrainingBatch,
 )
-from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 DEFAULT_STEPS = 4
@@ -54,7 +59,7 @@ class TrainingTimeAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the first positions of the text, one step deeper than in the previous call.
 
-        An `AttentionFunction` (`heads.parts`).
+        An `AttentionFunction` (`heads.layer`).
         """
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
@@ -88,7 +93,7 @@ class FeatureParts:
     Args:
         token_norm, feature_norm: norms of the two parts; `nn.Identity` for none.
         projection: projection of the joined parts, or None.
-        layers: decoder layers, with the submodules of `DecoderLayer`.
+        layers: decoder layers.
         residual_is_normalised: without a projection, whether the residual connection of the first
             attention carries the normalised feature, not the feature itself.
     """
@@ -122,6 +127,7 @@ class FeatureHead(Head):
     embed_tokens: nn.Embedding | None
     lm_head: nn.Linear | None
     norm: nn.Module
+    rotary: RotaryPositions
 
     def __init__(
         self,
@@ -222,7 +228,7 @@ class FeatureHead(Head):
             num_positions = training_batch.tokens.shape[1] - 2 - step
             behind = (outputs[-1] if outputs else features)[:, :num_positions]
             positions = torch.arange(num_positions, device=training_batch.tokens.device)[None] + step
-            cos_sin = cos_sin_at(self.layer_config, positions, dtype)
+            cos_sin = self.rotary(positions, dtype)
             embedded = self.embed(training_batch.tokens[:, 1 + step : 1 + step + num_positions]).to(dtype)
             outputs.append(self(embedded, behind, cos_sin, attention.attend))
         return outputs

@@ -167,7 +167,7 @@ def config_errors(folder: Path) -> Iterator[None]:
     """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
 
     Raises:
-        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
+        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError`, `AttributeError` or `RuntimeError`.
         UnsupportedModelError: with the path, if it was raised without.
     """
     try:
@@ -178,7 +178,7 @@ def config_errors(folder: Path) -> Iterator[None]:
         raise UnsupportedModelError(f"{folder / CONFIG}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"expected the field {error} in {folder / CONFIG}, got none") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"expected a drafter that fits in {folder / CONFIG}, got: {error}") from error
 
 

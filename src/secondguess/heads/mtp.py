@@ -25,7 +25,6 @@ from secondguess.checkpoint.source import FolderSource
 from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
-from secondguess.heads.experts import separate_experts
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
     FeatureHead,
@@ -42,9 +41,17 @@ from secondguess.heads.files import (
     read_named_tensors,
     write_head,
 )
-from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, DecoderLayer, LayerConfig
+from secondguess.heads.layer import (
+    GATED_TYPES,
+    LATENT_TYPES,
+    MTP_TYPES,
+    AttentionFunction,
+    CosSin,
+    LayerConfig,
+    make_layers,
+    run_layer,
+)
 from secondguess.heads.learning import LAST_HIDDEN
-from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import HiddenStates
 
 CPU = torch.device("cpu")
@@ -89,7 +96,9 @@ class MtpHead(FeatureHead):
         self.enorm = make_norm()
         self.hnorm = make_norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=has_bias)
-        self.layer = DecoderLayer(layer, has_input_norm=self.has_norms)
+        (self.layer,), self.rotary = make_layers(layer)
+        if not self.has_norms:
+            self.layer.input_layernorm = nn.Identity()
         self.norm = make_norm()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None
@@ -120,8 +129,8 @@ class MtpHead(FeatureHead):
             tensors = {
                 names.in_module(name): tensor for name, tensor in _read_weights(folder, stored).items()
             }
-            tensors = separate_experts(tensors, "layer.mlp.experts.")
-            if names.centred_norms and layer.has_gate:
+            tensors = join_experts(tensors, "layer.mlp.experts.")
+            if names.centred_norms and layer.model_type in GATED_TYPES:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
             if names.state_first:
                 tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
@@ -166,8 +175,7 @@ class MtpHead(FeatureHead):
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         joined = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
-        states: Tensor = self.layer(self.eh_proj(joined), cos_sin, attend)
-        return states
+        return run_layer(self.layer, self.eh_proj(joined), cos_sin, attend)
 
 
 @dataclass(frozen=True)
@@ -305,6 +313,24 @@ def _read_weights(folder: Path, stored: StoredModule) -> dict[str, Tensor]:
         return read_named_tensors(stored.files)
     weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
     return {name: weights.read(name) for name in weights.names if name.startswith(stored.names.prefix)}
+
+
+def join_experts(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return tensors with the matrices of all experts in one, where a checkpoint has those of each expert.
+
+    The names of the experts' tensors start with `prefix`, such as `layer.mlp.experts.`.
+    """
+    joined, parts = dict(tensors), ("gate_proj", "up_proj", "down_proj")
+    num_experts = 0
+    while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
+        num_experts += 1
+    if num_experts:
+        gate, up, down = (
+            torch.stack([joined.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
+            for part in parts
+        )
+        joined |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+    return joined
 
 
 def contains_mtp(folder: Path) -> bool:

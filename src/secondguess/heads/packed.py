@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
-from secondguess.heads.layer import LayerConfig
+from secondguess.heads.layer import LayerConfig, RotaryPositions
 from secondguess.heads.medusa import MedusaHead
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
@@ -63,7 +63,7 @@ class PackedHead(PackedDecoder):
         return library.Decoder(layers=array, num_layers=len(layers), **{**shared, **fields})
 
     def _describe_attention(
-        self, layers: Sequence[Any], config: LayerConfig, **fields: Any
+        self, layers: Sequence[Any], config: LayerConfig, rotary: RotaryPositions, **fields: Any
     ) -> library.Decoder:
         """Return a description of decoder layers of one configuration, and set what their cache depends on."""
         self.num_layers, self.num_key_heads, self.head_size = (
@@ -71,7 +71,7 @@ class PackedHead(PackedDecoder):
             config.num_kv_heads,
             config.head_size,
         )
-        self.rotaries = [Rotary(*config.rotary_frequencies(), torch.float32)]
+        self.rotaries = [Rotary(rotary.frequencies, rotary.factor, torch.float32)]
         return self._describe(
             [self._layer(layer, config) for layer in layers],
             inner_width=config.mlp_size,
@@ -129,6 +129,7 @@ class PackedFeatureHead(PackedHead):
         self.described = self._describe_attention(
             list(parts.layers),
             head.layer_config,
+            head.rotary,
             norm=self._norm(head.norm),
             joins_features=True,
             residual_is_normalised=parts.residual_is_normalised,
@@ -148,6 +149,7 @@ class PackedBlockHead(PackedHead):
         self.described = self._describe_attention(
             list(head.layers),
             head.config.layer,
+            head.rotary,
             norm=self._norm(head.norm),
             feature_norm=self._norm(head.hidden_norm),
             is_bidirectional=True,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row
 from secondguess.heads.feature import FeatureHead
-from secondguess.heads.layer import attention, cos_sin_at
+from secondguess.heads.layer import attention
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.slots import CachedRow
@@ -64,7 +64,7 @@ class FeatureRuntime(CachedRuntime):
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
         embedded = self.head.embed(tokens)
-        cos_sin = cos_sin_at(self.head.layer_config, step.query_positions, embedded.dtype)
+        cos_sin = self.head.rotary(step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
         return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
