@@ -15,9 +15,9 @@ from secondguess.heads.files import (
     read_config,
     read_provenance,
     read_tensors,
-    refuse_head,
     write_head,
 )
+from secondguess.heads.folders import refuse_head
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:

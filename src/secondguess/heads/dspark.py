@@ -13,10 +13,10 @@ of layer k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,18 @@ from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
     config_errors,
-    get_bool,
     load_into,
-    missing_lm_head,
-    read_config,
-    read_tensors,
     require_layers,
     require_same,
     whole_number,
     write_head,
+)
+from secondguess.heads.formats import (
+    StoredHead,
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
 )
 from secondguess.heads.layer import (
     AttentionFunction,
@@ -53,16 +56,8 @@ from secondguess.heads.learning import (
     TrainingBatch,
     mean,
 )
-from secondguess.heads.speculators import (
-    checkpoint_tensors,
-    layer_fields,
-    pop_vocabulary,
-    speculators_fields,
-)
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
-
-KINDS = ("dspark", "dflash")
 
 NUM_ANCHORS = 64
 """Maximum number of training blocks per text; sampled at random if more would fit."""
@@ -118,34 +113,35 @@ class DsparkConfig:
         return self.block_size - (not self.samples_from_anchor)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
-        """Build a configuration from a `config.json` in a folder; call it inside `config_errors`.
+    def from_stored(cls, stored: StoredHead, has_output: bool = False) -> Self:
+        """Build a configuration from that in a folder; call it inside `config_errors`.
 
         Raises:
             UnsupportedModelError: an unsupported kind of layer or Markov head.
         """
-        layers, is_dspark = config["transformer_layer_config"], config["speculators_model_type"] == "dspark"
-        markov = config.get("markov_head_type", "vanilla")
-        if config.get("markov_rank") and markov != "vanilla":
+        rank, markov = stored.number("markov_rank", least=0), stored.get("markov_head_type", "vanilla")
+        if rank and markov != "vanilla":
             raise UnsupportedModelError(
-                f"expected a Markov head of the type vanilla in {folder}, got {markov!r}; train one without the other's state"
+                f"expected a Markov head of the type vanilla in {stored.folder}, got {markov!r}; train one without the "
+                "other's state"
             )
+        layers = stored.layers
         if any(kind != "full_attention" for kind in layers.get("layer_types") or []):
             raise UnsupportedModelError(
-                f"expected layers that attend to the whole text in {folder}, got {layers['layer_types']}"
+                f"expected layers that attend to the whole text in {stored.folder}, got {layers['layer_types']}"
             )
-        has_confidence = is_dspark and get_bool(config, "enable_confidence_head", False)
+        has_confidence = stored.flag("has_confidence")
         return cls(
             layer=LayerConfig.from_config(layers),
             num_layers=whole_number(layers, "num_hidden_layers"),
-            hidden_layers=tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"]),
-            block_size=whole_number(config, "block_size"),
-            mask_token=whole_number(config, "mask_token_id", 0),
+            hidden_layers=tuple(int(layer) for layer in stored.get("hidden_layers", ())),
+            block_size=stored.number("block_size"),
+            mask_token=stored.number("mask_token", least=0),
             has_output=has_output,
-            samples_from_anchor=get_bool(config, "sample_from_anchor", is_dspark),
-            markov_rank=whole_number(config, "markov_rank", 0) if is_dspark else 0,
+            samples_from_anchor=stored.flag("samples_from_anchor"),
+            markov_rank=rank,
             has_confidence=has_confidence,
-            confidence_reads_markov=has_confidence and get_bool(config, "confidence_head_with_markov", False),
+            confidence_reads_markov=has_confidence and stored.flag("confidence_reads_markov"),
         )
 
 
@@ -169,7 +165,7 @@ class ConfidenceHead(nn.Module):
 def count_drafted(folder: Path) -> int:
     """Return the number of draft tokens per block of the head in a folder."""
     with config_errors(folder):
-        return DsparkConfig.from_config(read_config(folder), folder, has_output=False).num_drafted
+        return DsparkConfig.from_stored(StoredHead(folder, "dspark")).num_drafted
 
 
 class DsparkHead(Head):
@@ -253,23 +249,14 @@ class DsparkHead(Head):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Self:
-        config, tensors = read_config(folder), read_tensors(folder)
-        kind, has_output = config.get("speculators_model_type"), "lm_head.weight" in tensors
-        if kind not in KINDS:
-            raise UnsupportedModelError(
-                f"expected a drafter of the speculators_model_type {' or '.join(KINDS)} in {folder}, got {kind!r}"
-            )
+        stored = StoredHead(folder, "dspark")
+        tensors = stored.read_tensors()
         with config_errors(folder):
-            head_config = DsparkConfig.from_config(config, folder, has_output)
-            require_same("width", head_config.layer.width, target.width, folder)
-            require_layers(head_config.hidden_layers, target.num_layers, folder)
-            layer_config = config["transformer_layer_config"]
-            vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
-            if len(vocabulary) < target.vocab_size and not has_output:
-                raise missing_lm_head(folder)
-            head = cls(head_config, target, vocabulary)
-        # Some files contain a copy of the target's embeddings, which are frozen in training.
-        tensors.pop("embed_tokens.weight", None)
+            config = DsparkConfig.from_stored(stored, has_output="lm_head.weight" in tensors)
+            require_same("width", config.layer.width, target.width, folder)
+            require_layers(config.hidden_layers, target.num_layers, folder)
+            vocabulary = pop_vocabulary(tensors, stored, target)
+            head = cls(config, target, vocabulary)
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 

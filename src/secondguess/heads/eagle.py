@@ -4,19 +4,12 @@ EAGLE-3 (arXiv 2503.01840) fuses the target's hidden states of three depths and 
 over a reduced vocabulary. EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858; same weights) extrapolate
 the target's last hidden state and use its LM head.
 
-The EAGLE authors' two formats and that of the `speculators` library are read. EAGLE-3 is written
-in the `speculators` format, EAGLE-1 in its authors' format.
-
-| format | recognised by | decoder layer |
-|---|---|---|
-| EAGLE-1, 2 | none of the marks below | `layers.0.*` without `input_layernorm` |
-| EAGLE-3 | `draft_vocab_size` or `midlayer.*` | `midlayer.*` |
-| `speculators` | `speculators_model_type` | `layers.N.*` |
+EAGLE-3 is written in the `speculators` format, EAGLE-1 in its authors' format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
@@ -36,14 +29,20 @@ from secondguess.heads.feature import (
 from secondguess.heads.files import (
     CONFIG,
     config_errors,
-    find_tensors,
     load_into,
-    missing_lm_head,
     read_config,
-    read_tensors,
     require_layers,
     require_same,
+    whole_number,
     write_head,
+)
+from secondguess.heads.formats import (
+    EAGLE1,
+    StoredHead,
+    checkpoint_tensors,
+    layer_fields,
+    pop_vocabulary,
+    speculators_fields,
 )
 from secondguess.heads.layer import (
     AttentionFunction,
@@ -55,41 +54,27 @@ from secondguess.heads.layer import (
     run_layer,
     widen_attention,
 )
-from secondguess.heads.mtp import MtpHead, TensorNames
-from secondguess.heads.speculators import (
-    checkpoint_tensors,
-    layer_fields,
-    pop_vocabulary,
-    speculators_fields,
-)
+from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import HiddenStates
 
 FORMAT_VERSION = "0.9.0"
 """Version of the `speculators` format that is written."""
 
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _COPIES = "secondguess_target_weights"
 """Field of a written head: names of the tensors that are copies of the target's, for other readers."""
-FIRST_NORM = "layers.0.hidden_norm.weight"
-_EAGLE1_NAMES = TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."})
 
 
 def load_eagle(folder: Path, target: TargetModel) -> EagleHead | Eagle1Head:
     """Read an EAGLE head of any of the formats; see `Head.load`."""
-    config, tensors = read_config(folder), _read_tensors(folder)
-    head_class = EagleHead if _is_eagle3(config, tensors) else Eagle1Head
-    return head_class.from_tensors(config, tensors, folder, target)
+    stored = StoredHead(folder, "eagle")
+    head_class = Eagle1Head if stored.format.name == "eagle1" else EagleHead
+    return head_class.from_stored(stored, target)
 
 
 def holds_eagle3(folder: Path) -> bool:
     """Return whether the EAGLE head in a folder is one of EAGLE-3."""
-    return _is_eagle3(read_config(folder), find_tensors(folder) or read_tensors(folder))
-
-
-def _is_eagle3(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    is_marked = config.get("speculators_model_type") is not None or "draft_vocab_size" in config
-    return is_marked or any(name.replace("midlayer.", "layers.0.") == FIRST_NORM for name in names)
+    return StoredHead(folder, "eagle").format.name == "eagle3"
 
 
 @dataclass(frozen=True)
@@ -207,32 +192,26 @@ class EagleHead(FeatureHead):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> EagleHead:
-        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
+        return cls.from_stored(StoredHead(folder, "eagle"), target)
 
     @classmethod
-    def from_tensors(
-        cls, config: Mapping[str, Any], tensors: dict[str, Tensor], folder: Path, target: TargetModel
-    ) -> EagleHead:
-        """Build a head from a folder's configuration and its tensors by `speculators` name."""
+    def from_stored(cls, stored: StoredHead, target: TargetModel) -> EagleHead:
+        """Read the head in a folder."""
+        folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
-            kind = config.get("speculators_model_type")
-            if kind not in (None, "eagle3"):
-                raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
-            fields = config["transformer_layer_config"] if kind else config
-            vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
-            require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
-            _drop_target_weights(tensors, config, target)
-            head_config = EagleConfig(
-                layer=LayerConfig.from_config(fields),
-                hidden_layers=_hidden_layers(config, target.num_layers, folder),
-                num_layers=fields.get("num_hidden_layers", 1),
-                num_steps=_num_steps(config),
-                **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
-            )
-            if len(vocabulary) < target.vocab_size and "lm_head.weight" not in tensors:
-                raise missing_lm_head(folder)
+            vocabulary = pop_vocabulary(tensors, stored, target)
+            require_same("width", stored.get("target_width", target.width), target.width, folder)
+            _drop_target_weights(tensors, stored, target)
+            hidden_layers = tuple(stored.get("hidden_layers", default_layers(target.num_layers)))
+            require_layers(hidden_layers, target.num_layers, folder)
             head = cls(
-                head_config,
+                EagleConfig(
+                    layer=LayerConfig.from_config(stored.layers),
+                    hidden_layers=hidden_layers,
+                    num_layers=stored.layers.get("num_hidden_layers", 1),
+                    num_steps=int(stored.get("num_steps", DEFAULT_STEPS)),
+                    **{flag: bool(stored.get(flag)) for flag in _FLAGS},
+                ),
                 target,
                 vocabulary,
                 has_embeddings="embed_tokens.weight" in tensors,
@@ -256,7 +235,7 @@ class EagleHead(FeatureHead):
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "draft_vocab_size": len(self.vocabulary),
             "target_hidden_size": None,
-            _LAYER_IDS: list(self.hidden_layers),
+            "eagle_aux_hidden_state_layer_ids": list(self.hidden_layers),
             # All flags are written, because readers disagree on the defaults of missing ones.
             **{flag: getattr(self.config, flag) for flag in _FLAGS},
             "embed_requires_grad": False,
@@ -308,21 +287,17 @@ class Eagle1Head(MtpHead):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Eagle1Head:
-        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
+        return cls.from_stored(StoredHead(folder, "eagle"), target)
 
     @classmethod
-    def from_tensors(
-        cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, target: TargetModel
-    ) -> Eagle1Head:
-        """Build a head from a folder's configuration and tensors."""
-        tensors = {_EAGLE1_NAMES.in_module(name): tensor for name, tensor in tensors.items()}
-        # A copy of the target's embeddings, which these checkpoints contain.
-        tensors.pop("embed_tokens.weight", None)
+    def from_stored(cls, stored: StoredHead, target: TargetModel) -> Eagle1Head:
+        """Read the head in a folder; its copy of the target's embeddings is not used."""
+        folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
-            require_same("vocabulary", config["vocab_size"], target.vocab_size, folder)
-            layer = LayerConfig.from_config(config)
+            require_same("vocabulary", whole_number(stored.layers, "vocab_size"), target.vocab_size, folder)
+            layer = LayerConfig.from_config(stored.layers)
             head = cls(layer, target, has_bias="eh_proj.bias" in tensors)
-        load_into(head, tensors, folder, _EAGLE1_NAMES.in_file)
+        load_into(head, tensors, folder, EAGLE1.tensors.in_file)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
@@ -331,7 +306,7 @@ class Eagle1Head(MtpHead):
             "architectures": ["LlamaForCausalLM"],
             "bias": self.eh_proj.bias is not None,
         }
-        tensors = {_EAGLE1_NAMES.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        tensors = {EAGLE1.tensors.in_file(name): tensor for name, tensor in self.state_dict().items()}
         write_head(folder, config, tensors)
 
 
@@ -351,31 +326,6 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     last = num_layers - 1 if num_layers > 2 else num_layers
     first = min(1, max(last - 2, 0))
     return (first, (first + last) // 2, last)
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by `speculators` name.
-
-    Tensors that can be computed, and copies of the target's last norm and LM head, are left out.
-    """
-    left_out = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-    return {
-        name.replace("midlayer.", "layers.0."): tensor
-        for name, tensor in read_tensors(folder).items()
-        if not name.endswith(left_out)
-    }
-
-
-def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> tuple[int, ...]:
-    """Return the fused layers of a configuration, or the default ones.
-
-    Raises:
-        CheckpointError: a layer that the target lacks.
-    """
-    nested = config.get("eagle_config", {}).get(_LAYER_IDS)
-    layers = config.get(_LAYER_IDS) or nested or default_layers(num_layers)
-    require_layers(layers, num_layers, folder)
-    return tuple(layers)
 
 
 @torch.no_grad()
@@ -400,14 +350,15 @@ def _biased_columns(target: TargetModel) -> Tensor:
 
 
 @torch.no_grad()
-def _drop_target_weights(tensors: dict[str, Tensor], config: Mapping[str, Any], target: TargetModel) -> None:
+def _drop_target_weights(tensors: dict[str, Tensor], stored: StoredHead, target: TargetModel) -> None:
     """Drop embeddings and LM head that are copies of the target's, which are used instead.
 
     They are the largest part of a drafter head. Files that do not list the copies are compared with
     the target: files of earlier versions have the bias of its LM head added to every column.
     """
-    if _COPIES in config:
-        for name in config[_COPIES]:
+    copies = stored.get(_COPIES)
+    if copies is not None:
+        for name in copies:
             tensors.pop(name, None)
         return
     compared = {"embed_tokens.weight": _embeddings(target), "lm_head.weight": _biased_columns(target).T}
@@ -415,8 +366,3 @@ def _drop_target_weights(tensors: dict[str, Tensor], config: Mapping[str, Any], 
         own = tensors.get(name)
         if own is not None and own.shape == weight.shape and torch.equal(weight.cpu().to(own.dtype), own):
             del tensors[name]
-
-
-def _num_steps(config: Mapping[str, Any]) -> int:
-    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    return int(methods[0].get("speculative_tokens", DEFAULT_STEPS))

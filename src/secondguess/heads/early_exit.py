@@ -13,17 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.errors import CheckpointError
 from secondguess.heads.base import Head, TargetModel
-from secondguess.heads.files import (
-    config_errors,
-    load_into,
-    read_config,
-    read_tensors,
-    require_same,
-    whole_number,
-    write_head,
-)
+from secondguess.heads.files import config_errors, load_into, require_same, write_head
+from secondguess.heads.formats import StoredHead
 from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
 
@@ -71,20 +63,17 @@ class EarlyExitHead(Head):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> EarlyExitHead:
-        config = read_config(folder)
-        if config.get("model_type") != KIND:
-            raise CheckpointError(
-                f"expected an early-exit adapter ({KIND}) in {folder}, got {config.get('model_type')}"
-            )
+        stored = StoredHead(folder, "early-exit")
         with config_errors(folder):
+            width = stored.number("hidden_size")
+            require_same("width", width, target.width, folder)
             head = cls(
-                whole_number(config, "exit_layer"),
-                whole_number(config, "hidden_size"),
-                whole_number(config, "intermediate_size"),
-                float(config["rms_norm_eps"]),
+                stored.number("exit_layer"),
+                width,
+                stored.number("intermediate_size"),
+                float(stored.config["rms_norm_eps"]),
             )
-        require_same("width", config["hidden_size"], target.width, folder)
-        load_into(head, read_tensors(folder), folder)
+        load_into(head, stored.read_tensors(), folder)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

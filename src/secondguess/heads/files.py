@@ -8,9 +8,8 @@ results.
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,35 +17,22 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from secondguess.checkpoint.resolve import find_in_cache
 from secondguess.checkpoint.weight_files import (
     LFS_ADVICE,
     LFS_POINTER,
-    hash_weights,
     is_lfs_pointer,
     tensor_files,
-    weight_files,
 )
-from secondguess.errors import CheckpointError, MismatchWarning, UnsupportedModelError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.files import write_atomically
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
-PUBLISHED = {
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "eagle3": "eagle",
-    "dspark": "dspark",
-    "dflash": "dspark",
-    "secondguess-early-exit": "early-exit",
-    "secondguess-layer-skip": "layer-skip",
-}
-"""Drafter kind by the `speculators_model_type` or `model_type` of a published or trained drafter."""
 
 
 @dataclass(frozen=True)
@@ -85,66 +71,6 @@ def read_provenance(folder: Path) -> Provenance | None:
         return Provenance(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"expected a readable {PROVENANCE} in {folder}, got: {error}") from error
-
-
-def refuse_head(model: str) -> None:
-    """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
-
-    Args:
-        model: path of the folder, or name of a repository in the local Hugging Face cache.
-
-    Raises:
-        CheckpointError: the message has the name to write instead.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        found = find_in_cache(model)
-        folder = folder if found is None else found.parent
-    kind = _kind_of(folder)
-    if kind is not None:
-        raise CheckpointError(
-            f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
-            f"{kind}:{folder}"
-        )
-
-
-def _kind_of(folder: Path) -> str | None:
-    """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
-    with suppress(CheckpointError):
-        provenance, config = read_provenance(folder), read_config(folder)
-        if provenance is not None:
-            return None if provenance.kind in NAMED else provenance.kind
-        named = str(config.get("speculators_model_type") or config.get("model_type"))
-        if "medusa_num_heads" in config:
-            return "medusa"
-        # EAGLE in its authors' formats, with the configuration of a model: version 3, and version 1 of one layer
-        is_eagle = "draft_vocab_size" in config or (
-            config.get("num_hidden_layers") == 1 and "fc.weight" in find_tensors(folder)
-        )
-        return PUBLISHED.get(named, "eagle" if is_eagle else None)
-    return None
-
-
-def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str) -> None:
-    """Warn if a drafter was trained for other weights than the target's.
-
-    Such a drafter has a lower acceptance rate; the output stays correct. Call this after the
-    drafter was loaded, so that a drafter that does not fit raises its error first.
-
-    Args:
-        target_name, target_path: name and path of the target; without weight files at the
-            path nothing is compared.
-    """
-    provenance = read_provenance(folder)
-    if provenance is None or not target_path or not weight_files(Path(target_path)):
-        return
-    if provenance.fingerprint != hash_weights(Path(target_path)):
-        warnings.warn(
-            f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
-            "the output stays correct, but few drafts will be accepted; retrain it",
-            MismatchWarning,
-            stacklevel=2,
-        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -190,21 +116,6 @@ def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
     return value
 
 
-def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a boolean field; call it inside `config_errors`."""
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} of {value!r}, which should be true or false")
-    return value
-
-
-def missing_lm_head(folder: Path) -> CheckpointError:
-    """Return the error for a reduced draft vocabulary without an LM head for it."""
-    return CheckpointError(
-        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
-    )
-
-
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
     """Raise if a drafter was trained for a target of another size.
 
@@ -232,21 +143,18 @@ def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, on the CPU.
-
-    Reads `*.safetensors`; if there are none, `*.pt` and `*.bin` with `weights_only=True`.
+    """Return all tensors of a folder, on the CPU: of `*.safetensors`, or else of `*.pt` and `*.bin`.
 
     Raises:
         CheckpointError: no weight files, or unreadable ones.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
-    try:
-        tensors: dict[str, Tensor] = {}
-        for path in files or pickles:
-            tensors |= load_file(path) if files else torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError, EOFError, UnpicklingError) as error:
-        raise _unreadable(folder, files or pickles, error) from error
+    tensors = read_named_tensors(find_tensors(folder))
+    pickles = [] if tensors else sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    for path in pickles:
+        try:
+            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise _unreadable(folder, path, error) from error
     if not tensors:
         raise CheckpointError(f"expected weights (safetensors, .pt or .bin) in {folder}, got none")
     return tensors
@@ -265,15 +173,14 @@ def find_tensors(folder: Path) -> dict[str, Path]:
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
-            raise _unreadable(folder, [path], error) from error
+            raise _unreadable(folder, path, error) from error
     return files
 
 
-def _unreadable(folder: Path, files: Iterable[Path], error: Exception) -> CheckpointError:
-    """Return the error for weights of which some cannot be read."""
-    pointer = next(filter(is_lfs_pointer, files), None)
-    if pointer is not None:
-        reason = f"{pointer.name}, {LFS_POINTER}; {LFS_ADVICE}"
+def _unreadable(folder: Path, path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file of weights that cannot be read."""
+    if is_lfs_pointer(path):
+        reason = f"{path.name}, {LFS_POINTER}; {LFS_ADVICE}"
     else:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return CheckpointError(f"expected readable weights in {folder}, got: {reason}")

@@ -41,6 +41,7 @@ from secondguess.heads.files import (
     read_named_tensors,
     write_head,
 )
+from secondguess.heads.formats import TensorNames
 from secondguess.heads.layer import (
     GATED_TYPES,
     LATENT_TYPES,
@@ -179,21 +180,17 @@ class MtpHead(FeatureHead):
 
 
 @dataclass(frozen=True)
-class TensorNames:
-    """Tensor names of an `MtpHead` in the files of a model family.
+class ModuleNames(TensorNames):
+    """Tensor names of the MTP modules of a model family.
 
     Args:
-        parts: name prefixes in the file, mapped to those in the module.
-        prefix: prefix of all names in the file.
-        next_prefix: the same of a second module; empty if there is none.
+        next_prefix: prefix of the names of a second module; empty if there is none.
         state_first: whether the projection's input is `[state; embedding]`, not
             `[embedding; state]`.
         norm_output: as in `FeatureHead`.
         centred_norms: whether norm weights of layers with gates are stored as differences from 1.
     """
 
-    parts: Mapping[str, str]
-    prefix: str = ""
     next_prefix: str = ""
     state_first: bool = False
     norm_output: bool = False
@@ -204,23 +201,8 @@ class TensorNames:
         """Name of the projection weight, without the prefix; present in every module."""
         return self.in_file("eh_proj.weight").removeprefix(self.prefix)
 
-    def in_module(self, name: str) -> str:
-        """Return the name in the module for a name in the file."""
-        name = name.removeprefix(self.prefix)
-        for in_file, in_module in self.parts.items():
-            if name.startswith(in_file):
-                return in_module + name.removeprefix(in_file)
-        return name
 
-    def in_file(self, name: str) -> str:
-        """Return the name in the file for a name in the module; inverse of `in_module`."""
-        for in_file, in_module in self.parts.items():
-            if name.startswith(in_module):
-                return self.prefix + in_file + name.removeprefix(in_module)
-        return self.prefix + name
-
-
-_DEEPSEEK = TensorNames(
+_DEEPSEEK = ModuleNames(
     {
         "enorm.": "enorm.",
         "hnorm.": "hnorm.",
@@ -231,7 +213,7 @@ _DEEPSEEK = TensorNames(
         "": "layer.",
     }
 )
-_QWEN = TensorNames(
+_QWEN = ModuleNames(
     {
         "pre_fc_norm_embedding.": "enorm.",
         "pre_fc_norm_hidden.": "hnorm.",
@@ -243,7 +225,7 @@ _QWEN = TensorNames(
     norm_output=True,
     centred_norms=True,
 )
-_MIMO = TensorNames(
+_MIMO = ModuleNames(
     {
         "token_layernorm.": "enorm.",
         "hidden_layernorm.": "hnorm.",
@@ -258,7 +240,7 @@ _MIMO = TensorNames(
 )
 
 
-def family_names(num_layers: int) -> tuple[TensorNames, ...]:
+def family_names(num_layers: int) -> tuple[ModuleNames, ...]:
     """Return the tensor names of all families, for a target of `num_layers` layers."""
     prefixes = [f"model.layers.{num_layers + index}." for index in range(2)]
     return replace(_DEEPSEEK, prefix=prefixes[0], next_prefix=prefixes[1]), _QWEN, _MIMO
@@ -276,7 +258,7 @@ class StoredModule(NamedTuple):
     """
 
     config: Mapping[str, Any]
-    names: TensorNames
+    names: ModuleNames
     files: Mapping[str, Path]
     layer: LayerConfig
     has_others: bool
@@ -347,7 +329,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner
 
 
-def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | None:
+def _find_names(files: Mapping[str, Path], num_layers: int) -> ModuleNames | None:
     families = family_names(num_layers)
     return next((names for names in families if names.prefix + names.projection in files), None)
 

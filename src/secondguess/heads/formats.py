@@ -1,0 +1,353 @@
+"""Formats in which heads are published: a table of the names of their fields and tensors, its reader and writer.
+
+A new format is a row of `FORMATS`. A head reads fields of `config.json` under the names of this
+package, and its tensors under the names of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.files import (
+    CONFIG,
+    find_tensors,
+    read_config,
+    read_tensors,
+    require_same,
+    whole_number,
+)
+from secondguess.heads.layer import LayerConfig
+from secondguess.names import check_range
+
+ANY = object()
+"""Mark for a field that has any value."""
+SPECULATORS = "speculators_model_type"
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of the tensors of a head in files.
+
+    Args:
+        parts: name prefixes in the file, mapped to those in the module.
+        prefix: prefix of all names in the file.
+    """
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def in_module(self, name: str) -> str:
+        """Return the name in the module for a name in the file."""
+        name = name.removeprefix(self.prefix)
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_file):
+                return in_module + name.removeprefix(in_file)
+        return name
+
+    def in_file(self, name: str) -> str:
+        """Return the name in the file for a name in the module; inverse of `in_module`."""
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_module):
+                return self.prefix + in_file + name.removeprefix(in_module)
+        return self.prefix + name
+
+
+@dataclass(frozen=True)
+class Format:
+    """Format of a published head.
+
+    Args:
+        kind: kind of drafter that uses the head.
+        name: name of the format; rows of one format differ in their marks.
+        marks: fields of `config.json` that mark the format, and their values or `ANY`.
+        mark: name of a tensor that marks the format too; empty for none.
+        layers: field that describes the decoder layers; empty if `config.json` itself does.
+        fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
+            into nested fields. A field that is not listed is spelled as here.
+        defaults: values of absent fields, where formats differ.
+        tensors: names of the tensors.
+        left_out: endings of the names of tensors that are not read: copies of the target's, and those
+            that can be computed.
+    """
+
+    kind: str
+    name: str
+    marks: Mapping[str, object]
+    mark: str = ""
+    layers: str = ""
+    fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    tensors: TensorNames = TensorNames()
+    left_out: tuple[str, ...] = ()
+
+    def matches(self, config: Mapping[str, Any], has_tensor: Callable[[str], bool]) -> bool:
+        """Return whether a folder with this `config.json` is marked as of this format."""
+        found = {
+            name: ANY if value is ANY and name in config else config.get(name)
+            for name, value in self.marks.items()
+        }
+        return found == self.marks and (not self.mark or has_tensor(self.mark))
+
+
+_COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_EAGLE3 = Format(
+    "eagle",
+    "eagle3",
+    {"draft_vocab_size": ANY},
+    fields={
+        "hidden_layers": (_EAGLE_LAYERS, f"eagle_config.{_EAGLE_LAYERS}"),
+        "num_steps": ("speculators_config.proposal_methods.0.speculative_tokens",),
+        "target_width": ("target_hidden_size",),
+    },
+    tensors=TensorNames({"midlayer.": "layers.0."}),
+    left_out=_COPIES,
+)
+_DSPARK = Format(
+    "dspark",
+    "dspark",
+    {SPECULATORS: "dspark"},
+    layers="transformer_layer_config",
+    fields={
+        "hidden_layers": ("aux_hidden_state_layer_ids",),
+        "mask_token": ("mask_token_id",),
+        "samples_from_anchor": ("sample_from_anchor",),
+        "has_confidence": ("enable_confidence_head",),
+        "confidence_reads_markov": ("confidence_head_with_markov",),
+    },
+    defaults={"samples_from_anchor": True},
+    left_out=("embed_tokens.weight",),
+)
+_DFLASH = replace(
+    _DSPARK,
+    name="dflash",
+    marks={SPECULATORS: "dflash"},
+    defaults={"samples_from_anchor": False, "markov_rank": 0},
+)
+EAGLE1 = Format(
+    "eagle",
+    "eagle1",
+    {"num_hidden_layers": 1},
+    mark="fc.weight",
+    tensors=TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."}),
+    left_out=(*_COPIES, "embed_tokens.weight"),
+)
+FORMATS = (
+    Format(
+        "medusa",
+        "original",
+        {"medusa_num_heads": ANY},
+        fields={"num_heads": ("medusa_num_heads",), "num_layers": ("medusa_num_layers",)},
+    ),
+    Format(
+        "medusa",
+        "vllm",
+        {"model_type": "medusa"},
+        fields={
+            "num_layers": ("num_hidden_layers",),
+            "has_bias": ("medusa_fc_bias",),
+            "shares_output": ("original_lm_head",),
+            "draft_vocab_size": ("truncated_vocab_size",),
+        },
+        tensors=TensorNames({"medusa_heads.": ""}),
+    ),
+    _DSPARK,
+    _DFLASH,
+    replace(_EAGLE3, marks={SPECULATORS: "eagle3"}, layers="transformer_layer_config"),
+    _EAGLE3,
+    replace(_EAGLE3, marks={}, mark="midlayer.hidden_norm.weight"),
+    replace(_EAGLE3, marks={}, mark="layers.0.hidden_norm.weight"),
+    EAGLE1,
+    replace(EAGLE1, marks={"model_type": "eagle"}, mark=""),
+    Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
+    Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
+)
+"""Formats that are read; the first one that matches is used."""
+UNMARKED = {"eagle": EAGLE1}
+"""Format of folders without marks, by the kind of drafter that the user has named."""
+
+
+class StoredHead:
+    """Head in a folder, in one of the formats.
+
+    Args:
+        folder: of the head.
+        kind: kind of drafter that it should be.
+
+    Raises:
+        CheckpointError: it is of no format of this kind, or its files cannot be read.
+        UnsupportedModelError: another kind of head of `speculators`.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.config = folder, read_config(folder)
+        found = find_format(self.config, lambda name: name in self._tensor_names, kind) or UNMARKED.get(kind)
+        published = self.config.get(SPECULATORS)
+        readable = [
+            row.marks[SPECULATORS] for row in FORMATS if row.kind == kind and SPECULATORS in row.marks
+        ]
+        if readable and (found is None or published not in (None, *readable)):
+            raise UnsupportedModelError(
+                f"expected a drafter of the {SPECULATORS} {' or '.join(map(str, readable))} in {folder}, got {published!r}"
+            )
+        if found is None:
+            marks = " or ".join(
+                name if value is ANY else f"the {name} {value}"
+                for row in FORMATS
+                if row.kind == kind
+                for name, value in row.marks.items()
+            )
+            raise CheckpointError(
+                f"expected the {CONFIG} of a drafter of the kind {kind} in {folder} ({marks}), got the model_type "
+                f"{self.config.get('model_type')!r}"
+            )
+        self.format = found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of `config.json`; None, or the default, if it is absent or null."""
+        for spelling in self._spellings(name):
+            value: Any = self.config
+            for key in spelling.split("."):
+                value = _child(value, key)
+            if value is not None:
+                return value
+        return self.format.defaults.get(name, default)
+
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer field of at least `least`; call it inside `config_errors`."""
+        value, spelling = self.get(name, default), self._spellings(name)[0]
+        return whole_number({} if value is None else {spelling: value}, spelling, least)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field; call it inside `config_errors`."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self._spellings(name)[0]} of {value!r}, which should be true or false")
+        return value
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """Description of the decoder layers; read it inside `config_errors`."""
+        described: Mapping[str, Any] = self.config[self.format.layers] if self.format.layers else self.config
+        return described
+
+    def read_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name in the module."""
+        return {
+            self.format.tensors.in_module(name): tensor
+            for name, tensor in self._tensors.items()
+            if not name.endswith(self.format.left_out)
+        }
+
+    def _spellings(self, name: str) -> Sequence[str]:
+        return self.format.fields.get(name, (name,))
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.folder)
+
+    @cached_property
+    def _tensor_names(self) -> set[str]:
+        return set(find_tensors(self.folder) or self._tensors)
+
+
+def find_format(
+    config: Mapping[str, Any], has_tensor: Callable[[str], bool], kind: str | None = None
+) -> Format | None:
+    """Return the format of a head, of one kind or of any; None if there is no mark of one."""
+    rows = (row for row in FORMATS if kind in (None, row.kind))
+    return next((row for row in rows if row.matches(config, has_tensor)), None)
+
+
+def _child(value: Any, key: str) -> Any:
+    """Return a field of an object, or an entry of a list; None if there is none."""
+    if isinstance(value, list):
+        return value[int(key)] if key.isdecimal() and int(key) < len(value) else None
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: TargetModel) -> DraftVocabulary:
+    """Return the vocabulary of a head, and remove its maps from the tensors; call it inside `config_errors`.
+
+    `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target tokens in
+    the draft vocabulary.
+
+    Raises:
+        CheckpointError: another vocabulary than the target's, or maps that are missing or do not
+            describe one set of tokens.
+    """
+    folder, vocab_size = stored.folder, whole_number(stored.layers, "vocab_size")
+    require_same("vocabulary", vocab_size, target.vocab_size, folder)
+    size = stored.number("draft_vocab_size", vocab_size)
+    check_range("the draft vocabulary", size, 1, vocab_size)
+    offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if size == vocab_size:
+        return DraftVocabulary(vocab_size)  # some checkpoints contain maps nevertheless
+    if offsets is None or marks is None:
+        raise CheckpointError(
+            f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, "
+            f"got no {'d2t' if offsets is None else 't2d'}"
+        )
+    token_ids = offsets.long() + torch.arange(len(offsets))
+    marked = marks.bool().nonzero()[:, 0]
+    if len(token_ids) != size or len(marks) != vocab_size or not torch.equal(token_ids, marked):
+        raise CheckpointError(
+            f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
+            f"the same {size} tokens of {vocab_size}, got an inconsistent map"
+        )
+    if "lm_head.weight" not in tensors:
+        raise missing_lm_head(folder)
+    return DraftVocabulary(vocab_size, token_ids)
+
+
+def missing_lm_head(folder: Path) -> CheckpointError:
+    """Return the error for a reduced draft vocabulary without an LM head for it."""
+    return CheckpointError(
+        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
+    )
+
+
+def speculators_fields(
+    kind: str, num_tokens: int, target: str, architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of `speculators` that name the kind of head, its draft length and its target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        SPECULATORS: kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
+        },
+    }
+
+
+def layer_fields(layer: LayerConfig, vocab_size: int, num_layers: int) -> dict[str, Any]:
+    """Return the configuration of a stack of decoder layers."""
+    return {**layer.to_config(), "vocab_size": vocab_size, "num_hidden_layers": num_layers}
+
+
+def checkpoint_tensors(head: nn.Module, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
+    """Return the tensors of a head with its vocabulary as `d2t` and `t2d`, if it is not whole."""
+    tensors: dict[str, Tensor] = head.state_dict()
+    token_ids = tensors.pop("vocabulary.token_ids", None)
+    if token_ids is None:
+        return tensors
+    token_ids = token_ids.cpu()
+    marks = torch.zeros(vocabulary.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+    return {**tensors, "d2t": token_ids - torch.arange(len(token_ids)), "t2d": marks}
