@@ -54,14 +54,13 @@ from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
 from secondguess.heads.formats import checkpoint_tensors
 from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
-from secondguess.heads.runtime import FeatureRuntime
+from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree

@@ -14,7 +14,6 @@ from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
@@ -31,7 +30,7 @@ from secondguess.heads.native import (
     medusa_logits,
 )
 from secondguess.heads.packed import PackedHead
-from secondguess.heads.runtime import FeatureRuntime
+from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.core import Row
 from secondguess.heads.base import TargetModel
-from secondguess.heads.blocks import Block, BlockRuntime
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
@@ -28,7 +28,7 @@ from secondguess.heads.packed import (
     PackedMedusaHead,
     release_matrices,
 )
-from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
+from secondguess.heads.runtime import FEATURE_KEY, Block, BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
 from secondguess.runtime.base import (
     ChainDecision,
@@ -52,6 +52,7 @@ from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 
+ComputationT = TypeVar("ComputationT")
 MedusaLogits = Callable[[Tensor, int], Tensor]
 """Logits `[..., vocab]` of target states `[..., width]` at a depth, as `MedusaHead.logits`."""
 
@@ -59,9 +60,7 @@ MedusaLogits = Callable[[Tensor, int], Tensor]
 def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
     """Return the fastest runtime of an EAGLE head or an MTP module that reproduces its logits.
 
-    Args:
-        head: in evaluation mode, on the target's device and in its dtype; not to be used afterwards.
-        target: target whose hidden states the head reads.
+    The head is in evaluation mode, on the target's device and in its dtype; it is not to be used afterwards.
     """
     plain = FeatureRuntime(head, target.context_length, target.device)
     if not isinstance(target, NativeRuntime) or not head.layer_config.is_like_llama:
@@ -69,65 +68,51 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
     native = NativeFeatureRuntime(head, target.decoder, target.context_length)
     tokens, dtype = _probe_tokens(head.target), head.target.dtype
     features = _probe_states(*tokens.shape, head.layer_config.width)
-    with torch.inference_mode():
-        expected = plain.probe_with_features(tokens, features.to(dtype)).logits
-        found = native.probe_with_features(tokens, features).logits
-    if not _reproduces("drafter head", found, expected, target, owns_head=head.lm_head is not None):
-        return plain
-    release_matrices(head)
-    return native
+
+    def logits(runtime: FeatureRuntime) -> Tensor:
+        read = features if runtime is native else features.to(dtype)
+        return runtime.probe_with_features(tokens, read).logits
+
+    has_own = head.lm_head is not None
+    return _faster("drafter head", plain, native, logits, head, target, has_own_lm_head=has_own)
 
 
 def block_runtime(head: DsparkHead, target: Runtime) -> BlockRuntime:
-    """Return the fastest runtime of a block drafter that reproduces its logits.
-
-    Args:
-        head, target: as in `feature_runtime`.
-    """
+    """Return the fastest runtime of a block drafter that reproduces its logits; see `feature_runtime`."""
     plain = BlockRuntime(head, target.device)
     if not isinstance(target, NativeRuntime):
         return plain
     native = NativeBlockRuntime(head, target.decoder, target.context_length)
     tokens, width = _probe_tokens(head.target), head.config.layer.width
     states = {layer: _probe_states(*tokens.shape, width) for layer in head.hidden_layers}
-    with torch.inference_mode():
-        expected, found = (_probe_block(each, tokens, states, head) for each in (plain, native))
-    if not _reproduces("block drafter", found, expected, target, owns_head=head.config.has_output):
-        return plain
-    release_matrices(head)
-    return native
+    logits = partial(_probe_block, tokens=tokens, states=states, head=head)
+    has_own = head.config.has_output
+    return _faster("block drafter", plain, native, logits, head, target, has_own_lm_head=has_own)
 
 
 def medusa_logits(head: MedusaHead, target: Runtime) -> MedusaLogits:
-    """Return the fastest computation of the logits of Medusa heads that reproduces them.
-
-    Args:
-        head, target: as in `feature_runtime`.
-    """
+    """Return the fastest computation of the logits of Medusa heads that reproduces them; see `feature_runtime`."""
     if not isinstance(target, NativeRuntime):
         return head.logits
-    forwards = [KernelForward(each, 0) for each in PackedMedusaHead(head, target.decoder).depths()]
+    forwards = [KernelForward(decoder, 0) for decoder in PackedMedusaHead(head, target.decoder).depths()]
     vocabulary = head.vocabulary
 
     def native(states: Tensor, depth: int) -> Tensor:
         return vocabulary.to_target(forwards[depth].unembed(states, is_normalised=False))
 
-    states, depths = _probe_states(PROBE_WIDTH, head.target.width), range(head.config.num_heads)
-    with torch.inference_mode():
-        expected = torch.cat([head.logits(states.to(head.target.dtype), depth) for depth in depths])
-        found = torch.cat([native(states, depth) for depth in depths])
-    if not _reproduces("Medusa heads", found, expected, target, owns_head=bool(head.lm_heads)):
-        return head.logits
-    release_matrices(head)
-    return native
+    states = _probe_states(PROBE_WIDTH, head.target.width)
+
+    def probe(logits: MedusaLogits) -> Tensor:
+        return torch.cat([logits(states, depth) for depth in range(head.config.num_heads)])
+
+    has_own = bool(head.lm_heads)
+    return _faster("Medusa heads", head.logits, native, probe, head, target, has_own_lm_head=has_own)
 
 
 def exit_logits(head: EarlyExitHead | None, target: Runtime) -> Callable[[Tensor], Tensor]:
-    """Return the fastest computation of an early exit's logits that reproduces them.
+    """Return the fastest computation of an early exit's logits that reproduces them; see `feature_runtime`.
 
-    Args:
-        head: the adapter, as in `feature_runtime`; None for the target's last norm.
-        target: target whose layers run before the exit.
+    Without a head, the states go through the target's last norm.
     """
     shared = target.embedding_and_head()
     finish = shared.normalise if head is None else head
@@ -138,24 +123,32 @@ def exit_logits(head: EarlyExitHead | None, target: Runtime) -> Callable[[Tensor
     if not isinstance(target, NativeRuntime):
         return plain
     forward = KernelForward(PackedExit(head, target.decoder), 0)
-    native = partial(forward.unembed, is_normalised=False)
+    native: Callable[[Tensor], Tensor] = partial(forward.unembed, is_normalised=False)
     states = _probe_states(PROBE_WIDTH, shared.width)
+    return _faster("early exit", plain, native, lambda logits: logits(states), head, target)
+
+
+def _faster(
+    name: str,
+    plain: ComputationT,
+    native: ComputationT,
+    probe: Callable[[ComputationT], Tensor],
+    head: nn.Module | None,
+    target: NativeRuntime,
+    *,
+    has_own_lm_head: bool = False,
+) -> ComputationT:
+    """Return the kernels' computation, if its probed logits are those of the module within rounding; else the module's."""
+    weight_format = BFLOAT16 if has_own_lm_head else target.decoder.weight_format.head_format
     with torch.inference_mode():
-        expected, found = plain(states), native(states)
-    if not _reproduces("early exit", found, expected, target, owns_head=False):
+        expected, found = probe(plain), probe(native)
+    covered = expected.isfinite()  # the draft vocabulary
+    tolerance = PROBE_TOLERANCE[weight_format]
+    if not probe_passes(f"native ({name})", found[covered], expected[covered], tolerance):
         return plain
     if head is not None:
         release_matrices(head)
     return native
-
-
-def _reproduces(
-    name: str, found: Tensor, expected: Tensor, target: NativeRuntime, *, owns_head: bool
-) -> bool:
-    """Return whether the kernels' logits equal the module's within rounding, if there are any."""
-    weight_format = BFLOAT16 if owns_head else target.decoder.weight_format.head_format
-    covered = expected.isfinite()  # the draft vocabulary
-    return probe_passes(f"native ({name})", found[covered], expected[covered], PROBE_TOLERANCE[weight_format])
 
 
 def _probe_tokens(target: TargetModel) -> Tensor:
@@ -166,7 +159,7 @@ def _probe_states(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, head: DsparkHead) -> Tensor:
+def _probe_block(runtime: BlockRuntime, *, tokens: Tensor, states: HiddenStates, head: DsparkHead) -> Tensor:
     """Return the logits of blocks after two texts of different lengths."""
     lengths = (tokens.shape[1], tokens.shape[1] // 2)
     rows = [
@@ -188,10 +181,7 @@ def _probe_block(runtime: BlockRuntime, tokens: Tensor, states: HiddenStates, he
 class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
     """Feature runtime over the compiled kernels; features are kept in bfloat16.
 
-    Args:
-        head: drafter head.
-        target: packed target, with which it shares embeddings and LM head.
-        context_length: as in `FeatureRuntime`.
+    It shares the embeddings and the LM head of the packed target.
     """
 
     def __init__(self, head: FeatureHead, target: NativeDecoder, context_length: int) -> None:
@@ -228,12 +218,7 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
 
 
 class NativeBlockRuntime(BlockRuntime):
-    """Block runtime over the compiled kernels.
-
-    Args:
-        head, target: as in `NativeFeatureRuntime`.
-        context_length: largest number of positions of the target.
-    """
+    """Block runtime over the compiled kernels; see `NativeFeatureRuntime`."""
 
     def __init__(self, head: DsparkHead, target: NativeDecoder, context_length: int) -> None:
         super().__init__(head, target.embedding.device)
@@ -254,13 +239,13 @@ class NativeBlockRuntime(BlockRuntime):
         )
         features = self._fusion(joined)
         counts = [len(hidden[self.hidden_layers[0]]) for hidden in received]
-        starts, num_keys = self.place_new(rows, max(counts))
+        starts, num_keys = self._place_new(rows, max(counts))
         self._forward.write_caches(self.cache, features, counts, kernel_step(starts, num_keys), self._layers)
-        self.advance(rows, counts)
+        self._advance(rows, counts)
 
     def run(self, rows: Sequence[Row], longest: int) -> Block:
         size, last = self.config.block_size, len(self._layers)
-        starts, num_keys = self.place(rows, size)
+        starts, num_keys = self._place(rows, size)
         tokens = torch.full((len(rows), size), self.config.mask_token)
         tokens[:, 0] = torch.tensor([row.pending for row in rows])
         first = size - self.config.num_drafted
