@@ -30,7 +30,8 @@ from secondguess import SamplingParams
 from secondguess.api import LLM, Generation, load
 from secondguess.builtin import head_path
 from secondguess.checkpoint.resolve import find_checkpoint
-from secondguess.drafters.mirroring import MirroringDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.engine.prefill_budget import MAX_DELAY
 from secondguess.runtime.base import Runtime
 
@@ -168,7 +169,7 @@ def measure_arrival(llm: LLM, late: list[int], short: list[int]) -> dict[str, An
 def measure_shared_prefix(llm: LLM, first: list[int], second: list[int]) -> dict[str, Any]:
     """Return the prefilled tokens and the time of a prompt after another one that begins alike."""
     runtimes: dict[str, Runtime] = {"target": llm.target.runtime}
-    if isinstance(llm.drafter, MirroringDrafter):
+    if isinstance(llm.drafter, TokenDrafter | FeatureDrafter):
         runtimes["drafter"] = llm.drafter.runtime
     results: dict[str, Any] = {}
     texts = []

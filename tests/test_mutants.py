@@ -46,8 +46,9 @@ from secondguess.decode import Components, decode
 from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
-from secondguess.drafters.mirroring import FeatureDrafter, TokenDrafter
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
