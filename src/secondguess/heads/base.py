@@ -18,13 +18,7 @@ from secondguess.runtime.base import EmbeddingAndHead, Runtime
 
 @dataclass(frozen=True)
 class TargetModel(EmbeddingAndHead):
-    """Parts and sizes of the target that heads use.
-
-    Args:
-        vocab_size: width of the target's logits.
-        num_layers: number of layers of the target.
-        device: device of the target.
-    """
+    """Parts and sizes of the target that heads use; `vocab_size` is the width of its logits."""
 
     vocab_size: int
     num_layers: int
@@ -32,14 +26,7 @@ class TargetModel(EmbeddingAndHead):
 
     @classmethod
     def from_runtime(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
-        """Return the parts of a runtime's model.
-
-        Args:
-            shared: replaces the runtime's own embeddings and LM head, as for training.
-
-        Raises:
-            UnsupportedModelError: a runtime that cannot share its embeddings.
-        """
+        """Return the parts of a runtime's model; `shared` replaces its embeddings and LM head, as for training."""
         parts = vars(shared or runtime.embedding_and_head())
         return cls(
             **parts, vocab_size=runtime.vocab_size, num_layers=runtime.num_layers, device=runtime.device
@@ -47,15 +34,7 @@ class TargetModel(EmbeddingAndHead):
 
 
 class DraftVocabulary(nn.Module):
-    """Tokens that a head can draft: the target's vocabulary, or some of its tokens.
-
-    Args:
-        vocab_size: vocabulary size of the target.
-        token_ids: `[draft_vocab]`, different target token ids; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: ids that repeat or are not in the target's vocabulary.
-    """
+    """Tokens that a head can draft: the target's vocabulary, or those of different ids `token_ids` `[draft_vocab]`."""
 
     token_ids: Tensor | None
 
@@ -73,12 +52,9 @@ class DraftVocabulary(nn.Module):
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int) -> Self:
-        """Return the vocabulary of the `size` most frequent tokens, in ascending order of their ids.
+        """Return the vocabulary of the `size` most frequent tokens, by frequencies `[vocab]`, in ascending order of ids.
 
-        Ties are broken in favour of smaller ids. `counts` `[vocab]` holds the frequencies.
-
-        Raises:
-            BadInputError: `size` is not between 1 and the vocabulary size.
+        Ties are broken in favour of smaller ids.
         """
         if not 1 <= size <= len(counts):
             raise BadInputError(f"expected a draft vocabulary of 1 to {len(counts)} tokens, got {size}")
@@ -119,13 +95,7 @@ class Head(TrainableHead):
     @classmethod
     @abstractmethod
     def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
-        """Build an untrained head with weights that depend on the seed alone.
-
-        Subclasses accept further sizes as keywords.
-
-        Raises:
-            BadInputError: a size out of range.
-        """
+        """Build an untrained head with weights that depend on the seed alone; subclasses accept further sizes."""
 
     @classmethod
     @abstractmethod

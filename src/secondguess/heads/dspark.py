@@ -65,36 +65,18 @@ NUM_ANCHORS = 64
 
 @dataclass(frozen=True)
 class DsparkConfig:
-    """Sizes and options of a block drafter.
-
-    Args:
-        layer: configuration of its decoder layers; its width is the target's.
-        num_layers: number of decoder layers.
-        hidden_layers: target layers whose hidden states are fused.
-        block_size: number of positions in a block.
-        mask_token: token whose embedding is the input at positions to be predicted.
-        has_output: whether it has an output matrix of its own; if not, it uses the target's.
-        samples_from_anchor: whether the position of the pending token predicts the next token; if
-            not (DFlash), the first mask position does.
-        markov_rank: rank of the Markov head, the logit bias by the preceding token; 0 for none.
-        has_confidence: whether a confidence head predicts acceptance probabilities.
-        confidence_reads_markov: whether the confidence head also reads the Markov embedding of the
-            preceding token.
-
-    Raises:
-        BadInputError: a number out of range, or options that exclude each other.
-    """
+    """Sizes and options of a block drafter."""
 
     layer: LayerConfig
     num_layers: int
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # target layers whose states are fused
     block_size: int
-    mask_token: int = 0
-    has_output: bool = False
-    samples_from_anchor: bool = True
-    markov_rank: int = 0
-    has_confidence: bool = False
-    confidence_reads_markov: bool = False
+    mask_token: int = 0  # whose embedding is the input at positions to be predicted
+    has_output: bool = False  # an output matrix of its own instead of the target's
+    samples_from_anchor: bool = True  # the pending token predicts the next; in DFlash the first mask position
+    markov_rank: int = 0  # of the Markov head, the logit bias by the preceding token; 0 for none
+    has_confidence: bool = False  # a confidence head predicts acceptance probabilities
+    confidence_reads_markov: bool = False  # that head also reads the preceding token's Markov embedding
 
     def __post_init__(self) -> None:
         check_range("layers of a block drafter", self.num_layers, 1, 64)
@@ -114,11 +96,7 @@ class DsparkConfig:
 
     @classmethod
     def from_stored(cls, stored: StoredHead, has_output: bool = False) -> Self:
-        """Build a configuration from that in a folder; call it inside `config_errors`.
-
-        Raises:
-            UnsupportedModelError: an unsupported kind of layer or Markov head.
-        """
+        """Build a configuration from that in a folder; call it inside `config_errors`."""
         rank, markov = stored.number("markov_rank", least=0), stored.get("markov_head_type", "vanilla")
         if rank and markov != "vanilla":
             raise UnsupportedModelError(
@@ -169,16 +147,7 @@ def count_drafted(folder: Path) -> int:
 
 
 class DsparkHead(Head):
-    """DSpark or DFlash drafter head for one target.
-
-    Args:
-        config: sizes and options.
-        target: target model; its LM head is used if the drafter head has none.
-        vocabulary: tokens that it drafts; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: a mask token that the target lacks.
-    """
+    """DSpark or DFlash drafter head for one target, whose LM head it uses if it has none of its own."""
 
     def __init__(
         self, config: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
@@ -215,10 +184,7 @@ class DsparkHead(Head):
         """Build an untrained drafter head with Qwen3 layers, a Markov and a confidence head.
 
         It uses the target's output matrix; its last norm starts with the weights of the target's.
-
-        Args:
-            hidden_layers: as in `DsparkConfig`; empty for four layers, evenly spread.
-            block_size, markov_rank, num_layers, mask_token: as in `DsparkConfig`.
+        By default it reads four layers, evenly spread.
         """
         signs = torch.ones(target.width, dtype=target.dtype, device=target.device)
         signs[1::2] = -1
@@ -290,29 +256,15 @@ class DsparkHead(Head):
         return fused
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values of the features, to be attended to by draft blocks.
-
-        Args:
-            features: `[row, position, width]`.
-            positions: `[row or 1, position]`, text positions of the features.
-
-        Returns:
-            Keys and values `[row, kv_head, position, size]` per layer.
-        """
+        """Return each layer's keys and values of features at text positions, to be attended to by draft blocks."""
         cos_sin = self.rotary(positions, features.dtype)
         return [keys_values(layer, features, cos_sin) for layer in self.layers]
 
     def run_backbone(self, anchors: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
-        """Run the backbone on draft blocks.
+        """Run the backbone on draft blocks; return normalised states `[row, block, draft token, width]`.
 
-        Args:
-            anchors: `[row, block]`, the pending token of each block.
-            positions: `[row, block]`, text positions of these tokens.
-            attend: attention of the positions of all blocks, concatenated, to the preceding text
-                and to their own block.
-
-        Returns:
-            Normalised hidden states `[row, block, draft token, width]`.
+        The pending tokens `anchors` `[row, block]` are at text positions `positions`. `attend` is the
+        attention of the positions of all blocks, joined, to the preceding text and to their own block.
         """
         size = self.config.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
@@ -340,13 +292,9 @@ class DsparkHead(Head):
         return biased
 
     def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits `[...]` of the acceptance probabilities of draft tokens.
+        """Return the logits `[...]` of the acceptance probabilities of draft tokens, from the confidence head.
 
-        Requires a confidence head.
-
-        Args:
-            outputs: `[..., width]`, outputs of `run_backbone`.
-            previous: `[...]`, the token before each draft token.
+        They depend on outputs `[..., width]` of `run_backbone` and on the tokens before each draft token.
         """
         if self.config.confidence_reads_markov:
             outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), -1)
@@ -393,11 +341,7 @@ class DsparkHead(Head):
         )
 
     def _run_backbone_at(self, training_batch: TrainingBatch, anchors: Tensor) -> Tensor:
-        """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.
-
-        Returns:
-            Hidden states `[row, block, draft token, width]`.
-        """
+        """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts."""
         num_rows, length = training_batch.tokens.shape
         positions = torch.arange(length, device=anchors.device)
         context = self.context(self.features(training_batch.hidden), positions[None])

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +44,8 @@ from secondguess.heads.formats import (
     speculators_fields,
 )
 from secondguess.heads.layer import (
-    AttentionFunction,
-    CosSin,
     LayerConfig,
-    add_mlp,
     make_layers,
-    run_attention,
-    run_layer,
     widen_attention,
 )
 from secondguess.heads.mtp import MtpHead
@@ -79,29 +73,14 @@ def holds_eagle3(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Sizes and options of an EAGLE-3 drafter head.
-
-    Args:
-        layer: configuration of its decoder layers.
-        hidden_layers: target layers whose hidden states are fused, numbered as in
-            `output_hidden_states`.
-        num_layers: number of decoder layers; the first one reads the embeddings.
-        norm_before_residual: whether the residual connection of the first attention carries the
-            normalised feature, not the feature itself.
-        norm_before_fc: whether one norm over the concatenated target states precedes the fusion.
-        fc_norm: whether each target state has its own norm before the fusion instead.
-        norm_output, num_steps: as in `FeatureHead`.
-
-    Raises:
-        BadInputError: both `norm_before_fc` and `fc_norm`.
-    """
+    """Sizes and options of an EAGLE-3 drafter head; those that it has in common with others are as in `FeatureHead`."""
 
     layer: LayerConfig
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # states that are fused, numbered as in `output_hidden_states`
     num_layers: int = 1
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
+    norm_before_residual: bool = False  # the first residual connection carries the normalised feature
+    norm_before_fc: bool = False  # one norm over the joined states precedes the fusion
+    fc_norm: bool = False  # each state has its own norm before the fusion instead
     norm_output: bool = False
     num_steps: int = DEFAULT_STEPS
 
@@ -111,18 +90,7 @@ class EagleConfig:
 
 
 class EagleHead(FeatureHead):
-    """EAGLE-3 drafter head.
-
-    Args:
-        config: sizes and options.
-        target: target model.
-        vocabulary: tokens that it drafts; None for the whole vocabulary.
-        has_embeddings, has_head: whether it has embeddings and an LM head of its own; if not, it
-            uses the target's.
-
-    Raises:
-        BadInputError: another hidden size than the target's, or a number below 1.
-    """
+    """EAGLE-3 drafter head; without embeddings or an LM head of its own it uses the target's."""
 
     def __init__(
         self,
@@ -266,18 +234,6 @@ class EagleHead(FeatureHead):
             states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, -1)
         return self.input_norm(joined) if self.config.norm_before_fc else joined
-
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        first: Any = self.layers[0]
-        normed = first.hidden_norm(features)
-        joined = torch.cat((first.input_layernorm(embedded), normed), -1)
-        kept = normed if self.config.norm_before_residual else features
-        states = add_mlp(first, kept + run_attention(first, joined, cos_sin, attend))
-        for layer in self.layers[1:]:
-            states = run_layer(layer, states, cos_sin, attend)
-        return states
 
 
 class Eagle1Head(MtpHead):

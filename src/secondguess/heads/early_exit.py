@@ -25,13 +25,8 @@ KIND = "secondguess-early-exit"
 class EarlyExitHead(Head):
     """Early-exit adapter: a gated feed-forward network with residual connection, and a final norm.
 
-    The final norm replaces the target's before the target's LM head.
-
-    Args:
-        exit_layer: number of target layers that run while drafting.
-        width: hidden size of the target.
-        mlp_size: intermediate size of the feed-forward network.
-        norm_eps: epsilon of its norms.
+    The final norm replaces the target's before the target's LM head. `exit_layer` layers of the target
+    run while drafting.
     """
 
     def __init__(self, exit_layer: int, width: int, mlp_size: int, norm_eps: float = 1e-6) -> None:
@@ -50,9 +45,7 @@ class EarlyExitHead(Head):
     ) -> EarlyExitHead:
         """Build an untrained adapter, which only normalises the hidden states.
 
-        Args:
-            exit_layer: number of target layers to run; 0 for a quarter of them.
-            mlp_size: intermediate size; 0 for twice the target's hidden size.
+        By default a quarter of the target's layers run, and the network is twice as wide as its states.
         """
         exit_layer = exit_layer or max(1, target.num_layers // 4)
         with torch.random.fork_rng(devices=[]):

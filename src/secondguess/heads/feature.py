@@ -25,6 +25,9 @@ from secondguess.heads.layer import (
     CosSin,
     LayerConfig,
     RotaryPositions,
+    add_mlp,
+    run_attention,
+    run_layer,
     sequence_attention,
 )
 from secondguess.heads.learning import (
@@ -42,25 +45,18 @@ DEFAULT_STEPS = 4
 
 @dataclass
 class TrainingTimeAttention:
-    """Attention for training-time test, with one chain per text position.
+    """Attention for training-time test, with one chain per text position; keys and values are kept by layer.
 
     Each call runs one step of all chains. The query of step t in the chain of position j attends
     to the text up to j (keys of step 0) and to its own chain (keys of steps 1 to t at position j).
     Each step has one position fewer, because the text ends.
-
-    Args:
-        texts: keys and values of step 0, by layer.
-        chains: keys and values of the later steps, by layer.
     """
 
-    texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of step 0
+    chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # of later steps
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from the first positions of the text, one step deeper than in the previous call.
-
-        An `AttentionFunction` (`heads.layer`).
-        """
+        """Attend from the first positions of the text, one step deeper than in the previous call."""
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
             return sequence_attention(None)(layer, query, key, value)
@@ -88,17 +84,11 @@ class FeatureParts:
     """Modules of a feature head, for a compiled forward pass.
 
     Tokens and features are normalised and joined. The joined parts are projected to the input of
-    the first layer; without a projection they are the input of its attention.
-
-    Args:
-        token_norm, feature_norm: norms of the two parts; `nn.Identity` for none.
-        projection: projection of the joined parts, or None.
-        layers: decoder layers.
-        residual_is_normalised: without a projection, whether the residual connection of the first
-            attention carries the normalised feature, not the feature itself.
+    the first layer; without a projection they are the input of its attention, and the residual
+    connection carries the feature or, with `residual_is_normalised`, the normalised feature.
     """
 
-    token_norm: Any
+    token_norm: Any  # `nn.Identity` for none
     feature_norm: Any
     projection: nn.Linear | None
     layers: Iterable[Any]
@@ -109,7 +99,7 @@ class FeatureHead(Head):
     """Drafter head that reads a feature with each token, trained by unrolling its own outputs.
 
     Subclasses create the modules: embeddings and LM head of their own as `embed_tokens` and
-    `lm_head`, if any, and the last norm as `norm`.
+    `lm_head`, if any, the last norm as `norm`, and positions as `rotary`.
 
     Args:
         target: target model.
@@ -119,9 +109,6 @@ class FeatureHead(Head):
         num_steps: number of draft steps in training.
         norm_output: whether later draft steps read the output after the last norm, not before it.
         vocabulary: tokens that it drafts; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: another hidden size than the target's, or a number below 1.
     """
 
     embed_tokens: nn.Embedding | None
@@ -173,22 +160,24 @@ class FeatureHead(Head):
         joined = self.join_states(hidden)
         return joined if self.fusion is None else self.fusion(joined)
 
-    @abstractmethod
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        """Return the outputs `[row, position, feature]` before the last norm; see `forward`."""
-
     def forward(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         """Return the outputs `[row, position, feature]`, the features of the next tokens.
 
-        Args:
-            embedded: `[row, position, width]`, token embeddings.
-            features: `[row, position, feature]`, the feature of the token before each token.
+        They are computed from token embeddings `[row, position, width]`, and the features of the tokens before each.
         """
-        states = self.run_layers(embedded, features, cos_sin, attend)
+        parts = self.parts
+        first, *deeper = parts.layers
+        normed = parts.feature_norm(features)
+        joined = torch.cat((parts.token_norm(embedded), normed), -1)
+        if parts.projection is not None:
+            states = run_layer(first, parts.projection(joined), cos_sin, attend)
+        else:
+            kept = normed if parts.residual_is_normalised else features
+            states = add_mlp(first, kept + run_attention(first, joined, cos_sin, attend))
+        for layer in deeper:
+            states = run_layer(layer, states, cos_sin, attend)
         return self.norm(states) if self.norm_output else states
 
     def draft_logits(self, output: Tensor) -> Tensor:

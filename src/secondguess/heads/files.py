@@ -37,21 +37,13 @@ NAMED = {"draft": "model"}
 
 @dataclass(frozen=True)
 class Provenance:
-    """Provenance of a trained drafter.
+    """Provenance of a trained drafter."""
 
-    Args:
-        kind: drafter kind as trained, such as `medusa`.
-        target: name of the target it was trained for.
-        fingerprint: hash of the target's weights (`checkpoint.weights`).
-        training: training record: data, losses, budget, commit, machine.
-        figures: results on held-out text.
-    """
-
-    kind: str
-    target: str
-    fingerprint: str
-    training: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # as trained, such as `medusa`
+    target: str  # name of the target it was trained for
+    fingerprint: str  # hash of the target's weights (`checkpoint.weights`)
+    training: Mapping[str, Any] = field(default_factory=dict)  # data, losses, budget, commit, machine
+    figures: Mapping[str, Any] = field(default_factory=dict)  # results on held-out text
 
     def write(self, folder: Path) -> None:
         with write_atomically(folder / PROVENANCE) as stream:
@@ -59,11 +51,7 @@ class Provenance:
 
 
 def read_provenance(folder: Path) -> Provenance | None:
-    """Return the provenance of a folder; None for drafters that secondguess did not train.
-
-    Raises:
-        CheckpointError: an unreadable `secondguess.json`.
-    """
+    """Return the provenance of a folder; None for drafters that secondguess did not train."""
     path = folder / PROVENANCE
     if not path.is_file():
         return None
@@ -74,11 +62,7 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json` of a folder.
-
-    Raises:
-        CheckpointError: it is missing, unreadable or not a JSON object.
-    """
+    """Return the parsed `config.json` of a folder, which must be a JSON object."""
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -90,12 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def config_errors(folder: Path) -> Iterator[None]:
-    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
-
-    Raises:
-        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError`, `AttributeError` or `RuntimeError`.
-        UnsupportedModelError: with the path, if it was raised without.
-    """
+    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -117,11 +96,7 @@ def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
 
 
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
-    """Raise if a drafter was trained for a target of another size.
-
-    Raises:
-        CheckpointError: `found` differs from `expected`; the message names the size `what`.
-    """
+    """Raise a `CheckpointError` if a drafter was trained for a target of another size, `what`."""
     if found != expected:
         raise CheckpointError(
             f"expected a drafter for a target with a {what} of {expected}, got one for {found} in {folder}; "
@@ -130,11 +105,7 @@ def require_same(what: str, found: int, expected: int, folder: Path) -> None:
 
 
 def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None:
-    """Raise if a drafter reads layers that the target lacks.
-
-    Raises:
-        CheckpointError: a layer outside 0 to `num_layers`.
-    """
+    """Raise a `CheckpointError` if a drafter reads states outside 0 to `num_layers`."""
     if not all(0 <= layer <= num_layers for layer in layers):
         raise CheckpointError(
             f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
@@ -143,11 +114,7 @@ def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, on the CPU: of `*.safetensors`, or else of `*.pt` and `*.bin`.
-
-    Raises:
-        CheckpointError: no weight files, or unreadable ones.
-    """
+    """Return all tensors of a folder, on the CPU: of `*.safetensors`, or else of `*.pt` and `*.bin`."""
     tensors = read_named_tensors(find_tensors(folder))
     pickles = [] if tensors else sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     for path in pickles:
@@ -161,11 +128,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor in a folder, without reading the tensors.
-
-    Raises:
-        CheckpointError: an unreadable file.
-    """
+    """Return the safetensors file of each tensor in a folder, without reading the tensors."""
     files: dict[str, Path] = {}
     loaded = tensor_files(folder)  # by the target; they come last and replace those of other files
     for path in sorted(folder.glob("*.safetensors"), key=lambda path: (path in loaded, path)):
@@ -205,11 +168,7 @@ def load_into(
 ) -> None:
     """Load tensors into a module with exactly these names and shapes.
 
-    Args:
-        name_in_file: maps a name in the module to that in the file, for error messages.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape; the message names it.
+    The `CheckpointError` about a tensor that differs has its name in the file, from that in the module.
     """
     wanted = module.state_dict()
     problems = [f"missing {name_in_file(name)}" for name in sorted(set(wanted) - set(tensors))]
@@ -227,8 +186,7 @@ def load_into(
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write `config.json` and `model.safetensors` into a folder, created if missing.
 
-    Raises:
-        OSError: a file that cannot be written, for example on a full disk; the previous one is kept.
+    A file that cannot be written, for example on a full disk, raises an `OSError`; the previous one is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}

@@ -22,10 +22,6 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
 
     The folder is the path in the name, if it has one; else that of the built-in drafter of the
     target; else the target's own folder, if it contains such a drafter.
-
-    Raises:
-        BadInputError: no path in the name, and no drafter of this kind comes with the target.
-        CheckpointError: no such folder, or it holds another kind of drafter.
     """
     how_to_train = f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
     folder = Path(name.argument) if name.argument else find_own(name.kind, target_name, target_path)
@@ -56,13 +52,7 @@ def _contains_drafter(kind: str, folder: Path) -> bool:
 
 
 def _require_kind(folder: Path, kind: str) -> None:
-    """Raise if the folder holds another kind of drafter.
-
-    A folder trained as another kind passes if its model also contains a drafter of this kind.
-
-    Raises:
-        CheckpointError: another kind of drafter.
-    """
+    """Raise a `CheckpointError` if the folder was trained as another kind, and its model contains none of this kind."""
     provenance = read_provenance(folder)
     if provenance is None or provenance.kind == kind or _contains_drafter(kind, folder):
         return
@@ -77,9 +67,7 @@ def refuse_head(model: str) -> None:
     """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
 
     `model` is the path of the folder, or the name of a repository in the local Hugging Face cache.
-
-    Raises:
-        CheckpointError: the message has the name to write instead.
+    The message has the name to write instead.
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -35,15 +35,10 @@ SPECULATORS = "speculators_model_type"
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of the tensors of a head in files.
+    """Names of the tensors of a head in files."""
 
-    Args:
-        parts: name prefixes in the file, mapped to those in the module.
-        prefix: prefix of all names in the file.
-    """
-
-    parts: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
+    prefix: str = ""  # of all names in the file
 
     def in_module(self, name: str) -> str:
         """Return the name in the module for a name in the file."""
@@ -177,16 +172,7 @@ UNMARKED = {"eagle": EAGLE1}
 
 
 class StoredHead:
-    """Head in a folder, in one of the formats.
-
-    Args:
-        folder: of the head.
-        kind: kind of drafter that it should be.
-
-    Raises:
-        CheckpointError: it is of no format of this kind, or its files cannot be read.
-        UnsupportedModelError: another kind of head of `speculators`.
-    """
+    """Head in a folder, which must be in one of the formats of a kind of drafter."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.config = folder, read_config(folder)
@@ -280,10 +266,6 @@ def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: Targe
 
     `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target tokens in
     the draft vocabulary.
-
-    Raises:
-        CheckpointError: another vocabulary than the target's, or maps that are missing or do not
-            describe one set of tokens.
     """
     folder, vocab_size = stored.folder, whole_number(stored.layers, "vocab_size")
     require_same("vocabulary", vocab_size, target.vocab_size, folder)

@@ -52,32 +52,17 @@ _ATTENTION = "secondguess-head"
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes and options of the decoder layers of a head.
-
-    Args:
-        width: hidden size.
-        num_heads, num_kv_heads: number of query heads and of key-value heads of the attention.
-        head_size: size of one attention head; of its rotated part with latent attention.
-        mlp_size: intermediate size of the feed-forward network, or of each expert.
-        norm_eps: as in Llama configurations.
-        model_type: model type in Transformers whose layers they are.
-        more: further fields of its configuration.
-        has_experts: whether a layer has a mixture of experts; some layers of such models have none.
-
-    Raises:
-        BadInputError: a size below 1, an odd head size, or query heads that cannot be divided
-            evenly among the key-value heads.
-    """
+    """Sizes and options of the decoder layers of a head."""
 
     width: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
-    mlp_size: int
+    head_size: int  # of the rotated part of a head with latent attention
+    mlp_size: int  # of each expert, if there are some
     norm_eps: float = 1e-6
-    model_type: str = "llama"
-    more: Mapping[str, Any] = field(default_factory=dict)
-    has_experts: bool = False
+    model_type: str = "llama"  # in Transformers
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of its configuration
+    has_experts: bool = False  # some layers of models with experts have none
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "num_kv_heads", "head_size", "mlp_size"):
@@ -112,11 +97,7 @@ class LayerConfig:
         *,
         has_experts: bool = False,
     ) -> LayerConfig:
-        """Build a configuration from that of a model, whose type must be one of `kinds`.
-
-        Raises:
-            UnsupportedModelError: unsupported model type, activation or scaling of rotary positions.
-        """
+        """Build a configuration from that of a model, whose type must be one of `kinds`."""
         kind = config.get("model_type", "llama")
         if kind not in kinds:
             raise UnsupportedModelError(
@@ -181,12 +162,7 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary positions of decoder layers.
-
-    Args:
-        frequencies: `[size / 2]`, angles between neighbouring positions.
-        factor: factor on cosines and sines.
-    """
+    """Rotary positions: angles between neighbouring positions `[size / 2]`, and a factor on cosines and sines."""
 
     frequencies: Tensor
 
@@ -206,11 +182,7 @@ class RotaryPositions(nn.Module):
 
 
 def make_layers(config: LayerConfig, num_layers: int = 1) -> tuple[nn.ModuleList, RotaryPositions]:
-    """Return untrained decoder layers, whose norms are those of torch, and their rotary positions.
-
-    Raises:
-        ValueError: fields that the model type does not accept.
-    """
+    """Return untrained decoder layers, whose norms are those of torch, and their rotary positions."""
     is_sparse = config.has_experts
     fields = config.to_config() | {
         "num_hidden_layers": num_layers,
@@ -322,10 +294,5 @@ def attention(
 
 
 def sequence_attention(mask: Tensor | None) -> AttentionFunction:
-    """Return an attention function over whole sequences, for training.
-
-    Args:
-        mask: `[row or 1, 1, query, key]` bool, True where a query attends to a key; None for
-            causal attention.
-    """
+    """Return an attention function over whole sequences, for training; causal without a mask `[row or 1, 1, query, key]`."""
     return lambda layer, query, key, value: attention(query, key, value, mask, is_causal=mask is None)

@@ -39,23 +39,12 @@ from secondguess.runtime.base import EmbeddingAndHead
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes and options of a set of Medusa drafter heads.
+    """Sizes and options of a set of Medusa drafter heads."""
 
-    Args:
-        num_heads: number of drafter heads, which is the maximum draft length.
-        num_layers: number of residual layers per drafter head.
-        has_bias: whether the residual layers have biases.
-        num_outputs: number of output matrices: one per drafter head, one shared by all, or 0 to
-            use the target's.
-
-    Raises:
-        BadInputError: a number out of range.
-    """
-
-    num_heads: int
-    num_layers: int
-    has_bias: bool = False
-    num_outputs: int = 0
+    num_heads: int  # which is the largest draft length
+    num_layers: int  # residual layers per drafter head
+    has_bias: bool = False  # of the residual layers
+    num_outputs: int = 0  # output matrices: one per drafter head, one shared by all, or 0 for the target's
 
     def __post_init__(self) -> None:
         check_range("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
@@ -82,13 +71,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(Head):
-    """Set of Medusa drafter heads for one target.
-
-    Args:
-        config: sizes and options.
-        target: target model; its LM head is used if there is no output matrix of its own.
-        vocabulary: tokens that they draft; None for the whole vocabulary.
-    """
+    """Set of Medusa drafter heads for one target, whose LM head they use if they have no output matrix."""
 
     hidden_layers = (LAST_HIDDEN,)
 
@@ -149,15 +132,9 @@ class MedusaHead(Head):
         write_head(folder, fields, tensors)
 
     def forward(self, states: Tensor, depth: int) -> Tensor:
-        """Return the logits of drafter head `depth` over its draft vocabulary.
+        """Return the logits `[..., draft_vocab]` of drafter head `depth`, counted from that of the token after pending.
 
-        Args:
-            states: `[..., width]`, the target's last, normalised hidden states at the token before
-                pending.
-            depth: index of the drafter head; 0 predicts the token after pending.
-
-        Returns:
-            Logits `[..., draft_vocab]`.
+        `states` `[..., width]` are the target's last, normalised hidden states at the token before pending.
         """
         output = self.blocks[depth](states.to(self._dtype))
         if not self.lm_heads:
@@ -166,10 +143,7 @@ class MedusaHead(Head):
         return logits
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """Return the logits `[..., vocab]` over the target's vocabulary.
-
-        Arguments are those of `forward`. Tokens outside the draft vocabulary get -inf.
-        """
+        """Return the logits `[..., vocab]` of `forward` over the target's vocabulary, -inf for tokens outside."""
         return self.vocabulary.to_target(self(states, depth))
 
     def learn(

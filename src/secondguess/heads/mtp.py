@@ -46,11 +46,8 @@ from secondguess.heads.layer import (
     GATED_TYPES,
     LATENT_TYPES,
     MTP_TYPES,
-    AttentionFunction,
-    CosSin,
     LayerConfig,
     make_layers,
-    run_layer,
 )
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
@@ -61,22 +58,12 @@ CPU = torch.device("cpu")
 class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
-    Args:
-        layer: configuration of its decoder layer.
-        target: target model.
-        has_bias: whether the projection has a bias.
-        has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
-            the target's.
-        norm_output, num_steps: as in `FeatureHead`.
-
-    Attributes:
-        has_norms: whether it has norms other than the one inside the decoder layer.
-
-    Raises:
-        BadInputError: another hidden size than the target's.
+    Without embeddings or an LM head of its own it uses the target's. With `has_bias`, the projection
+    has a bias; other arguments are as in `FeatureHead`.
     """
 
     has_norms = True
+    """True if there are norms other than the one inside the decoder layer."""
 
     def __init__(
         self,
@@ -172,29 +159,15 @@ class MtpHead(FeatureHead):
     def join_states(self, hidden: HiddenStates) -> Tensor:
         return hidden[LAST_HIDDEN]
 
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        joined = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
-        return run_layer(self.layer, self.eh_proj(joined), cos_sin, attend)
-
 
 @dataclass(frozen=True)
 class ModuleNames(TensorNames):
-    """Tensor names of the MTP modules of a model family.
+    """Tensor names of the MTP modules of a model family."""
 
-    Args:
-        next_prefix: prefix of the names of a second module; empty if there is none.
-        state_first: whether the projection's input is `[state; embedding]`, not
-            `[embedding; state]`.
-        norm_output: as in `FeatureHead`.
-        centred_norms: whether norm weights of layers with gates are stored as differences from 1.
-    """
-
-    next_prefix: str = ""
-    state_first: bool = False
-    norm_output: bool = False
-    centred_norms: bool = False
+    next_prefix: str = ""  # of the names of a second module
+    state_first: bool = False  # the projection's input is `[state; embedding]`, not `[embedding; state]`
+    norm_output: bool = False  # as in `FeatureHead`
+    centred_norms: bool = False  # norm weights of layers with gates are stored as differences from 1
 
     @property
     def projection(self) -> str:
@@ -247,21 +220,13 @@ def family_names(num_layers: int) -> tuple[ModuleNames, ...]:
 
 
 class StoredModule(NamedTuple):
-    """The first MTP module of a checkpoint, as far as its configuration and tensor names describe it.
+    """The first MTP module of a checkpoint, as far as its configuration and tensor names describe it."""
 
-    Args:
-        config: configuration of the target.
-        names: tensor names of the family.
-        files: file of each of its tensors.
-        layer: configuration of its decoder layer.
-        has_others: whether there are further modules.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # of the target
     names: ModuleNames
-    files: Mapping[str, Path]
+    files: Mapping[str, Path]  # by tensor
     layer: LayerConfig
-    has_others: bool
+    has_others: bool  # True if there are further modules
 
 
 def find_module(folder: Path) -> StoredModule:

@@ -32,11 +32,7 @@ def release_matrices(head: nn.Module) -> None:
 
 
 class PackedHead(PackedDecoder):
-    """Weights of a drafter head in the layout of the kernels.
-
-    Args:
-        target: decoder whose embeddings and LM head it may use.
-    """
+    """Weights of a drafter head in the layout of the kernels; it may use the target's embeddings and LM head."""
 
     num_layers = num_key_heads = head_size = 0
 
