@@ -6,7 +6,7 @@ package, and its tensors under the names of its module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from secondguess.heads.files import (
     CONFIG,
     find_tensors,
     read_config,
+    read_named_tensors,
     read_tensors,
     require_same,
     whole_number,
@@ -38,7 +39,11 @@ class TensorNames:
     """Names of the tensors of a head in files."""
 
     parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
-    prefix: str = ""  # of all names in the file
+    prefix: str = ""  # of all names in the file; {last} stands for the number of the target's layers
+
+    def at(self, num_layers: int) -> TensorNames:
+        """Return the names for a target of `num_layers` layers."""
+        return replace(self, prefix=self.prefix.format(last=num_layers))
 
     def in_module(self, name: str) -> str:
         """Return the name in the module for a name in the file."""
@@ -64,7 +69,7 @@ class Format:
         kind: kind of drafter that uses the head.
         name: name of the format; rows of one format differ in their marks.
         marks: fields of `config.json` that mark the format, and their values or `ANY`.
-        mark: name of a tensor that marks the format too; empty for none.
+        mark: name of a tensor that marks the format too; empty for none. {last} is the number of layers.
         layers: field that describes the decoder layers; empty if `config.json` itself does.
         fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
             into nested fields. A field that is not listed is spelled as here.
@@ -72,6 +77,8 @@ class Format:
         tensors: names of the tensors.
         left_out: endings of the names of tensors that are not read: copies of the target's, and those
             that can be computed.
+        second: name of a tensor of a further head in the file, which is not read; {next} is the number
+            of layers plus one.
     """
 
     kind: str
@@ -83,6 +90,7 @@ class Format:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
+    second: str = ""
 
     def matches(self, config: Mapping[str, Any], has_tensor: Callable[[str], bool]) -> bool:
         """Return whether a folder with this `config.json` is marked as of this format."""
@@ -90,7 +98,8 @@ class Format:
             name: ANY if value is ANY and name in config else config.get(name)
             for name, value in self.marks.items()
         }
-        return found == self.marks and (not self.mark or has_tensor(self.mark))
+        mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
+        return found == self.marks and (not mark or has_tensor(mark))
 
 
 _COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -167,6 +176,64 @@ FORMATS = (
     Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
 )
 """Formats that are read; the first one that matches is used."""
+DEEPSEEK_MTP = Format(
+    "mtp",
+    "deepseek",
+    {},
+    mark="model.layers.{last}.eh_proj.weight",
+    second="model.layers.{next}.eh_proj.weight",
+    tensors=TensorNames(
+        {
+            "enorm.": "enorm.",
+            "hnorm.": "hnorm.",
+            "eh_proj.": "eh_proj.",
+            "shared_head.norm.": "norm.",
+            "shared_head.head.": "lm_head.",
+            "embed_tokens.": "embed_tokens.",
+            "": "layer.",
+        },
+        prefix="model.layers.{last}.",
+    ),
+)
+MTP_FORMATS = (
+    DEEPSEEK_MTP,
+    Format(
+        "mtp",
+        "qwen",
+        {},
+        mark="mtp.fc.weight",
+        defaults={"norm_output": True, "centred_norms": True},
+        tensors=TensorNames(
+            {
+                "pre_fc_norm_embedding.": "enorm.",
+                "pre_fc_norm_hidden.": "hnorm.",
+                "fc.": "eh_proj.",
+                "norm.": "norm.",
+                "layers.0.": "layer.",
+            },
+            prefix="mtp.",
+        ),
+    ),
+    Format(
+        "mtp",
+        "mimo",
+        {},
+        mark="model.mtp_layers.0.input_proj.weight",
+        second="model.mtp_layers.1.input_proj.weight",
+        defaults={"norm_output": True, "state_first": True},
+        tensors=TensorNames(
+            {
+                "token_layernorm.": "enorm.",
+                "hidden_layernorm.": "hnorm.",
+                "input_proj.": "eh_proj.",
+                "final_layernorm.": "norm.",
+                "": "layer.",
+            },
+            prefix="model.mtp_layers.0.",
+        ),
+    ),
+)
+"""Formats of MTP modules in a target's checkpoint, which is no head."""
 UNMARKED = {"eagle": EAGLE1}
 """Format of folders without marks, by the kind of drafter that the user has named."""
 
@@ -176,27 +243,25 @@ class StoredHead:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.config = folder, read_config(folder)
-        found = find_format(self.config, lambda name: name in self._tensor_names, kind) or UNMARKED.get(kind)
-        published = self.config.get(SPECULATORS)
-        readable = [
-            row.marks[SPECULATORS] for row in FORMATS if row.kind == kind and SPECULATORS in row.marks
-        ]
+        found = find_format(self.config, lambda name: name in self.tensor_names, kind) or UNMARKED.get(kind)
+        published, rows = self.config.get(SPECULATORS), _rows(kind)
+        readable = [row.marks[SPECULATORS] for row in rows if SPECULATORS in row.marks]
         if readable and (found is None or published not in (None, *readable)):
             raise UnsupportedModelError(
                 f"expected a drafter of the {SPECULATORS} {' or '.join(map(str, readable))} in {folder}, got {published!r}"
             )
+        num_layers = text_config(self.config).get("num_hidden_layers", 0)
         if found is None:
-            marks = " or ".join(
-                name if value is ANY else f"the {name} {value}"
-                for row in FORMATS
-                if row.kind == kind
-                for name, value in row.marks.items()
-            )
+            marks = [
+                field if value is ANY else f"the {field} {value}"
+                for row in rows
+                for field, value in (row.marks or {row.mark.format(last=num_layers): ANY}).items()
+            ]
             raise CheckpointError(
-                f"expected the {CONFIG} of a drafter of the kind {kind} in {folder} ({marks}), got the model_type "
-                f"{self.config.get('model_type')!r}"
+                f"expected the {CONFIG} and the weights of a drafter of the kind {kind} in {folder} ({' or '.join(marks)}), "
+                f"got the model_type {self.config.get('model_type')!r}; train one with `secondguess train {kind}`"
             )
-        self.format = found
+        self.format, self.names = found, found.tensors.at(num_layers)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `config.json`; None, or the default, if it is absent or null."""
@@ -223,35 +288,60 @@ class StoredHead:
     @property
     def layers(self) -> Mapping[str, Any]:
         """Description of the decoder layers; read it inside `config_errors`."""
-        described: Mapping[str, Any] = self.config[self.format.layers] if self.format.layers else self.config
+        described: Mapping[str, Any] = (
+            self.config[self.format.layers] if self.format.layers else text_config(self.config)
+        )
         return described
 
     def read_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name in the module."""
+        return self.in_module(read_named_tensors(self.files) if self.names.prefix else self._tensors)
+
+    def in_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by name in the module, without those that are not read."""
         return {
-            self.format.tensors.in_module(name): tensor
-            for name, tensor in self._tensors.items()
+            self.names.in_module(name): tensor
+            for name, tensor in tensors.items()
             if not name.endswith(self.format.left_out)
         }
 
-    def _spellings(self, name: str) -> Sequence[str]:
-        return self.format.fields.get(name, (name,))
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Safetensors file of each tensor of the head."""
+        return {name: path for name, path in self._all_files.items() if name.startswith(self.names.prefix)}
+
+    @property
+    def tensor_names(self) -> Container[str]:
+        """Names of all tensors in the folder."""
+        return self._all_files or self._tensors
+
+    @cached_property
+    def _all_files(self) -> dict[str, Path]:
+        return find_tensors(self.folder)
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(self.folder)
 
-    @cached_property
-    def _tensor_names(self) -> set[str]:
-        return set(find_tensors(self.folder) or self._tensors)
+    def _spellings(self, name: str) -> Sequence[str]:
+        return self.format.fields.get(name, (name,))
 
 
 def find_format(
     config: Mapping[str, Any], has_tensor: Callable[[str], bool], kind: str | None = None
 ) -> Format | None:
     """Return the format of a head, of one kind or of any; None if there is no mark of one."""
-    rows = (row for row in FORMATS if kind in (None, row.kind))
-    return next((row for row in rows if row.matches(config, has_tensor)), None)
+    return next((row for row in _rows(kind) if row.matches(config, has_tensor)), None)
+
+
+def _rows(kind: str | None) -> Sequence[Format]:
+    return MTP_FORMATS if kind == "mtp" else [row for row in FORMATS if kind in (None, row.kind)]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model; that of a multimodal model is nested."""
+    inner: Mapping[str, Any] = config.get("text_config", config)
+    return inner
 
 
 def _child(value: Any, key: str) -> Any:

@@ -11,11 +11,10 @@ folder of its own with DeepSeek's tensor names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +37,16 @@ from secondguess.heads.files import (
     find_tensors,
     load_into,
     read_config,
-    read_named_tensors,
+    whole_number,
     write_head,
 )
-from secondguess.heads.formats import TensorNames
+from secondguess.heads.formats import (
+    DEEPSEEK_MTP,
+    StoredHead,
+    find_format,
+    layer_fields,
+    text_config,
+)
 from secondguess.heads.layer import (
     GATED_TYPES,
     LATENT_TYPES,
@@ -106,32 +111,29 @@ class MtpHead(FeatureHead):
         which are not used.
         """
         stored = find_module(folder)
-        config, names, layer = stored.config, stored.names, stored.layer
-        num_layers = config["num_hidden_layers"]
+        layer, fields = module_layer(stored), stored.layers
         with config_errors(folder):
-            if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
+            found = fields["vocab_size"], fields["num_hidden_layers"]
+            if found != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
-                    f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
+                    f"layers, got one for {found[0]} and {found[1]}; it was trained for another target"
                 )
-            tensors = {
-                names.in_module(name): tensor for name, tensor in _read_weights(folder, stored).items()
-            }
-            tensors = join_experts(tensors, "layer.mlp.experts.")
-            if names.centred_norms and layer.model_type in GATED_TYPES:
+            tensors = join_experts(_read_weights(stored), "layer.mlp.experts.")
+            if stored.get("centred_norms") and layer.model_type in GATED_TYPES:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
-            if names.state_first:
+            if stored.get("state_first"):
                 tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
             head = cls(
                 layer,
                 target,
                 has_embeddings="embed_tokens.weight" in tensors,
                 has_head="lm_head.weight" in tensors,
-                norm_output=config.get("norm_output", names.norm_output),
-                num_steps=config.get("num_steps", DEFAULT_STEPS),
+                norm_output=stored.flag("norm_output"),
+                num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
-        load_into(head, tensors, folder, names.in_file)
-        if stored.has_others:
+        load_into(head, tensors, folder, stored.names.in_file)
+        if stored.format.second.format(next=target.num_layers + 1) in stored.tensor_names:
             warnings.warn(
                 f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
                 stacklevel=2,
@@ -139,18 +141,15 @@ class MtpHead(FeatureHead):
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        names = family_names(self.target.num_layers)[0]
+        names = DEEPSEEK_MTP.tensors.at(self.target.num_layers)
         config = {
-            **self.layer_config.to_config(),
-            "vocab_size": self.target.vocab_size,
-            "num_hidden_layers": self.target.num_layers,
+            **layer_fields(self.layer_config, self.target.vocab_size, self.target.num_layers),
             "num_nextn_predict_layers": 1,
             "norm_output": self.norm_output,
             "num_steps": self.num_steps,
         }
-        write_head(
-            folder, config, {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
-        )
+        tensors = {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        write_head(folder, config, tensors)
 
     @property
     def parts(self) -> FeatureParts:
@@ -160,106 +159,39 @@ class MtpHead(FeatureHead):
         return hidden[LAST_HIDDEN]
 
 
-@dataclass(frozen=True)
-class ModuleNames(TensorNames):
-    """Tensor names of the MTP modules of a model family."""
-
-    next_prefix: str = ""  # of the names of a second module
-    state_first: bool = False  # the projection's input is `[state; embedding]`, not `[embedding; state]`
-    norm_output: bool = False  # as in `FeatureHead`
-    centred_norms: bool = False  # norm weights of layers with gates are stored as differences from 1
-
-    @property
-    def projection(self) -> str:
-        """Name of the projection weight, without the prefix; present in every module."""
-        return self.in_file("eh_proj.weight").removeprefix(self.prefix)
+def find_module(folder: Path) -> StoredHead:
+    """Return the first MTP module of a checkpoint, whose layer and weights can be read; weights are not read yet."""
+    with config_errors(folder):
+        whole_number(text_config(read_config(folder)), "num_hidden_layers")
+    stored = StoredHead(folder, "mtp")
+    module_layer(stored)
+    return stored
 
 
-_DEEPSEEK = ModuleNames(
-    {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
-        "shared_head.norm.": "norm.",
-        "shared_head.head.": "lm_head.",
-        "embed_tokens.": "embed_tokens.",
-        "": "layer.",
-    }
-)
-_QWEN = ModuleNames(
-    {
-        "pre_fc_norm_embedding.": "enorm.",
-        "pre_fc_norm_hidden.": "hnorm.",
-        "fc.": "eh_proj.",
-        "norm.": "norm.",
-        "layers.0.": "layer.",
-    },
-    prefix="mtp.",
-    norm_output=True,
-    centred_norms=True,
-)
-_MIMO = ModuleNames(
-    {
-        "token_layernorm.": "enorm.",
-        "hidden_layernorm.": "hnorm.",
-        "input_proj.": "eh_proj.",
-        "final_layernorm.": "norm.",
-        "": "layer.",
-    },
-    prefix="model.mtp_layers.0.",
-    next_prefix="model.mtp_layers.1.",
-    state_first=True,
-    norm_output=True,
-)
-
-
-def family_names(num_layers: int) -> tuple[ModuleNames, ...]:
-    """Return the tensor names of all families, for a target of `num_layers` layers."""
-    prefixes = [f"model.layers.{num_layers + index}." for index in range(2)]
-    return replace(_DEEPSEEK, prefix=prefixes[0], next_prefix=prefixes[1]), _QWEN, _MIMO
-
-
-class StoredModule(NamedTuple):
-    """The first MTP module of a checkpoint, as far as its configuration and tensor names describe it."""
-
-    config: Mapping[str, Any]  # of the target
-    names: ModuleNames
-    files: Mapping[str, Path]  # by tensor
-    layer: LayerConfig
-    has_others: bool  # True if there are further modules
-
-
-def find_module(folder: Path) -> StoredModule:
-    """Return the first MTP module of a checkpoint, without reading weights.
+def module_layer(stored: StoredHead) -> LayerConfig:
+    """Return the configuration of a module's decoder layer.
 
     Raises:
-        CheckpointError: there is none, or its configuration cannot be read.
-        UnsupportedModelError: its decoder layer is of a kind that is not supported.
+        UnsupportedModelError: a kind of layer or an encoding of weights that is not supported.
     """
-    config, files = _text_config(read_config(folder)), find_tensors(folder)
-    with config_errors(folder):
-        num_layers = config["num_hidden_layers"]
-        names = _find_names(files, num_layers)
-        if names is None:
-            raise CheckpointError(
-                f"expected a multi-token-prediction module in {folder}, such as model.layers.{num_layers}.eh_proj.weight, "
-                "got none; train one with `secondguess train mtp`"
-            )
-        own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
-        _require_readable_weights(folder, own)
-        _require_supported_layer(folder, own, config)
-        layer = _layer_config(config, has_experts=any("mlp.experts." in name for name in own))
-    has_others = bool(names.next_prefix) and f"{names.next_prefix}{names.projection}" in files
-    return StoredModule(config, names, own, layer, has_others)
+    config = stored.layers
+    with config_errors(stored.folder):
+        _require_readable_weights(stored)
+        _require_supported_layer(stored)
+        is_mimo = config.get("model_type") == "mimo"  # the layers are those of Qwen2
+        has_experts = any("mlp.experts." in name for name in stored.files)
+        described = {**config, "model_type": "qwen2"} if is_mimo else config
+        return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
 
 
-def _read_weights(folder: Path, stored: StoredModule) -> dict[str, Tensor]:
+def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
     """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
-    encoding = FolderSource(folder).encoding(CPU)
+    encoding = FolderSource(stored.folder).encoding(CPU)
     if encoding is None:
-        return read_named_tensors(stored.files)
+        return stored.read_tensors()
     weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
-    return {name: weights.read(name) for name in weights.names if name.startswith(stored.names.prefix)}
+    names = (name for name in weights.names if name.startswith(stored.names.prefix))
+    return stored.in_module({name: weights.read(name) for name in names})
 
 
 def join_experts(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -284,49 +216,32 @@ def contains_mtp(folder: Path) -> bool:
     """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / CONFIG).is_file():
         return False
-    num_layers = _text_config(read_config(folder)).get("num_hidden_layers", 0)
-    return _find_names(find_tensors(folder), num_layers) is not None
+    return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model; that of a multimodal model is nested."""
-    inner: Mapping[str, Any] = config.get("text_config", config)
-    return inner
-
-
-def _find_names(files: Mapping[str, Path], num_layers: int) -> ModuleNames | None:
-    families = family_names(num_layers)
-    return next((names for names in families if names.prefix + names.projection in files), None)
-
-
-def _require_readable_weights(folder: Path, names: Iterable[str]) -> None:
+def _require_readable_weights(stored: StoredHead) -> None:
     """Refuse quantised weights in an encoding that is not decoded here."""
     marks = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed")
-    coded = next((name for name in names if name.endswith(marks)), None)
-    if coded is not None and FolderSource(folder).encoding(CPU) is None:
+    coded = next((name for name in stored.files if name.endswith(marks)), None)
+    if coded is not None and FolderSource(stored.folder).encoding(CPU) is None:
         raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with weights that can be read in {folder}, got {coded}, of an "
+            f"expected a multi-token-prediction module with weights that can be read in {stored.folder}, got {coded}, of an "
             "encoding that is not decoded; train one with `secondguess train mtp` or use another drafter"
         )
 
 
-def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
+def _require_supported_layer(stored: StoredHead) -> None:
+    """Refuse a layer with parts that those of its model type do not have."""
+    config, names = stored.layers, "\n".join(stored.files)
     kind, found = config.get("model_type"), []
-    if any("linear_attn." in name for name in names):
+    if "linear_attn." in names:
         found.append("linear attention")
-    if any("kv_a_proj_with_mqa." in name for name in names) and kind not in LATENT_TYPES:
+    if "kv_a_proj_with_mqa." in names and kind not in LATENT_TYPES:
         found.append("latent attention (MLA)")
     if config.get("attn_output_gate") and kind not in GATED_TYPES:
         found.append("gated attention")
     if found:
         raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with the layer of a {kind} in {folder}, got one with "
+            f"expected a multi-token-prediction module with the layer of a {kind} in {stored.folder}, got one with "
             f"{found[0]}, which is not supported; train one with `secondguess train mtp` or use another drafter"
         )
-
-
-def _layer_config(config: Mapping[str, Any], has_experts: bool) -> LayerConfig:
-    """Return the layer configuration; MiMo's layers are those of Qwen2."""
-    is_mimo = config.get("model_type") == "mimo"
-    described = {**config, "model_type": "qwen2"} if is_mimo else config
-    return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
