@@ -17,11 +17,7 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
-from secondguess.drafters.sampling_drafter import (
-    PREFILL_THRESHOLD,
-    HeadDrafter,
-    expand_to_batch,
-)
+from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, HeadDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.native import block_runtime

@@ -49,13 +49,7 @@ from secondguess.heads.layer import (
     run_layer,
     sequence_attention,
 )
-from secondguess.heads.learning import (
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-    mean,
-)
+from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch, mean
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 

@@ -43,11 +43,7 @@ from secondguess.heads.formats import (
     pop_vocabulary,
     speculators_fields,
 )
-from secondguess.heads.layer import (
-    LayerConfig,
-    make_layers,
-    widen_attention,
-)
+from secondguess.heads.layer import LayerConfig, make_layers, widen_attention
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import HiddenStates
 

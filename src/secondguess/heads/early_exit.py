@@ -95,9 +95,6 @@ class EarlyExitHead(Head):
         train.
         """
         loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
-            1,
-            training_batch.hidden[self.exit_layer],
-            lambda states: target.unembed(self(states)),
-            objective,
+            1, training_batch.hidden[self.exit_layer], lambda states: target.unembed(self(states)), objective
         )
         return DepthLosses([loss], [accepted])

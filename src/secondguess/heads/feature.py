@@ -30,13 +30,7 @@ from secondguess.heads.layer import (
     run_layer,
     sequence_attention,
 )
-from secondguess.heads.learning import (
-    LAST_HIDDEN,
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-)
+from secondguess.heads.learning import LAST_HIDDEN, CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 DEFAULT_STEPS = 4

@@ -20,12 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from secondguess.checkpoint.weight_files import (
-    LFS_ADVICE,
-    LFS_POINTER,
-    is_lfs_pointer,
-    tensor_files,
-)
+from secondguess.checkpoint.weight_files import LFS_ADVICE, LFS_POINTER, is_lfs_pointer, tensor_files
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.files import write_atomically
 

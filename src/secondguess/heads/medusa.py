@@ -26,13 +26,7 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.files import config_errors, load_into, require_same, write_head
 from secondguess.heads.formats import StoredHead, missing_lm_head
-from secondguess.heads.learning import (
-    LAST_HIDDEN,
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-)
+from secondguess.heads.learning import LAST_HIDDEN, CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 

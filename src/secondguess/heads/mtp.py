@@ -40,20 +40,8 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.formats import (
-    DEEPSEEK_MTP,
-    StoredHead,
-    find_format,
-    layer_fields,
-    text_config,
-)
-from secondguess.heads.layer import (
-    GATED_TYPES,
-    LATENT_TYPES,
-    MTP_TYPES,
-    LayerConfig,
-    make_layers,
-)
+from secondguess.heads.formats import DEEPSEEK_MTP, StoredHead, find_format, layer_fields, text_config
+from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
 

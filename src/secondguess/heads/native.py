@@ -41,13 +41,7 @@ from secondguess.runtime.base import (
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.forward import (
-    KernelForward,
-    KernelInputs,
-    even_layout,
-    in_rows,
-    kernel_step,
-)
+from secondguess.runtime.native.forward import KernelForward, KernelInputs, even_layout, in_rows, kernel_step
 from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
