@@ -28,15 +28,10 @@ UNKNOWN_TOKEN = 0
 
 @dataclass(eq=False)
 class MirrorRow:
-    """Row of the draft model that mirrors a target row.
+    """Row of the draft model that mirrors a target row."""
 
-    Args:
-        row: committed tokens, then those drafted this round; the draft model caches a prefix.
-        num_committed: number of leading tokens that are known to be committed.
-    """
-
-    row: Row
-    num_committed: int = 0
+    row: Row  # committed tokens, then those drafted this round; the draft model caches a prefix
+    num_committed: int = 0  # number of leading tokens that are known to be committed
 
 
 class MirrorRows(dict[Row, MirrorRow]):
@@ -79,11 +74,12 @@ class MirrorRows(dict[Row, MirrorRow]):
 
     def rewind(self, mirrors: Sequence[MirrorRow]) -> None:
         """Remove the cache entries of tokens that are not known to be committed."""
-        self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
+        self.runtime.rewind([mirror.row for mirror in mirrors], [mirror.num_committed for mirror in mirrors])
 
     def prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
         """Prefill those that are far behind."""
-        far = [each.row for each in mirrors if self.runtime.num_to_prefill(each.row) >= PREFILL_THRESHOLD]
+        rows = (mirror.row for mirror in mirrors)
+        far = [row for row in rows if self.runtime.num_to_prefill(row) >= PREFILL_THRESHOLD]
         if far:
             self.runtime.prefill(far, max_tokens)
 

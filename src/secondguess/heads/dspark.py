@@ -329,8 +329,8 @@ class DsparkHead(Head):
                 )
             )
         return DepthLosses(
-            [mean(losses[each]) for each in at_depth],
-            [mean(accepted[each]) for each in at_depth],
+            [mean(losses[is_at]) for is_at in at_depth],
+            [mean(accepted[is_at]) for is_at in at_depth],
             confidence_loss,
         )
 

@@ -227,7 +227,7 @@ class EagleHead(FeatureHead):
     def join_states(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]
         if self.config.fc_norm:
-            states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, -1)
         return self.input_norm(joined) if self.config.norm_before_fc else joined
 

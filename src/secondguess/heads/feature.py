@@ -56,8 +56,8 @@ class TrainingTimeAttention:
             return sequence_attention(None)(layer, query, key, value)
         num_positions, group = query.shape[2], query.shape[1] // key.shape[1]
         self.chains[layer].append((key, value))
-        text_key, text_value = (_for_queries(each, group, num_positions) for each in self.texts[layer])
-        own = [[_for_queries(each, group, num_positions) for each in pair] for pair in self.chains[layer]]
+        text_key, text_value = (_for_queries(part, group, num_positions) for part in self.texts[layer])
+        own = [[_for_queries(part, group, num_positions) for part in pair] for pair in self.chains[layer]]
         hidden = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
         on_text = (query @ text_key.transpose(2, 3)).masked_fill(hidden, -torch.inf)
         on_own = [(query * own_key).sum(-1, keepdim=True) for own_key, _ in own]

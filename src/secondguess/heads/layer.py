@@ -254,7 +254,7 @@ def keys_values(layer: Any, states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Te
     keys, values = (parts[name](states).unflatten(-1, (-1, size)) for name in ("k_proj", "v_proj"))
     if "k_norm" in parts:
         keys = parts["k_norm"](keys)
-    cos, sin = (values_of_positions[:, :, None] for values_of_positions in cos_sin)
+    cos, sin = (part[:, :, None] for part in cos_sin)
     num_rotated = cos.shape[-1]
     part, rest = keys.split([num_rotated, size - num_rotated], -1)
     first, second = part.chunk(2, -1)

@@ -11,7 +11,7 @@ folder of its own with DeepSeek's tensor names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -107,7 +107,8 @@ class MtpHead(FeatureHead):
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
                     f"layers, got one for {found[0]} and {found[1]}; it was trained for another target"
                 )
-            tensors = join_experts(_read_weights(stored), "layer.mlp.experts.")
+            tensors = _read_weights(stored)
+            join_experts(tensors, "layer.mlp.experts.")
             if stored.get("centred_norms") and layer.model_type in GATED_TYPES:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
             if stored.get("state_first"):
@@ -182,22 +183,21 @@ def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
     return stored.in_module({name: weights.read(name) for name in names})
 
 
-def join_experts(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return tensors with the matrices of all experts in one, where a checkpoint has those of each expert.
+def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
+    """Replace the matrices of each expert by one of all experts, as Transformers' layers have them.
 
     The names of the experts' tensors start with `prefix`, such as `layer.mlp.experts.`.
     """
-    joined, parts = dict(tensors), ("gate_proj", "up_proj", "down_proj")
+    parts = ("gate_proj", "up_proj", "down_proj")
     num_experts = 0
     while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
         num_experts += 1
     if num_experts:
         gate, up, down = (
-            torch.stack([joined.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
+            torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
             for part in parts
         )
-        joined |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
-    return joined
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
 
 
 def contains_mtp(folder: Path) -> bool:

@@ -160,10 +160,10 @@ class PackedMedusaHead(PackedHead):
         super().__init__(target)
         blocks: Iterable[Any] = head.blocks
         lm_heads: Iterable[Any] = head.lm_heads
-        outputs = [self._linear(each) for each in lm_heads] or [target.described.head]
+        outputs = [self._linear(lm_head) for lm_head in lm_heads] or [target.described.head]
         self._depths = [
             self._describe(
-                [library.Layer(down=self._linear(each)) for each in block.layers],
+                [library.Layer(down=self._linear(layer)) for layer in block.layers],
                 head=outputs[min(depth, len(outputs) - 1)],
             )
             for depth, block in enumerate(blocks)
@@ -172,8 +172,8 @@ class PackedMedusaHead(PackedHead):
     def depths(self) -> list[PackedMedusaHead]:
         """Return the drafter heads one by one, as decoders that share these weights."""
         found = [copy.copy(self) for _ in self._depths]
-        for each, described in zip(found, self._depths, strict=True):
-            each.described, each.num_layers = described, described.num_layers
+        for decoder, described in zip(found, self._depths, strict=True):
+            decoder.described, decoder.num_layers = described, described.num_layers
         return found
 
 
