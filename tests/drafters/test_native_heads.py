@@ -24,12 +24,12 @@ from secondguess.heads.mtp import MtpHead
 from secondguess.heads.native import (
     NativeBlockRuntime,
     NativeFeatureRuntime,
+    PackedHead,
     block_runtime,
     exit_logits,
     feature_runtime,
     medusa_logits,
 )
-from secondguess.heads.packed import PackedHead
 from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
 from secondguess.runtime.fused import fuse
