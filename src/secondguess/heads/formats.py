@@ -146,6 +146,8 @@ EAGLE1 = Format(
     left_out=(*_COPIES, "embed_tokens.weight"),
 )
 FORMATS = (
+    Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
+    Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
     Format(
         "medusa",
         "original",
@@ -172,10 +174,8 @@ FORMATS = (
     replace(_EAGLE3, marks={}, mark="layers.0.hidden_norm.weight"),
     EAGLE1,
     replace(EAGLE1, marks={"model_type": "eagle"}, mark=""),
-    Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
-    Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
 )
-"""Formats that are read; the first one that matches is used."""
+"""Formats that are read; the first one that matches is used. Those with marks in `config.json` come first."""
 DEEPSEEK_MTP = Format(
     "mtp",
     "deepseek",
@@ -340,8 +340,8 @@ def _rows(kind: str | None) -> Sequence[Format]:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model; that of a multimodal model is nested."""
-    inner: Mapping[str, Any] = config.get("text_config", config)
-    return inner
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def _child(value: Any, key: str) -> Any:
