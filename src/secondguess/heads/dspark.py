@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -117,23 +117,6 @@ class DsparkConfig:
         )
 
 
-class MarkovHead(nn.Module):
-    """Low-rank logit bias that depends on the preceding token."""
-
-    def __init__(self, rank: int, vocabulary: DraftVocabulary) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, len(vocabulary), bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """Linear layer that gives the logit of a draft token's acceptance probability."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 def count_drafted(folder: Path) -> int:
     """Return the number of draft tokens per block of the head in a folder."""
     with config_errors(folder):
@@ -142,6 +125,9 @@ def count_drafted(folder: Path) -> int:
 
 class DsparkHead(Head):
     """DSpark or DFlash drafter head for one target, whose LM head it uses if it has none of its own."""
+
+    markov_head: Any
+    confidence_head: Any
 
     def __init__(
         self, config: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
@@ -158,10 +144,15 @@ class DsparkHead(Head):
         if config.has_output:
             self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
         if config.markov_rank:
-            self.markov_head = MarkovHead(config.markov_rank, self.vocabulary)
+            self.markov_head = nn.ModuleDict(
+                {
+                    "markov_w1": nn.Embedding(target.vocab_size, config.markov_rank),
+                    "markov_w2": nn.Linear(config.markov_rank, len(self.vocabulary), bias=False),
+                }
+            )
         if config.has_confidence:
             markov_width = config.markov_rank if config.confidence_reads_markov else 0
-            self.confidence_head = ConfidenceHead(width + markov_width)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + markov_width, 1)})
 
     @classmethod
     def fresh(
