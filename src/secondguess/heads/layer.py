@@ -17,9 +17,6 @@ from torch.nn import functional
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.quiet import quiet
 
-with quiet():
-    from transformers import AttentionInterface, AutoConfig, AutoModel
-
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: `(layer, query, key, value)` to the attention output, per query in the value's size.
 
@@ -197,6 +194,9 @@ def make_layers(config: LayerConfig, num_layers: int = 1) -> tuple[nn.ModuleList
     if config.model_type in GATED_TYPES:
         fields["layer_types"] = ["full_attention"] * num_layers
     with quiet():
+        from transformers import AttentionInterface, AutoConfig, AutoModel
+
+        AttentionInterface.register(_ATTENTION, _attend_by_argument)
         try:
             described = AutoConfig.for_model(fields.pop("model_type"), **fields)
             model = AutoModel.from_config(
@@ -278,9 +278,6 @@ def _attend_by_argument(
     if scaling != usual:
         query = query * (scaling / usual)
     return attend(module.layer_idx, query, key, value).transpose(1, 2), None
-
-
-AttentionInterface.register(_ATTENTION, _attend_by_argument)
 
 
 def attention(

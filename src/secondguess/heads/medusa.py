@@ -35,7 +35,7 @@ from secondguess.runtime.base import EmbeddingAndHead
 class MedusaConfig:
     """Sizes and options of a set of Medusa drafter heads."""
 
-    num_heads: int  # which is the largest draft length
+    num_heads: int  # also the largest draft length
     num_layers: int  # residual layers per drafter head
     has_bias: bool = False  # of the residual layers
     num_outputs: int = 0  # output matrices: one per drafter head, one shared by all, or 0 for the target's
