@@ -35,7 +35,6 @@ class DsparkDrafter(HeadDrafter):
 
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
-        self.hidden_layers = head.hidden_layers
         self.runtime = block_runtime(head, target)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._longest = 0

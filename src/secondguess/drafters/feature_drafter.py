@@ -30,7 +30,6 @@ class FeatureDrafter(HeadDrafter):
     def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
         self.runtime = feature_runtime(self.head, target)
-        self.hidden_layers = head.hidden_layers
         self._mirror_rows = MirrorRows(self.runtime)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
 

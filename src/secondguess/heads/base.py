@@ -82,6 +82,9 @@ class DraftVocabulary(nn.Module):
 class Head(TrainableHead):
     """Base class of drafter heads, which are trained for one target and loaded with it."""
 
+    target: TargetModel
+    vocabulary: DraftVocabulary
+
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert or move the weights; buffers keep their dtype, which those of frequencies need to be exact."""
         kept = dict(self.named_buffers())
@@ -91,6 +94,13 @@ class Head(TrainableHead):
             module = self.get_submodule(owner)
             setattr(module, leaf, buffer.to(getattr(module, leaf).device))
         return self
+
+    def unembed(self, states: Tensor, lm_head: nn.Module | None) -> Tensor:
+        """Return logits `[..., draft_vocab]` by an LM head of its own; None for the target's."""
+        if lm_head is None:
+            return self.target.unembed(states.to(self.target.dtype))
+        logits: Tensor = lm_head(states)
+        return logits
 
     @classmethod
     @abstractmethod

@@ -141,8 +141,7 @@ class DsparkHead(Head):
         self.hidden_norm = nn.RMSNorm(width, norm_eps)
         self.layers, self.rotary = make_layers(config.layer, config.num_layers)
         self.norm = nn.RMSNorm(width, norm_eps)
-        if config.has_output:
-            self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
+        self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False) if config.has_output else None
         if config.markov_rank:
             self.markov_head = nn.ModuleDict(
                 {
@@ -264,10 +263,7 @@ class DsparkHead(Head):
 
     def base_logits(self, outputs: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
-        if not self.config.has_output:
-            return self.target.unembed(outputs.to(self.target.dtype))
-        logits: Tensor = self.lm_head(outputs)
-        return logits
+        return self.unembed(outputs, self.lm_head)
 
     def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
         """Return base logits plus the Markov head's bias for the tokens `previous` `[...]`."""

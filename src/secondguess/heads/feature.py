@@ -177,10 +177,7 @@ class FeatureHead(Head):
     def draft_logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` over the draft vocabulary for outputs of `forward`."""
         normed: Tensor = output if self.norm_output else self.norm(output)
-        if self.lm_head is None:
-            return self.target.unembed(normed.to(self.target.dtype))
-        logits: Tensor = self.lm_head(normed)
-        return logits
+        return self.unembed(normed, self.lm_head)
 
     def logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., vocab]`; tokens outside the draft vocabulary get -inf."""

@@ -131,10 +131,9 @@ class MedusaHead(Head):
         `states` `[..., width]` are the target's last, normalised hidden states at the token before pending.
         """
         output = self.blocks[depth](states.to(self._dtype))
-        if not self.lm_heads:
-            return self.target.unembed(output.to(self.target.dtype))
-        logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](output)
-        return logits
+        return self.unembed(
+            output, self.lm_heads[min(depth, len(self.lm_heads) - 1)] if self.lm_heads else None
+        )
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Return the logits `[..., vocab]` of `forward` over the target's vocabulary, -inf for tokens outside."""

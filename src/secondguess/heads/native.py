@@ -375,7 +375,7 @@ class PackedBlockHead(PackedHead):
 
     def __init__(self, head: DsparkHead, target: NativeDecoder) -> None:
         super().__init__(target)
-        fields = {"head": self._linear(head.lm_head)} if head.config.has_output else {}
+        fields = {"head": self._linear(head.lm_head)} if head.lm_head is not None else {}
         self.described = self._describe_attention(
             list(head.layers),
             head.config.layer,
