@@ -14,9 +14,9 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.early_exit import EarlyExitDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
-from secondguess.drafters.mirroring import FeatureDrafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape

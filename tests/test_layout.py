@@ -119,7 +119,7 @@ def test_docstrings_begin_with_a_statement():
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("transformers", {"runtime", "checkpoint", "train", "bench", "drop_in", "beyond"}),
+        ("transformers", {"runtime", "checkpoint", "heads", "train", "bench", "drop_in", "beyond"}),
         ("fastapi", {"server"}),
         ("typer", {"cli"}),
     ],

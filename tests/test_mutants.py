@@ -46,22 +46,22 @@ from secondguess.decode import Components, decode
 from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.drafters.medusa import MedusaDrafter
-from secondguess.drafters.mirroring import FeatureDrafter, TokenDrafter
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter
-from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.feature import TrainingTimeAttention
+from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
+from secondguess.heads.formats import checkpoint_tensors
+from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
-from secondguess.heads.runtime import FeatureRuntime
-from secondguess.heads.speculators import checkpoint_tensors
+from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
@@ -1056,12 +1056,18 @@ def a_token_is_read_beside_its_own_feature(patch: Patch) -> None:
 
 
 def steps_of_training_stand_in_one_place(patch: Patch) -> None:
-    original = feature.cos_sin_at
-    patch.setattr(
-        feature,
-        "cos_sin_at",
-        lambda shape, positions, dtype: original(shape, positions - positions[:, :1], dtype),
-    )
+    original, unroll = RotaryPositions.forward, FeatureHead.unroll
+
+    def unroll_in_one_place(self, batch):
+        with Patch.context() as during:
+            during.setattr(
+                RotaryPositions,
+                "forward",
+                lambda self, positions, dtype: original(self, positions - positions[:, :1], dtype),
+            )
+            return unroll(self, batch)
+
+    patch.setattr(FeatureHead, "unroll", unroll_in_one_place)
 
 
 def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:

@@ -223,10 +223,10 @@ def test_broken_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         EarlyExitHead.load(tmp_path, TARGET)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="got llama"):
+    with pytest.raises(CheckpointError, match="got the model_type 'llama'"):
         EarlyExitHead.load(tmp_path, TARGET)
     for broken, message in (
-        ({"exit_layer": None}, "exit_layer of None"),
+        ({"exit_layer": None}, "the field 'exit_layer'"),
         ({"exit_layer": 0}, "whole number from 1 on"),
         ({"rms_norm_eps": "small"}, "could not convert"),
     ):

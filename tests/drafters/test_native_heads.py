@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.blocks import BlockRuntime
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
@@ -25,14 +24,13 @@ from secondguess.heads.mtp import MtpHead
 from secondguess.heads.native import (
     NativeBlockRuntime,
     NativeFeatureRuntime,
+    PackedHead,
     block_runtime,
     exit_logits,
     feature_runtime,
     medusa_logits,
 )
-from secondguess.heads.packed import PackedHead
-from secondguess.heads.positions import RotaryConfig
-from secondguess.heads.runtime import FeatureRuntime
+from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
@@ -45,19 +43,24 @@ VOCAB_SIZE = 50
 HeadT = TypeVar("HeadT", bound=torch.nn.Module)
 
 
-YARN = RotaryConfig.from_config(
-    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}
-)
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+    }
+}
 
 
 def eagle(
     target: TargetModel,
     *,
     num_draft_tokens: int | None = None,
-    rope: RotaryConfig | None = None,
+    more: Mapping[str, Any] | None = None,
     **fields: object,
 ) -> EagleHead:
-    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5, rope=rope or RotaryConfig())
+    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5, more=more or {})
     vocabulary = None
     if num_draft_tokens is not None:
         vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 2 * num_draft_tokens, 2))
@@ -66,11 +69,11 @@ def eagle(
 
 
 def mtp(target: TargetModel, **options: bool) -> MtpHead:
-    return MtpHead(LayerConfig(target.width, 4, 4, 8, 40, has_qk_norm=True), target, **options)
+    return MtpHead(LayerConfig(target.width, 4, 4, 8, 40, model_type="qwen3"), target, **options)
 
 
 def eagle1(target: TargetModel, **options: bool) -> Eagle1Head:
-    return Eagle1Head(LayerConfig(target.width, 2, 1, 16, 40, attention_bias=True), target, **options)
+    return Eagle1Head(LayerConfig(target.width, 2, 1, 16, 40, model_type="qwen2"), target, **options)
 
 
 HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
@@ -78,7 +81,7 @@ HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle, normalised residual": lambda target: eagle(target, norm_before_residual=True, fc_norm=True),
     "eagle, two layers": lambda target: eagle(target, num_layers=2, norm_output=True, norm_before_fc=True),
     "eagle, own words": lambda target: eagle(target, num_draft_tokens=17, has_embeddings=True),
-    "eagle, YaRN": lambda target: eagle(target, rope=YARN),
+    "eagle, YaRN": lambda target: eagle(target, more=YARN),
     "eagle 1": eagle1,
     "eagle 1 with bias": lambda target: eagle1(target, has_bias=True),
     "mtp": mtp,
@@ -230,7 +233,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def dspark(name: str, target: NativeRuntime) -> DsparkHead:
     model = TargetModel.from_runtime(target)
     # The queries do not end at a block of the kernels.
-    layer = LayerConfig(model.width, 2, 1, 24, 40, has_qk_norm=True)
+    layer = LayerConfig(model.width, 2, 1, 24, 40, model_type="qwen3")
     config = DsparkConfig(layer, num_layers=2, hidden_layers=(0, 2), block_size=5, **BLOCKS[name])
     vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 34, 2)) if config.has_output else None
     return randomised(DsparkHead(config, model, vocabulary), target)

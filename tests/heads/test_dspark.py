@@ -509,7 +509,7 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_field(block_size=0), "block_size of 0"),
         (with_field(block_size=99), "between 1 and 64, got 99"),
         (with_field(block_size=1, sample_from_anchor=False), "draft tokens of a block drafter between 1"),
-        (with_field(mask_token_id=None), "mask_token_id of None"),
+        (with_field(mask_token_id=None), "the field 'mask_token_id'"),
         (with_field(mask_token_id=31), "mask token between 0 and 30, got 31"),
         (with_field(aux_hidden_state_layer_ids=[]), r"numbered from 0 on, got \[\]"),
         (with_field(aux_hidden_state_layer_ids=None), "config.json"),

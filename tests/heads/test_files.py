@@ -15,9 +15,9 @@ from secondguess.heads.files import (
     read_config,
     read_provenance,
     read_tensors,
-    refuse_head,
     write_head,
 )
+from secondguess.heads.folders import refuse_head
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +85,8 @@ def test_draft_models_are_not_taken_for_heads(tmp_path: Path) -> None:
     write_head(
         tmp_path, {"model_type": "llama", "num_hidden_layers": 1}, {"model.norm.weight": torch.ones(3)}
     )
+    refuse_head(str(tmp_path))
+    write_head(tmp_path, {"model_type": "llama", "text_config": None}, {})
     refuse_head(str(tmp_path))
     Provenance("draft", "tiny", "0" * 64).write(tmp_path)
     refuse_head(str(tmp_path))

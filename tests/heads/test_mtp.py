@@ -414,7 +414,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (without("hnorm.weight"), "missing model.layers.4.hnorm.weight"),
     "none": (
         without("eh_proj.weight"),
-        r"expected a multi-token-prediction module .* model.layers.4.eh_proj",
+        r"kind mtp in .* \(model.layers.4.eh_proj",
     ),
     "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),

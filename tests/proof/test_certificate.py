@@ -9,6 +9,7 @@ import pytest
 
 from checkpoints import random_llama
 from secondguess.core import Verdict
+from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.vocabulary.drafters import make_translating_drafter
 from secondguess.errors import BadInputError
 from secondguess.proof.certificate import (
@@ -123,7 +124,9 @@ def test_rejections_are_counted_by_position():
 def test_a_drafter_that_is_never_rejected_is_named():
     """The target drafts for itself, so the certificate says nothing about rejections."""
     system = tiny_system(verifier="rejection")
-    system.components.drafter.runtime = tiny_system().components.target
+    copy = tiny_system().components.target
+    drafter = TokenDrafter(copy, "model:copy", copy.vocab_size)
+    system = replace(system, components=replace(system.components, drafter=drafter))
     certificate = certify(system, CertifyOptions(num_samples=1000, limit=0.2))
     assert sum(certificate.rejected_per_position) == 0 < certificate.accepted_per_position[1]
     assert " accepted, 0 rejected; with nothing rejected, rejection is not tested" in str(certificate)

@@ -17,15 +17,11 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
-from secondguess.drafters.sampling_drafter import (
-    PREFILL_THRESHOLD,
-    HeadDrafter,
-    expand_to_batch,
-)
+from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, HeadDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.blocks import Block
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.native import block_runtime
+from secondguess.heads.runtime import Block
 from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.sampling.probs import at_least_float32
 
@@ -39,7 +35,6 @@ class DsparkDrafter(HeadDrafter):
 
     def __init__(self, head: DsparkHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
-        self.hidden_layers = head.hidden_layers
         self.runtime = block_runtime(head, target)
         self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
         self._longest = 0
@@ -47,15 +42,16 @@ class DsparkDrafter(HeadDrafter):
         self._previous: list[list[int]] = []
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return list(self.runtime.admit(rows))
+        return [state.length for state in self.runtime.slots.admit(rows)]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, row_hidden in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, row_hidden)
             num_reused = len(row.tokens) - 1 - (len(row_hidden[self.hidden_layers[0]]) if row_hidden else 0)
-            if row not in self.runtime:
-                self.runtime.admit([row], [num_reused])
-            self.runtime.crop(row, num_reused)
+            slots = self.runtime.slots
+            if row not in slots:
+                slots.admit([row], [num_reused])
+            slots[row].length = min(slots[row].length, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
@@ -63,10 +59,10 @@ class DsparkDrafter(HeadDrafter):
     def release(self, row: Row) -> None:
         super().release(row)
         self._hidden_buffer.release(row)
-        self.runtime.release(row)
+        self.runtime.slots.release(row)
 
     def reset_prefix_cache(self) -> None:
-        self.runtime.reset_prefix_cache()
+        self.runtime.slots.forget()
 
     def room(self, row: Row) -> int:
         """Return how many levels fit a block and the row.

@@ -6,7 +6,7 @@ EAGLE-1 to 3, arXiv 2401.15077, 2406.16858, 2503.01840. Use `eagle:PATH`, or
 
 from __future__ import annotations
 
-from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.heads.eagle import load_eagle
 
 

@@ -28,19 +28,7 @@ from secondguess.sampling.probs import at_least_float32
 
 
 class EarlyExitDrafter(SamplingDrafter):
-    """Drafter that runs the target's first layers, an optional adapter, and the target's LM head.
-
-    Args:
-        target: target whose layers run; it must support `run_first_layers`.
-        num_layers: number of layers to run.
-        name, shape: as in `SamplingDrafter`.
-        head: adapter that maps the hidden states to the input of the LM head; None for the target's
-            last norm.
-
-    Raises:
-        BadInputError: no such exit layer.
-        UnsupportedModelError: a runtime whose layers cannot be run separately.
-    """
+    """Drafter that runs the target's first layers, an adapter or else the target's last norm, and its LM head."""
 
     is_of_package = True
     uses_target_layers = True

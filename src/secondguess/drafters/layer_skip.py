@@ -46,11 +46,7 @@ class LayerSkipDrafter(TokenDrafter):
 
 
 def _parse(argument: str | None) -> list[int] | None:
-    """Return the layers in a list such as `2-5-6`; None if the argument is not such a list.
-
-    Raises:
-        BadInputError: a layer that occurs twice.
-    """
+    """Return the layers in a list such as `2-5-6`; None if the argument is not such a list."""
     parts = (argument or "").split("-")
     if not all(part.isdecimal() for part in parts):
         return None

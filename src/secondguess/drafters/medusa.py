@@ -33,7 +33,6 @@ class MedusaDrafter(HeadDrafter):
 
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
-        self.hidden_layers = head.hidden_layers
         self._logits = medusa_logits(head, target)
         self._states: dict[Row, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Drafters that run a model with its own KV cache: draft models, layer skipping, feature heads.
+"""Drafters that run a language model with its own KV cache, and the rows of such a model.
 
 The model's runtime has the same interface as the target. Each target row has a *mirror row* in
 it: the committed tokens plus, in a chain, the tokens drafted this round. A draft step scores the
@@ -12,25 +12,15 @@ requests a draft, and tokens committed without a draft at the next request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.hidden_states import HiddenStateBuffer
-from secondguess.drafters.sampling_drafter import (
-    PREFILL_THRESHOLD,
-    HeadDrafter,
-    SamplingDrafter,
-    expand_to_batch,
-)
+from secondguess.core import Draft, Row
+from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.feature import FeatureHead
-from secondguess.heads.native import feature_runtime
-from secondguess.heads.runtime import FeatureRuntime
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, HiddenStates, Runtime
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime
 
 UNKNOWN_TOKEN = 0
 """Token that a draft model reads in place of a token outside its vocabulary."""
@@ -38,102 +28,84 @@ UNKNOWN_TOKEN = 0
 
 @dataclass(eq=False)
 class MirrorRow:
-    """Row of the draft model that mirrors a target row.
+    """Row of the draft model that mirrors a target row."""
 
-    Args:
-        row: committed tokens, then those drafted this round; the draft model caches a prefix.
-        num_committed: number of leading tokens that are known to be committed.
-    """
-
-    row: Row
-    num_committed: int = 0
+    row: Row  # committed tokens, then those drafted this round; the draft model caches a prefix
+    num_committed: int = 0  # number of leading tokens that are known to be committed
 
 
-class MirroringDrafter(SamplingDrafter):
-    """Base class of drafters whose runtime has a mirror row for each target row.
+class MirrorRows(dict[Row, MirrorRow]):
+    """Mirror rows by target row, in a runtime for the exclusive use of one drafter."""
 
-    Subclasses set `runtime`, the draft model, for the exclusive use of this drafter.
-    """
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self.runtime = runtime
 
-    runtime: Runtime
-    min_tokens = 1
-    """Number of tokens from which on a row can be drafted for."""
-
-    def __init__(
-        self, name: str, vocab_size: int, device: torch.device, shape: TreeShape | None = None
-    ) -> None:
-        super().__init__(name, vocab_size, device, shape)
-        self._mirror_rows: dict[Row, MirrorRow] = {}
-
-    def num_uncached(self, row: Row) -> int:
-        mirror = self._mirror_rows.get(row)
-        return len(row.tokens) - mirror.num_committed + self.num_left(row) if mirror else len(row.tokens)
-
-    def num_left(self, row: Row) -> int:
-        """Return the number of known tokens that an unfinished prefill has left."""
-        mirror = self._mirror_rows.get(row) if row in self._unfinished else None
-        return self.runtime.num_to_prefill(mirror.row) if mirror else 0
-
-    def room(self, row: Row) -> int:
-        """Return how many levels fit the draft model's context; the last is never forwarded."""
-        num_tokens = len(row.tokens)
-        return max(0, self.runtime.context_length - num_tokens + 1) if num_tokens >= self.min_tokens else 0
-
-    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        nothing = Draft.empty(len(rows), self.device)
-        return expand_to_batch(self._score(rows, active, nothing)[:, 0], len(rows), active)
-
-    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        for index in active:
-            self._mirror_rows[rows[index]].row.tokens.append(tokens[index])
-
-    def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains | None:
-        return self.runtime.draft_chains([self._mirror_rows[row].row for row in rows], requests, decision)
-
-    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        return expand_to_batch(self._score(rows, active, tree), len(rows), active)
-
-    def release(self, row: Row) -> None:
-        super().release(row)
-        mirror = self._mirror_rows.get(row)
-        if mirror is not None:
-            self.runtime.release(mirror.row)
-            del self._mirror_rows[row]
-
-    def reset_prefix_cache(self) -> None:
-        self.runtime.reset_prefix_cache()
-
-    def _score(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        """Return logits `[active row, node + 1, vocab]` of one forward pass over rows and trees."""
-        mirror_rows = [self._mirror_rows[rows[index]].row for index in active]
-        members = tree if len(active) == len(rows) else tree.select(torch.tensor(active, device=self.device))
-        return self.runtime.score(mirror_rows, members).logits
-
-    def _admit_mirrors(
+    def admit(
         self, mirrors: Mapping[Row, MirrorRow], reuse_limits: Sequence[int | None] | None = None
     ) -> list[int]:
-        """Admit new mirror rows, by row; if this fails or is interrupted, the rows have none afterwards."""
+        """Admit new mirror rows; if this fails or is interrupted, the rows have none afterwards."""
         try:
-            self._mirror_rows.update(mirrors)
+            self.update(mirrors)
             return self.runtime.admit([mirror.row for mirror in mirrors.values()], reuse_limits)
         except BaseException:
             for row in mirrors:
-                MirroringDrafter.release(self, row)
+                self.release(row)
             raise
 
-    def _prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
+    def release(self, row: Row) -> None:
+        """Release the mirror row of a row, if it has one."""
+        mirror = self.get(row)
+        if mirror is not None:
+            self.runtime.release(mirror.row)
+            del self[row]
+
+    def num_uncached(self, row: Row, unfinished: Container[Row]) -> int:
+        """Return the number of a row's tokens to prefill; of committed ones only in unfinished rows."""
+        mirror = self.get(row)
+        if mirror is None:
+            return len(row.tokens)
+        return len(row.tokens) - mirror.num_committed + self.num_left(row, unfinished)
+
+    def num_left(self, row: Row, unfinished: Container[Row]) -> int:
+        """Return the number of known tokens that an unfinished prefill has left."""
+        mirror = self.get(row) if row in unfinished else None
+        return self.runtime.num_to_prefill(mirror.row) if mirror else 0
+
+    def rewind(self, mirrors: Sequence[MirrorRow]) -> None:
+        """Remove the cache entries of tokens that are not known to be committed."""
+        self.runtime.rewind([mirror.row for mirror in mirrors], [mirror.num_committed for mirror in mirrors])
+
+    def prefill(self, mirrors: Sequence[MirrorRow], max_tokens: int | None) -> None:
         """Prefill those that are far behind."""
-        far = [each.row for each in mirrors if self.runtime.num_to_prefill(each.row) >= PREFILL_THRESHOLD]
+        rows = (mirror.row for mirror in mirrors)
+        far = [row for row in rows if self.runtime.num_to_prefill(row) >= PREFILL_THRESHOLD]
         if far:
             self.runtime.prefill(far, max_tokens)
 
-    def _rewind(self, mirrors: Sequence[MirrorRow]) -> None:
-        self.runtime.rewind([each.row for each in mirrors], [each.num_committed for each in mirrors])
+    def append(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        """Append drafted tokens to the mirror rows of the active rows."""
+        for index in active:
+            self[rows[index]].row.tokens.append(tokens[index])
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        """Return logits `[row, vocab]` after the last token of each mirror row."""
+        return self.tree_logits(rows, active, Draft.empty(len(rows), self.runtime.device))[:, 0]
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        """Return logits `[row, node + 1, vocab]` of one forward pass over mirror rows and trees."""
+        members = tree if len(active) == len(rows) else tree.select(tree.lengths.new_tensor(active))
+        logits = self.runtime.score([self[rows[index]].row for index in active], members).logits
+        return expand_to_batch(logits, len(rows), active)
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw whole chains, as `Runtime.draft_chains`."""
+        return self.runtime.draft_chains([self[row].row for row in rows], requests, decision)
 
 
-class TokenDrafter(MirroringDrafter):
+class TokenDrafter(SamplingDrafter):
     """Drafter that runs a language model.
 
     A token outside the draft model's vocabulary is read as token 0.
@@ -146,6 +118,39 @@ class TokenDrafter(MirroringDrafter):
     def __init__(self, runtime: Runtime, name: str, vocab_size: int, shape: TreeShape | None = None) -> None:
         super().__init__(name, vocab_size, runtime.device, shape)
         self.runtime = runtime
+        self._mirror_rows = MirrorRows(runtime)
+
+    def room(self, row: Row) -> int:
+        """Return how many levels fit the draft model's context; the last is never forwarded."""
+        return max(0, self.runtime.context_length - len(row.tokens) + 1) if row.tokens else 0
+
+    def num_uncached(self, row: Row) -> int:
+        return self._mirror_rows.num_uncached(row, self._unfinished)
+
+    def num_left(self, row: Row) -> int:
+        """Return the number of known tokens that an unfinished prefill has left."""
+        return self._mirror_rows.num_left(row, self._unfinished)
+
+    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
+        return self._mirror_rows.chain_logits(rows, active)
+
+    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
+        self._mirror_rows.append(rows, active, tokens)
+
+    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
+        return self._mirror_rows.tree_logits(rows, active, tree)
+
+    def whole_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        return self._mirror_rows.draft_chains(rows, requests, decision)
+
+    def release(self, row: Row) -> None:
+        super().release(row)
+        self._mirror_rows.release(row)
+
+    def reset_prefix_cache(self) -> None:
+        self.runtime.reset_prefix_cache()
 
     def tokens_of(self, row: Row) -> list[int]:
         """Return the tokens that the draft model reads for a row."""
@@ -158,21 +163,21 @@ class TokenDrafter(MirroringDrafter):
         for mirror, tokens in zip(mirrors, texts, strict=True):
             self._count_committed(mirror, tokens)
         # Before the tokens are replaced, so that an interrupt leaves no entries of other tokens.
-        self._rewind(mirrors)
+        self._mirror_rows.rewind(mirrors)
         for mirror, tokens in zip(mirrors, texts, strict=True):
             new = tokens[mirror.num_committed :]
             mirror.row.tokens[mirror.num_committed :] = [self._known_token(token) for token in new]
         if len(known) < len(rows):
             self._admit([row for row in rows if row not in self._mirror_rows])
             mirrors = [self._mirror_rows[row] for row in rows]
-        self._prefill(mirrors, max_tokens)
+        self._mirror_rows.prefill(mirrors, max_tokens)
 
     def _admit(self, rows: Sequence[Row]) -> None:
         mirrors = {}
         for row in rows:
             mirror_row = Row([self._known_token(token) for token in self.tokens_of(row)], row.params)
             mirrors[row] = MirrorRow(mirror_row, num_committed=len(mirror_row.tokens))
-        self._admit_mirrors(mirrors)
+        self._mirror_rows.admit(mirrors)
 
     def _count_committed(self, mirror: MirrorRow, tokens: list[int]) -> None:
         """Count a mirror row's leading tokens that equal those of `tokens`."""
@@ -188,67 +193,3 @@ class TokenDrafter(MirroringDrafter):
 
     def _known_token(self, token: int) -> int:
         return token if token < self.runtime.num_input_tokens else UNKNOWN_TOKEN
-
-
-class FeatureDrafter(HeadDrafter, MirroringDrafter):
-    """Drafter with a head that takes a feature with each token: EAGLE, MTP.
-
-    A mirror row is the row without its first token, which has no feature. The features of
-    committed tokens come from the target, those of draft nodes from the head itself. So accepted
-    tokens are run through the head again with the target's features, in the first step of the next
-    draft.
-    """
-
-    head: FeatureHead
-    runtime: FeatureRuntime
-    min_tokens = 2
-
-    def __init__(self, head: FeatureHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
-        super().__init__(head, target, name, shape)
-        self.runtime = feature_runtime(self.head, target)
-        self.hidden_layers = head.hidden_layers
-        self._hidden_buffer = HiddenStateBuffer(head.hidden_layers)
-
-    def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        longer = [row for row in rows if len(row.tokens) > 1]
-        self._admit(longer)
-        return [self._mirror_rows[row].num_committed if row in self._mirror_rows else 0 for row in rows]
-
-    def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
-        mirrors = {row: MirrorRow(Row(row.tokens[1:], row.params)) for row in rows}
-        nums_reused = self._admit_mirrors(mirrors, reuse_limits)
-        for mirror, num_reused in zip(mirrors.values(), nums_reused, strict=True):
-            mirror.num_committed = num_reused
-
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, row_hidden in zip(rows, hidden, strict=True):
-            self._hidden_buffer.begin(row, row_hidden)
-            if row_hidden:
-                num_reused = len(row.tokens) - 1 - len(row_hidden[self.hidden_layers[0]])
-                if row not in self._mirror_rows:
-                    self._admit([row], [num_reused])
-                self._mirror_rows[row].num_committed = num_reused
-
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        self._hidden_buffer.observe(rows, verdict, hidden)
-
-    def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
-        """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
-        new = [row for row in rows if row not in self._mirror_rows]
-        self._admit(new, [0] * len(new))
-        mirrors = [self._mirror_rows[row] for row in rows]
-        self._rewind(mirrors)
-        for row, mirror in zip(rows, mirrors, strict=True):
-            mirror.row.tokens[:] = row.tokens[1:]
-            if self._hidden_buffer.has(row):
-                features = self.runtime.features(self._hidden_buffer.take(row))
-                self.runtime.set_features(mirror.row, mirror.num_committed, features)
-            mirror.num_committed = len(mirror.row.tokens)
-        self._prefill(mirrors, max_tokens)
-
-    def release(self, row: Row) -> None:
-        mirror = self._mirror_rows.get(row)
-        if mirror is not None and mirror.row in self.runtime.slots:
-            self._rewind([mirror])  # entries of draft nodes have features of the head's own: not reused
-        super().release(row)
-        self._hidden_buffer.release(row)

@@ -15,7 +15,7 @@ from secondguess.drafters.trees import read_tree_options
 from secondguess.drafters.vocabulary.drafters import make_translating_drafter
 from secondguess.drafters.vocabulary.pair import OPTION, read_method
 from secondguess.errors import BadInputError
-from secondguess.heads.files import refuse_head
+from secondguess.heads.folders import refuse_head
 from secondguess.names import Name
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from secondguess.drafters.base import Requirements
-from secondguess.drafters.mirroring import FeatureDrafter
+from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.heads.mtp import MtpHead, find_module
 from secondguess.names import Name
 

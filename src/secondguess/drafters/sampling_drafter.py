@@ -290,6 +290,7 @@ class HeadDrafter(SamplingDrafter):
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)
         self.head = head.eval().requires_grad_(False)
+        self.hidden_layers = head.hidden_layers
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:

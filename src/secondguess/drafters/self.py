@@ -24,15 +24,7 @@ from secondguess.runtime.weight_format import INT4
 
 
 class SelfDrafter(SamplingDrafter):
-    """Drafter that runs a copy of the target with quantised weights.
-
-    Args:
-        target: target to copy.
-        name, shape: as in `SamplingDrafter`.
-
-    Raises:
-        UnsupportedModelError: a target that cannot be copied.
-    """
+    """Drafter that runs a copy of the target with quantised weights."""
 
     is_of_package = True
     uses_target_layers = True

@@ -12,8 +12,7 @@ from secondguess.drafters import drafter_class, parse_drafter_name
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.drafters.combined import CombinedDrafter, check_parts
 from secondguess.drafters.vocabulary.pair import VocabularyPair
-from secondguess.heads.files import warn_of_mismatch
-from secondguess.heads.folders import find_head_folder
+from secondguess.heads.folders import find_head_folder, warn_of_mismatch
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.weight_format import WeightFormat

@@ -39,21 +39,13 @@ MAX_NODES = 128
 
 @dataclass
 class Node:
-    """Node of a draft tree.
-
-    Args:
-        token: token id.
-        parent: index in the row's tree; -1 for a child of pending.
-        depth: depth in the tree; 0 for a child of pending.
-        log_prob: natural logarithm of the drafter's probability of the path that ends here.
-        dist: index, within the batch, of the distribution that it was drawn from.
-    """
+    """Node of a draft tree."""
 
     token: int
-    parent: int
-    depth: int
-    log_prob: float
-    dist: int = -1
+    parent: int  # index in the row's tree; -1 for a child of pending
+    depth: int  # 0 for a child of pending
+    log_prob: float  # natural logarithm of the drafter's probability of the path that ends here
+    dist: int = -1  # index, within the batch, of the distribution that it was drawn from
 
 
 ROOT = Node(token=-1, parent=-1, depth=-1, log_prob=0.0)
@@ -88,16 +80,9 @@ class TreeShape(ABC):
 
 @dataclass(frozen=True)
 class StaticTree(TreeShape):
-    """Same tree in every round, with equally many children for all nodes of a level.
+    """Same tree in every round, with equally many children for all nodes of a level."""
 
-    Args:
-        widths: number of children of pending, of each of those, etc.
-
-    Raises:
-        BadInputError: too many nodes.
-    """
-
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # number of children of pending, of each of those, etc.
     depth: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,16 +104,11 @@ class DynamicTree(TreeShape):
     each level draws its share of `nodes`, allotted before drawing to the children expected to be
     most probable: the probability of the parent's path times the largest probabilities of its
     children.
-
-    Args:
-        nodes: largest number of nodes of the whole tree.
-        width: largest number of children of a node, and of nodes expanded in a level.
-        depth: largest number of levels.
     """
 
-    nodes: int
-    width: int
-    depth: int
+    nodes: int  # largest number of nodes of the whole tree
+    width: int  # largest number of children of a node, and of nodes expanded in a level
+    depth: int  # largest number of levels
 
     def num_children(self, frontier: Sequence[Node], dists: Tensor, free: bool) -> list[int]:
         if free:
@@ -154,23 +134,12 @@ class DynamicTree(TreeShape):
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """Options of a drafter that can draft trees.
+    """Options of a drafter that can draft trees; the sizes are those of a `DynamicTree`."""
 
-    Args:
-        tree: empty for chains; children per node, level by level, as in `3x2x1`; or
-            `dynamic`.
-        nodes: largest number of nodes of a dynamic tree.
-        width: largest number of children per node of a dynamic tree.
-        depth: largest number of levels of a dynamic tree; reduced to `nodes` if larger.
-
-    Raises:
-        BadInputError: a value out of range.
-    """
-
-    tree: str = ""
+    tree: str = ""  # empty for chains; children per node, level by level, as in `3x2x1`; or `dynamic`
     nodes: int = 12
     width: int = 3
-    depth: int = 5
+    depth: int = 5  # reduced to `nodes` if larger
 
     def __post_init__(self) -> None:
         check_range("nodes of a dynamic tree", self.nodes, 1, MAX_NODES)
@@ -181,11 +150,7 @@ class TreeOptions:
 
     @classmethod
     def from_name(cls, name: Name) -> Self:
-        """Read the options of a drafter's name.
-
-        Raises:
-            BadInputError: an unknown option, a wrong value, or an option that the tree does not use.
-        """
+        """Read the options of a drafter's name."""
         options = read_options(cls, name.options, f"drafter {name.kind}")
         for key in name.options:
             if key != "tree" and options.tree != "dynamic":
@@ -218,11 +183,7 @@ class TreeOptions:
 
 
 def read_tree_options(name: Name) -> tuple[str, TreeShape | None]:
-    """Return a drafter's full name and its tree shape.
-
-    Raises:
-        BadInputError: an unknown option, or a wrong value.
-    """
+    """Return a drafter's full name and its tree shape."""
     options = TreeOptions.from_name(name)
     argument = f":{name.argument}" if name.argument else ""
     return f"{name.kind}{argument}{options}", options.shape
@@ -235,21 +196,13 @@ pending and after each node. Only those of the last level of the active rows are
 
 @dataclass(frozen=True)
 class Parent:
-    """Node (or pending) that is about to get children.
+    """Node (or pending) that is about to get children."""
 
-    Args:
-        row: index of the row in the batch.
-        index: index of the node in the row's tree; -1 for pending.
-        node: the node; `ROOT` for pending.
-        num_children: number of children.
-        first_child: index of its first child in the row's tree.
-    """
-
-    row: int
-    index: int
-    node: Node
+    row: int  # index in the batch
+    index: int  # index in the row's tree; -1 for pending
+    node: Node  # `ROOT` for pending
     num_children: int
-    first_child: int
+    first_child: int  # index in the row's tree
 
 
 class TreeBuilder:
@@ -263,7 +216,7 @@ class TreeBuilder:
         self.nodes: list[list[Node]] = [[] for _ in rows]
         self.frontiers: list[list[int]] = [[-1] if limit else [] for limit in self.limits]
         coupled, greedy = noise.coupled.tolist(), noise.greedy.tolist()
-        self.free = [each or noise.all_greedy for each in coupled]
+        self.free = [is_coupled or noise.all_greedy for is_coupled in coupled]
         self._greedy = greedy
         self._dists: list[Tensor] = []
         self._num_dists = 0
@@ -287,9 +240,8 @@ class TreeBuilder:
     def grow(self, active: Sequence[int], logits: Tensor, tree: Draft, depth: int) -> Tensor:
         """Draw the level after `tree`, which holds all nodes drawn so far.
 
-        Returns:
-            Logits `[row, vocab]` after the most probable parent of each row, from which `keep_drafting`
-            decides about another level.
+        Return logits `[row, vocab]` after the most probable parent of each row, from which
+        `keep_drafting` decides about another level.
         """
         dists, banned = compute_tree_draft_probs(logits, self.rows, tree)
         parent_logits = logits[:, 0].clone()
@@ -408,12 +360,9 @@ def draft_trees(
     level_logits: LevelLogits,
     keep_drafting: KeepDrafting | None,
 ) -> Draft:
-    """Draw a tree for each row, level by level.
+    """Draw a tree for each row, level by level, of at most `limits` levels.
 
-    Args:
-        limits: largest number of levels per row; 0 for rows without a tree.
-        level_logits: the drafter's forward pass.
-        keep_drafting: decides per row, after each level, whether to draw another; None draws all levels.
+    After each level, `keep_drafting` decides per row whether to draw another; None draws all levels.
     """
     builder = TreeBuilder(rows, shape, limits, noise)
     active = [index for index, limit in enumerate(builder.limits) if limit]

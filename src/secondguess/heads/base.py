@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,13 +18,7 @@ from secondguess.runtime.base import EmbeddingAndHead, Runtime
 
 @dataclass(frozen=True)
 class TargetModel(EmbeddingAndHead):
-    """Parts and sizes of the target that heads use.
-
-    Args:
-        vocab_size: width of the target's logits.
-        num_layers: number of layers of the target.
-        device: device of the target.
-    """
+    """Parts and sizes of the target that heads use; `vocab_size` is the width of its logits."""
 
     vocab_size: int
     num_layers: int
@@ -31,14 +26,7 @@ class TargetModel(EmbeddingAndHead):
 
     @classmethod
     def from_runtime(cls, runtime: Runtime, shared: EmbeddingAndHead | None = None) -> Self:
-        """Return the parts of a runtime's model.
-
-        Args:
-            shared: replaces the runtime's own embeddings and LM head, as for training.
-
-        Raises:
-            UnsupportedModelError: a runtime that cannot share its embeddings.
-        """
+        """Return the parts of a runtime's model; `shared` replaces its embeddings and LM head, as for training."""
         parts = vars(shared or runtime.embedding_and_head())
         return cls(
             **parts, vocab_size=runtime.vocab_size, num_layers=runtime.num_layers, device=runtime.device
@@ -46,15 +34,7 @@ class TargetModel(EmbeddingAndHead):
 
 
 class DraftVocabulary(nn.Module):
-    """Tokens that a head can draft: the target's vocabulary, or some of its tokens.
-
-    Args:
-        vocab_size: vocabulary size of the target.
-        token_ids: `[draft_vocab]`, different target token ids; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: ids that repeat or are not in the target's vocabulary.
-    """
+    """Tokens that a head can draft: the target's vocabulary, or those of different ids `token_ids` `[draft_vocab]`."""
 
     token_ids: Tensor | None
 
@@ -72,12 +52,9 @@ class DraftVocabulary(nn.Module):
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int) -> Self:
-        """Return the vocabulary of the `size` most frequent tokens, in ascending order of their ids.
+        """Return the vocabulary of the `size` most frequent tokens, by frequencies `[vocab]`, in ascending order of ids.
 
-        Ties are broken in favour of smaller ids. `counts` `[vocab]` holds the frequencies.
-
-        Raises:
-            BadInputError: `size` is not between 1 and the vocabulary size.
+        Ties are broken in favour of smaller ids.
         """
         if not 1 <= size <= len(counts):
             raise BadInputError(f"expected a draft vocabulary of 1 to {len(counts)} tokens, got {size}")
@@ -105,16 +82,30 @@ class DraftVocabulary(nn.Module):
 class Head(TrainableHead):
     """Base class of drafter heads, which are trained for one target and loaded with it."""
 
+    target: TargetModel
+    vocabulary: DraftVocabulary
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert or move the weights; buffers keep their dtype, which those of frequencies need to be exact."""
+        kept = dict(self.named_buffers())
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.get_submodule(owner)
+            setattr(module, leaf, buffer.to(getattr(module, leaf).device))
+        return self
+
+    def unembed(self, states: Tensor, lm_head: nn.Module | None) -> Tensor:
+        """Return logits `[..., draft_vocab]` by an LM head of its own; None for the target's."""
+        if lm_head is None:
+            return self.target.unembed(states.to(self.target.dtype))
+        logits: Tensor = lm_head(states)
+        return logits
+
     @classmethod
     @abstractmethod
     def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
-        """Build an untrained head with weights that depend on the seed alone.
-
-        Subclasses accept further sizes as keywords.
-
-        Raises:
-            BadInputError: a size out of range.
-        """
+        """Build an untrained head with weights that depend on the seed alone; subclasses accept further sizes."""
 
     @classmethod
     @abstractmethod

@@ -13,7 +13,7 @@ of layer k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,35 +28,30 @@ from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
     config_errors,
-    get_bool,
     load_into,
-    missing_lm_head,
-    read_config,
-    read_tensors,
     require_layers,
     require_same,
     whole_number,
     write_head,
 )
-from secondguess.heads.layer import DecoderLayer, LayerConfig, cos_sin_at, sequence_attention
-from secondguess.heads.learning import (
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-    mean,
-)
-from secondguess.heads.parts import AttentionFunction
-from secondguess.heads.speculators import (
+from secondguess.heads.formats import (
+    StoredHead,
     checkpoint_tensors,
     layer_fields,
     pop_vocabulary,
     speculators_fields,
 )
+from secondguess.heads.layer import (
+    AttentionFunction,
+    LayerConfig,
+    keys_values,
+    make_layers,
+    run_layer,
+    sequence_attention,
+)
+from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch, mean
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
-
-KINDS = ("dspark", "dflash")
 
 NUM_ANCHORS = 64
 """Maximum number of training blocks per text; sampled at random if more would fit."""
@@ -64,36 +59,18 @@ NUM_ANCHORS = 64
 
 @dataclass(frozen=True)
 class DsparkConfig:
-    """Sizes and options of a block drafter.
-
-    Args:
-        layer: configuration of its decoder layers; its width is the target's.
-        num_layers: number of decoder layers.
-        hidden_layers: target layers whose hidden states are fused.
-        block_size: number of positions in a block.
-        mask_token: token whose embedding is the input at positions to be predicted.
-        has_output: whether it has an output matrix of its own; if not, it uses the target's.
-        samples_from_anchor: whether the position of the pending token predicts the next token; if
-            not (DFlash), the first mask position does.
-        markov_rank: rank of the Markov head, the logit bias by the preceding token; 0 for none.
-        has_confidence: whether a confidence head predicts acceptance probabilities.
-        confidence_reads_markov: whether the confidence head also reads the Markov embedding of the
-            preceding token.
-
-    Raises:
-        BadInputError: a number out of range, or options that exclude each other.
-    """
+    """Sizes and options of a block drafter."""
 
     layer: LayerConfig
     num_layers: int
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # target layers whose states are fused
     block_size: int
-    mask_token: int = 0
-    has_output: bool = False
-    samples_from_anchor: bool = True
-    markov_rank: int = 0
-    has_confidence: bool = False
-    confidence_reads_markov: bool = False
+    mask_token: int = 0  # whose embedding is the input at positions to be predicted
+    has_output: bool = False  # an output matrix of its own instead of the target's
+    samples_from_anchor: bool = True  # the pending token predicts the next; in DFlash the first mask position
+    markov_rank: int = 0  # of the Markov head, the logit bias by the preceding token; 0 for none
+    has_confidence: bool = False  # a confidence head predicts acceptance probabilities
+    confidence_reads_markov: bool = False  # that head also reads the preceding token's Markov embedding
 
     def __post_init__(self) -> None:
         check_range("layers of a block drafter", self.num_layers, 1, 64)
@@ -112,71 +89,45 @@ class DsparkConfig:
         return self.block_size - (not self.samples_from_anchor)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], folder: Path, has_output: bool) -> Self:
-        """Build a configuration from a `config.json` in a folder; call it inside `config_errors`.
-
-        Raises:
-            UnsupportedModelError: an unsupported kind of layer or Markov head.
-        """
-        layers, is_dspark = config["transformer_layer_config"], config["speculators_model_type"] == "dspark"
-        markov = config.get("markov_head_type", "vanilla")
-        if config.get("markov_rank") and markov != "vanilla":
+    def from_stored(cls, stored: StoredHead, has_output: bool = False) -> Self:
+        """Build a configuration from that in a folder; call it inside `config_errors`."""
+        rank, markov = stored.number("markov_rank", least=0), stored.get("markov_head_type", "vanilla")
+        if rank and markov != "vanilla":
             raise UnsupportedModelError(
-                f"expected a Markov head of the type vanilla in {folder}, got {markov!r}; train one without the other's state"
+                f"expected a Markov head of the type vanilla in {stored.folder}, got {markov!r}; train one without the "
+                "other's state"
             )
+        layers = stored.layers
         if any(kind != "full_attention" for kind in layers.get("layer_types") or []):
             raise UnsupportedModelError(
-                f"expected layers that attend to the whole text in {folder}, got {layers['layer_types']}"
+                f"expected layers that attend to the whole text in {stored.folder}, got {layers['layer_types']}"
             )
-        has_confidence = is_dspark and get_bool(config, "enable_confidence_head", False)
+        has_confidence = stored.flag("has_confidence")
         return cls(
             layer=LayerConfig.from_config(layers),
             num_layers=whole_number(layers, "num_hidden_layers"),
-            hidden_layers=tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"]),
-            block_size=whole_number(config, "block_size"),
-            mask_token=whole_number(config, "mask_token_id", 0),
+            hidden_layers=tuple(int(layer) for layer in stored.get("hidden_layers", ())),
+            block_size=stored.number("block_size"),
+            mask_token=stored.number("mask_token", least=0),
             has_output=has_output,
-            samples_from_anchor=get_bool(config, "sample_from_anchor", is_dspark),
-            markov_rank=whole_number(config, "markov_rank", 0) if is_dspark else 0,
+            samples_from_anchor=stored.flag("samples_from_anchor"),
+            markov_rank=rank,
             has_confidence=has_confidence,
-            confidence_reads_markov=has_confidence and get_bool(config, "confidence_head_with_markov", False),
+            confidence_reads_markov=has_confidence and stored.flag("confidence_reads_markov"),
         )
-
-
-class MarkovHead(nn.Module):
-    """Low-rank logit bias that depends on the preceding token."""
-
-    def __init__(self, rank: int, vocabulary: DraftVocabulary) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, len(vocabulary), bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """Linear layer that gives the logit of a draft token's acceptance probability."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
 
 
 def count_drafted(folder: Path) -> int:
     """Return the number of draft tokens per block of the head in a folder."""
     with config_errors(folder):
-        return DsparkConfig.from_config(read_config(folder), folder, has_output=False).num_drafted
+        return DsparkConfig.from_stored(StoredHead(folder, "dspark")).num_drafted
 
 
 class DsparkHead(Head):
-    """DSpark or DFlash drafter head for one target.
+    """DSpark or DFlash drafter head for one target, whose LM head it uses if it has none of its own."""
 
-    Args:
-        config: sizes and options.
-        target: target model; its LM head is used if the drafter head has none.
-        vocabulary: tokens that it drafts; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: a mask token that the target lacks.
-    """
+    markov_head: Any
+    confidence_head: Any
 
     def __init__(
         self, config: DsparkConfig, target: TargetModel, vocabulary: DraftVocabulary | None = None
@@ -188,15 +139,19 @@ class DsparkHead(Head):
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
         self.fc = nn.Linear(len(config.hidden_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer) for _ in range(config.num_layers))
+        self.layers, self.rotary = make_layers(config.layer, config.num_layers)
         self.norm = nn.RMSNorm(width, norm_eps)
-        if config.has_output:
-            self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False)
+        self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False) if config.has_output else None
         if config.markov_rank:
-            self.markov_head = MarkovHead(config.markov_rank, self.vocabulary)
+            self.markov_head = nn.ModuleDict(
+                {
+                    "markov_w1": nn.Embedding(target.vocab_size, config.markov_rank),
+                    "markov_w2": nn.Linear(config.markov_rank, len(self.vocabulary), bias=False),
+                }
+            )
         if config.has_confidence:
             markov_width = config.markov_rank if config.confidence_reads_markov else 0
-            self.confidence_head = ConfidenceHead(width + markov_width)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + markov_width, 1)})
 
     @classmethod
     def fresh(
@@ -213,10 +168,7 @@ class DsparkHead(Head):
         """Build an untrained drafter head with Qwen3 layers, a Markov and a confidence head.
 
         It uses the target's output matrix; its last norm starts with the weights of the target's.
-
-        Args:
-            hidden_layers: as in `DsparkConfig`; empty for four layers, evenly spread.
-            block_size, markov_rank, num_layers, mask_token: as in `DsparkConfig`.
+        By default it reads four layers, evenly spread.
         """
         signs = torch.ones(target.width, dtype=target.dtype, device=target.device)
         signs[1::2] = -1
@@ -225,7 +177,7 @@ class DsparkHead(Head):
             # its bias; the difference cancels the bias.
             gains = (target.normalise(signs) - target.normalise(-signs)) / 2 * signs
         config = DsparkConfig(
-            layer=replace(default_layer_config(target.width), has_qk_norm=True),
+            layer=replace(default_layer_config(target.width), model_type="qwen3"),
             num_layers=num_layers,
             hidden_layers=tuple(hidden_layers) or evenly_spaced_layers(target.num_layers, 4),
             block_size=block_size,
@@ -247,23 +199,14 @@ class DsparkHead(Head):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Self:
-        config, tensors = read_config(folder), read_tensors(folder)
-        kind, has_output = config.get("speculators_model_type"), "lm_head.weight" in tensors
-        if kind not in KINDS:
-            raise UnsupportedModelError(
-                f"expected a drafter of the speculators_model_type {' or '.join(KINDS)} in {folder}, got {kind!r}"
-            )
+        stored = StoredHead(folder, "dspark")
+        tensors = stored.read_tensors()
         with config_errors(folder):
-            head_config = DsparkConfig.from_config(config, folder, has_output)
-            require_same("width", head_config.layer.width, target.width, folder)
-            require_layers(head_config.hidden_layers, target.num_layers, folder)
-            layer_config = config["transformer_layer_config"]
-            vocabulary = pop_vocabulary(tensors, config, layer_config, target, folder)
-            if len(vocabulary) < target.vocab_size and not has_output:
-                raise missing_lm_head(folder)
-            head = cls(head_config, target, vocabulary)
-        # Some files contain a copy of the target's embeddings, which are frozen in training.
-        tensors.pop("embed_tokens.weight", None)
+            config = DsparkConfig.from_stored(stored, has_output="lm_head.weight" in tensors)
+            require_same("width", config.layer.width, target.width, folder)
+            require_layers(config.hidden_layers, target.num_layers, folder)
+            vocabulary = pop_vocabulary(tensors, stored, target)
+            head = cls(config, target, vocabulary)
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 
@@ -297,47 +240,30 @@ class DsparkHead(Head):
         return fused
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values of the features, to be attended to by draft blocks.
-
-        Args:
-            features: `[row, position, width]`.
-            positions: `[row or 1, position]`, text positions of the features.
-
-        Returns:
-            Keys and values `[row, kv_head, position, size]` per layer.
-        """
-        cos_sin = cos_sin_at(self.config.layer, positions, features.dtype)
-        return [layer.self_attn.keys_values(features, cos_sin) for layer in self._decoder_layers()]
+        """Return each layer's keys and values of features at text positions, to be attended to by draft blocks."""
+        cos_sin = self.rotary(positions, features.dtype)
+        return [keys_values(layer, features, cos_sin) for layer in self.layers]
 
     def run_backbone(self, anchors: Tensor, positions: Tensor, attend: AttentionFunction) -> Tensor:
-        """Run the backbone on draft blocks.
+        """Run the backbone on draft blocks; return normalised states `[row, block, draft token, width]`.
 
-        Args:
-            anchors: `[row, block]`, the pending token of each block.
-            positions: `[row, block]`, text positions of these tokens.
-            attend: attention of the positions of all blocks, concatenated, to the preceding text
-                and to their own block.
-
-        Returns:
-            Normalised hidden states `[row, block, draft token, width]`.
+        The pending tokens `anchors` `[row, block]` are at text positions `positions`. `attend` is the
+        attention of the positions of all blocks, joined, to the preceding text and to their own block.
         """
         size = self.config.block_size
         tokens = anchors[..., None].expand(*anchors.shape, size).clone()
         tokens[..., 1:] = self.config.mask_token
         states = self.target.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
         steps = torch.arange(size, device=positions.device)
-        cos_sin = cos_sin_at(self.config.layer, (positions[..., None] + steps).flatten(1), states.dtype)
-        for index, layer in enumerate(self._decoder_layers()):
-            states = layer(states, cos_sin, attend, index)
+        cos_sin = self.rotary((positions[..., None] + steps).flatten(1), states.dtype)
+        for layer in self.layers:
+            states = run_layer(layer, states, cos_sin, attend)
         outputs: Tensor = self.norm(states).unflatten(1, (-1, size))
         return outputs[:, :, -self.config.num_drafted :]
 
     def base_logits(self, outputs: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` of `outputs`, without the Markov head's bias."""
-        if not self.config.has_output:
-            return self.target.unembed(outputs.to(self.target.dtype))
-        logits: Tensor = self.lm_head(outputs)
-        return logits
+        return self.unembed(outputs, self.lm_head)
 
     def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
         """Return base logits plus the Markov head's bias for the tokens `previous` `[...]`."""
@@ -347,13 +273,9 @@ class DsparkHead(Head):
         return biased
 
     def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits `[...]` of the acceptance probabilities of draft tokens.
+        """Return the logits `[...]` of the acceptance probabilities of draft tokens, from the confidence head.
 
-        Requires a confidence head.
-
-        Args:
-            outputs: `[..., width]`, outputs of `run_backbone`.
-            previous: `[...]`, the token before each draft token.
+        They depend on outputs `[..., width]` of `run_backbone` and on the tokens before each draft token.
         """
         if self.config.confidence_reads_markov:
             outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), -1)
@@ -394,17 +316,13 @@ class DsparkHead(Head):
                 )
             )
         return DepthLosses(
-            [mean(losses[each]) for each in at_depth],
-            [mean(accepted[each]) for each in at_depth],
+            [mean(losses[is_at]) for is_at in at_depth],
+            [mean(accepted[is_at]) for is_at in at_depth],
             confidence_loss,
         )
 
     def _run_backbone_at(self, training_batch: TrainingBatch, anchors: Tensor) -> Tensor:
-        """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts.
-
-        Returns:
-            Hidden states `[row, block, draft token, width]`.
-        """
+        """Run the backbone on blocks at the anchor positions `[row, block]` of whole texts."""
         num_rows, length = training_batch.tokens.shape
         positions = torch.arange(length, device=anchors.device)
         context = self.context(self.features(training_batch.hidden), positions[None])
@@ -436,9 +354,6 @@ class DsparkHead(Head):
         num_anchors = min(NUM_ANCHORS, max(int(fits.sum(1).max()), 1))
         best = random_keys.topk(num_anchors)
         return best.indices, best.values >= 0
-
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
 
 def evenly_spaced_layers(num_layers: int, limit: int) -> tuple[int, ...]:

@@ -4,27 +4,19 @@ EAGLE-3 (arXiv 2503.01840) fuses the target's hidden states of three depths and 
 over a reduced vocabulary. EAGLE-1 and 2 (arXiv 2401.15077, 2406.16858; same weights) extrapolate
 the target's last hidden state and use its LM head.
 
-The EAGLE authors' two formats and that of the `speculators` library are read. EAGLE-3 is written
-in the `speculators` format, EAGLE-1 in its authors' format.
-
-| format | recognised by | decoder layer |
-|---|---|---|
-| EAGLE-1, 2 | none of the marks below | `layers.0.*` without `input_layernorm` |
-| EAGLE-3 | `draft_vocab_size` or `midlayer.*` | `midlayer.*` |
-| `speculators` | `speculators_model_type` | `layers.N.*` |
+EAGLE-3 is written in the `speculators` format, EAGLE-1 in its authors' format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
@@ -36,79 +28,55 @@ from secondguess.heads.feature import (
 from secondguess.heads.files import (
     CONFIG,
     config_errors,
-    find_tensors,
     load_into,
-    missing_lm_head,
     read_config,
-    read_tensors,
     require_layers,
     require_same,
+    whole_number,
     write_head,
 )
-from secondguess.heads.layer import DecoderLayer, LayerConfig
-from secondguess.heads.mtp import MtpHead, TensorNames
-from secondguess.heads.parts import AttentionFunction, CosSin
-from secondguess.heads.speculators import (
+from secondguess.heads.formats import (
+    EAGLE1,
+    StoredHead,
     checkpoint_tensors,
     layer_fields,
     pop_vocabulary,
     speculators_fields,
 )
+from secondguess.heads.layer import LayerConfig, make_layers, widen_attention
+from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import HiddenStates
 
 FORMAT_VERSION = "0.9.0"
 """Version of the `speculators` format that is written."""
 
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _COPIES = "secondguess_target_weights"
 """Field of a written head: names of the tensors that are copies of the target's, for other readers."""
-FIRST_NORM = "layers.0.hidden_norm.weight"
-_EAGLE1_NAMES = TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."})
 
 
 def load_eagle(folder: Path, target: TargetModel) -> EagleHead | Eagle1Head:
     """Read an EAGLE head of any of the formats; see `Head.load`."""
-    config, tensors = read_config(folder), _read_tensors(folder)
-    head_class = EagleHead if _is_eagle3(config, tensors) else Eagle1Head
-    return head_class.from_tensors(config, tensors, folder, target)
+    stored = StoredHead(folder, "eagle")
+    head_class = Eagle1Head if stored.format.name == "eagle1" else EagleHead
+    return head_class.from_stored(stored, target)
 
 
 def holds_eagle3(folder: Path) -> bool:
     """Return whether the EAGLE head in a folder is one of EAGLE-3."""
-    return _is_eagle3(read_config(folder), find_tensors(folder) or read_tensors(folder))
-
-
-def _is_eagle3(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    is_marked = config.get("speculators_model_type") is not None or "draft_vocab_size" in config
-    return is_marked or any(name.replace("midlayer.", "layers.0.") == FIRST_NORM for name in names)
+    return StoredHead(folder, "eagle").format.name == "eagle3"
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Sizes and options of an EAGLE-3 drafter head.
-
-    Args:
-        layer: configuration of its decoder layers.
-        hidden_layers: target layers whose hidden states are fused, numbered as in
-            `output_hidden_states`.
-        num_layers: number of decoder layers; the first one reads the embeddings.
-        norm_before_residual: whether the residual connection of the first attention carries the
-            normalised feature, not the feature itself.
-        norm_before_fc: whether one norm over the concatenated target states precedes the fusion.
-        fc_norm: whether each target state has its own norm before the fusion instead.
-        norm_output, num_steps: as in `FeatureHead`.
-
-    Raises:
-        BadInputError: both `norm_before_fc` and `fc_norm`.
-    """
+    """Sizes and options of an EAGLE-3 drafter head; those that it has in common with others are as in `FeatureHead`."""
 
     layer: LayerConfig
-    hidden_layers: tuple[int, ...]
+    hidden_layers: tuple[int, ...]  # states that are fused, numbered as in `output_hidden_states`
     num_layers: int = 1
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
+    norm_before_residual: bool = False  # the first residual connection carries the normalised feature
+    norm_before_fc: bool = False  # one norm over the joined states precedes the fusion
+    fc_norm: bool = False  # each state has its own norm before the fusion instead
     norm_output: bool = False
     num_steps: int = DEFAULT_STEPS
 
@@ -117,35 +85,8 @@ class EagleConfig:
             raise BadInputError("expected one of norm_before_fc and fc_norm, got both")
 
 
-class FirstLayer(DecoderLayer):
-    """First decoder layer of EAGLE-3, whose attention input is the embedding and the feature."""
-
-    def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
-        super().__init__(config, input_width=2 * config.width)
-        self.norm_before_residual = norm_before_residual
-        self.hidden_norm = nn.RMSNorm(config.width, config.norm_eps)
-
-    def run(self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction) -> Tensor:
-        """Return the output for token embeddings and features `[row, position, width]`."""
-        normed = self.hidden_norm(features)
-        joined = torch.cat((self.input_layernorm(embedded), normed), -1)
-        kept = normed if self.norm_before_residual else features
-        return self.add_mlp(kept + self.self_attn(joined, cos_sin, attend, 0))
-
-
 class EagleHead(FeatureHead):
-    """EAGLE-3 drafter head.
-
-    Args:
-        config: sizes and options.
-        target: target model.
-        vocabulary: tokens that it drafts; None for the whole vocabulary.
-        has_embeddings, has_head: whether it has embeddings and an LM head of its own; if not, it
-            uses the target's.
-
-    Raises:
-        BadInputError: another hidden size than the target's, or a number below 1.
-    """
+    """EAGLE-3 drafter head; without embeddings or an LM head of its own it uses the target's."""
 
     def __init__(
         self,
@@ -173,8 +114,9 @@ class EagleHead(FeatureHead):
                 nn.RMSNorm(layer.width, layer.norm_eps) for _ in config.hidden_layers
             )
         self.fc = nn.Linear(num_states * layer.width, layer.width, bias=False)
-        deeper = [DecoderLayer(layer) for _ in range(1, config.num_layers)]
-        self.layers = nn.ModuleList([FirstLayer(layer, config.norm_before_residual), *deeper])
+        self.layers, self.rotary = make_layers(layer, config.num_layers)
+        widen_attention(self.layers[0], 2 * layer.width)
+        self.layers[0].hidden_norm = nn.RMSNorm(layer.width, layer.norm_eps)
         self.norm = nn.RMSNorm(layer.width, layer.norm_eps)
         self.lm_head = nn.Linear(layer.width, len(self.vocabulary), bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(target.vocab_size, layer.width) if has_embeddings else None
@@ -214,32 +156,26 @@ class EagleHead(FeatureHead):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> EagleHead:
-        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
+        return cls.from_stored(StoredHead(folder, "eagle"), target)
 
     @classmethod
-    def from_tensors(
-        cls, config: Mapping[str, Any], tensors: dict[str, Tensor], folder: Path, target: TargetModel
-    ) -> EagleHead:
-        """Build a head from a folder's configuration and its tensors by `speculators` name."""
+    def from_stored(cls, stored: StoredHead, target: TargetModel) -> EagleHead:
+        """Read the head in a folder."""
+        folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
-            kind = config.get("speculators_model_type")
-            if kind not in (None, "eagle3"):
-                raise UnsupportedModelError(f"expected a drafter of the kind eagle3 in {folder}, got {kind}")
-            fields = config["transformer_layer_config"] if kind else config
-            vocabulary = pop_vocabulary(tensors, config, fields, target, folder)
-            require_same("width", config.get("target_hidden_size") or target.width, target.width, folder)
-            _drop_target_weights(tensors, config, target)
-            head_config = EagleConfig(
-                layer=LayerConfig.from_config(fields),
-                hidden_layers=_hidden_layers(config, target.num_layers, folder),
-                num_layers=fields.get("num_hidden_layers", 1),
-                num_steps=_num_steps(config),
-                **{flag: bool(config.get(flag, False)) for flag in _FLAGS},
-            )
-            if len(vocabulary) < target.vocab_size and "lm_head.weight" not in tensors:
-                raise missing_lm_head(folder)
+            vocabulary = pop_vocabulary(tensors, stored, target)
+            require_same("width", stored.get("target_width", target.width), target.width, folder)
+            _drop_target_weights(tensors, stored, target)
+            hidden_layers = tuple(stored.get("hidden_layers", default_layers(target.num_layers)))
+            require_layers(hidden_layers, target.num_layers, folder)
             head = cls(
-                head_config,
+                EagleConfig(
+                    layer=LayerConfig.from_config(stored.layers),
+                    hidden_layers=hidden_layers,
+                    num_layers=stored.layers.get("num_hidden_layers", 1),
+                    num_steps=int(stored.get("num_steps", DEFAULT_STEPS)),
+                    **{flag: bool(stored.get(flag)) for flag in _FLAGS},
+                ),
                 target,
                 vocabulary,
                 has_embeddings="embed_tokens.weight" in tensors,
@@ -263,7 +199,7 @@ class EagleHead(FeatureHead):
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "draft_vocab_size": len(self.vocabulary),
             "target_hidden_size": None,
-            _LAYER_IDS: list(self.hidden_layers),
+            "eagle_aux_hidden_state_layer_ids": list(self.hidden_layers),
             # All flags are written, because readers disagree on the defaults of missing ones.
             **{flag: getattr(self.config, flag) for flag in _FLAGS},
             "embed_requires_grad": False,
@@ -291,19 +227,9 @@ class EagleHead(FeatureHead):
     def join_states(self, hidden: HiddenStates) -> Tensor:
         states = [hidden[layer] for layer in self.hidden_layers]
         if self.config.fc_norm:
-            states = [norm(each) for norm, each in zip(self.fc_norm, states, strict=True)]
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(states, -1)
         return self.input_norm(joined) if self.config.norm_before_fc else joined
-
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        first, *deeper = self.layers
-        assert isinstance(first, FirstLayer)
-        states: Tensor = first.run(embedded, features, cos_sin, attend)
-        for index, layer in enumerate(deeper, start=1):
-            states = layer(states, cos_sin, attend, index)
-        return states
 
 
 class Eagle1Head(MtpHead):
@@ -313,21 +239,17 @@ class Eagle1Head(MtpHead):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Eagle1Head:
-        return cls.from_tensors(read_config(folder), _read_tensors(folder), folder, target)
+        return cls.from_stored(StoredHead(folder, "eagle"), target)
 
     @classmethod
-    def from_tensors(
-        cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path, target: TargetModel
-    ) -> Eagle1Head:
-        """Build a head from a folder's configuration and tensors."""
-        tensors = {_EAGLE1_NAMES.in_module(name): tensor for name, tensor in tensors.items()}
-        # A copy of the target's embeddings, which these checkpoints contain.
-        tensors.pop("embed_tokens.weight", None)
+    def from_stored(cls, stored: StoredHead, target: TargetModel) -> Eagle1Head:
+        """Read the head in a folder; its copy of the target's embeddings is not used."""
+        folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
-            require_same("vocabulary", config["vocab_size"], target.vocab_size, folder)
-            layer = LayerConfig.from_config(config)
+            require_same("vocabulary", whole_number(stored.layers, "vocab_size"), target.vocab_size, folder)
+            layer = LayerConfig.from_config(stored.layers)
             head = cls(layer, target, has_bias="eh_proj.bias" in tensors)
-        load_into(head, tensors, folder, _EAGLE1_NAMES.in_file)
+        load_into(head, tensors, folder, EAGLE1.tensors.in_file)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
@@ -336,7 +258,7 @@ class Eagle1Head(MtpHead):
             "architectures": ["LlamaForCausalLM"],
             "bias": self.eh_proj.bias is not None,
         }
-        tensors = {_EAGLE1_NAMES.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        tensors = {EAGLE1.tensors.in_file(name): tensor for name, tensor in self.state_dict().items()}
         write_head(folder, config, tensors)
 
 
@@ -356,31 +278,6 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     last = num_layers - 1 if num_layers > 2 else num_layers
     first = min(1, max(last - 2, 0))
     return (first, (first + last) // 2, last)
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by `speculators` name.
-
-    Tensors that can be computed, and copies of the target's last norm and LM head, are left out.
-    """
-    left_out = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
-    return {
-        name.replace("midlayer.", "layers.0."): tensor
-        for name, tensor in read_tensors(folder).items()
-        if not name.endswith(left_out)
-    }
-
-
-def _hidden_layers(config: Mapping[str, Any], num_layers: int, folder: Path) -> tuple[int, ...]:
-    """Return the fused layers of a configuration, or the default ones.
-
-    Raises:
-        CheckpointError: a layer that the target lacks.
-    """
-    nested = config.get("eagle_config", {}).get(_LAYER_IDS)
-    layers = config.get(_LAYER_IDS) or nested or default_layers(num_layers)
-    require_layers(layers, num_layers, folder)
-    return tuple(layers)
 
 
 @torch.no_grad()
@@ -405,14 +302,15 @@ def _biased_columns(target: TargetModel) -> Tensor:
 
 
 @torch.no_grad()
-def _drop_target_weights(tensors: dict[str, Tensor], config: Mapping[str, Any], target: TargetModel) -> None:
+def _drop_target_weights(tensors: dict[str, Tensor], stored: StoredHead, target: TargetModel) -> None:
     """Drop embeddings and LM head that are copies of the target's, which are used instead.
 
     They are the largest part of a drafter head. Files that do not list the copies are compared with
     the target: files of earlier versions have the bias of its LM head added to every column.
     """
-    if _COPIES in config:
-        for name in config[_COPIES]:
+    copies = stored.get(_COPIES)
+    if copies is not None:
+        for name in copies:
             tensors.pop(name, None)
         return
     compared = {"embed_tokens.weight": _embeddings(target), "lm_head.weight": _biased_columns(target).T}
@@ -420,8 +318,3 @@ def _drop_target_weights(tensors: dict[str, Tensor], config: Mapping[str, Any], 
         own = tensors.get(name)
         if own is not None and own.shape == weight.shape and torch.equal(weight.cpu().to(own.dtype), own):
             del tensors[name]
-
-
-def _num_steps(config: Mapping[str, Any]) -> int:
-    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    return int(methods[0].get("speculative_tokens", DEFAULT_STEPS))

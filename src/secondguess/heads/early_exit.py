@@ -13,17 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.errors import CheckpointError
 from secondguess.heads.base import Head, TargetModel
-from secondguess.heads.files import (
-    config_errors,
-    load_into,
-    read_config,
-    read_tensors,
-    require_same,
-    whole_number,
-    write_head,
-)
+from secondguess.heads.files import config_errors, load_into, require_same, write_head
+from secondguess.heads.formats import StoredHead
 from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
 
@@ -33,13 +25,8 @@ KIND = "secondguess-early-exit"
 class EarlyExitHead(Head):
     """Early-exit adapter: a gated feed-forward network with residual connection, and a final norm.
 
-    The final norm replaces the target's before the target's LM head.
-
-    Args:
-        exit_layer: number of target layers that run while drafting.
-        width: hidden size of the target.
-        mlp_size: intermediate size of the feed-forward network.
-        norm_eps: epsilon of its norms.
+    The final norm replaces the target's before the target's LM head. `exit_layer` layers of the target
+    run while drafting.
     """
 
     def __init__(self, exit_layer: int, width: int, mlp_size: int, norm_eps: float = 1e-6) -> None:
@@ -58,9 +45,7 @@ class EarlyExitHead(Head):
     ) -> EarlyExitHead:
         """Build an untrained adapter, which only normalises the hidden states.
 
-        Args:
-            exit_layer: number of target layers to run; 0 for a quarter of them.
-            mlp_size: intermediate size; 0 for twice the target's hidden size.
+        By default a quarter of the target's layers run, and the network is twice as wide as its states.
         """
         exit_layer = exit_layer or max(1, target.num_layers // 4)
         with torch.random.fork_rng(devices=[]):
@@ -71,20 +56,17 @@ class EarlyExitHead(Head):
 
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> EarlyExitHead:
-        config = read_config(folder)
-        if config.get("model_type") != KIND:
-            raise CheckpointError(
-                f"expected an early-exit adapter ({KIND}) in {folder}, got {config.get('model_type')}"
-            )
+        stored = StoredHead(folder, "early-exit")
         with config_errors(folder):
+            width = stored.number("hidden_size")
+            require_same("width", width, target.width, folder)
             head = cls(
-                whole_number(config, "exit_layer"),
-                whole_number(config, "hidden_size"),
-                whole_number(config, "intermediate_size"),
-                float(config["rms_norm_eps"]),
+                stored.number("exit_layer"),
+                width,
+                stored.number("intermediate_size"),
+                float(stored.config["rms_norm_eps"]),
             )
-        require_same("width", config["hidden_size"], target.width, folder)
-        load_into(head, read_tensors(folder), folder)
+        load_into(head, stored.read_tensors(), folder)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
@@ -113,9 +95,6 @@ class EarlyExitHead(Head):
         train.
         """
         loss, accepted = CountedTokens(training_batch, target).loss_and_acceptance(
-            1,
-            training_batch.hidden[self.exit_layer],
-            lambda states: target.unembed(self(states)),
-            objective,
+            1, training_batch.hidden[self.exit_layer], lambda states: target.unembed(self(states)), objective
         )
         return DepthLosses([loss], [accepted])

@@ -20,15 +20,17 @@ from torch import Tensor, nn
 
 from secondguess.errors import BadInputError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
-from secondguess.heads.layer import LayerConfig, cos_sin_at, sequence_attention
-from secondguess.heads.learning import (
-    LAST_HIDDEN,
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
+from secondguess.heads.layer import (
+    AttentionFunction,
+    CosSin,
+    LayerConfig,
+    RotaryPositions,
+    add_mlp,
+    run_attention,
+    run_layer,
+    sequence_attention,
 )
-from secondguess.heads.parts import AttentionFunction, CosSin
+from secondguess.heads.learning import LAST_HIDDEN, CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 DEFAULT_STEPS = 4
@@ -37,32 +39,25 @@ DEFAULT_STEPS = 4
 
 @dataclass
 class TrainingTimeAttention:
-    """Attention for training-time test, with one chain per text position.
+    """Attention for training-time test, with one chain per text position; keys and values are kept by layer.
 
     Each call runs one step of all chains. The query of step t in the chain of position j attends
     to the text up to j (keys of step 0) and to its own chain (keys of steps 1 to t at position j).
     Each step has one position fewer, because the text ends.
-
-    Args:
-        texts: keys and values of step 0, by layer.
-        chains: keys and values of the later steps, by layer.
     """
 
-    texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of step 0
+    chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # of later steps
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from the first positions of the text, one step deeper than in the previous call.
-
-        An `AttentionFunction` (`heads.parts`).
-        """
+        """Attend from the first positions of the text, one step deeper than in the previous call."""
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
             return sequence_attention(None)(layer, query, key, value)
         num_positions, group = query.shape[2], query.shape[1] // key.shape[1]
         self.chains[layer].append((key, value))
-        text_key, text_value = (_for_queries(each, group, num_positions) for each in self.texts[layer])
-        own = [[_for_queries(each, group, num_positions) for each in pair] for pair in self.chains[layer]]
+        text_key, text_value = (_for_queries(part, group, num_positions) for part in self.texts[layer])
+        own = [[_for_queries(part, group, num_positions) for part in pair] for pair in self.chains[layer]]
         hidden = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
         on_text = (query @ text_key.transpose(2, 3)).masked_fill(hidden, -torch.inf)
         on_own = [(query * own_key).sum(-1, keepdim=True) for own_key, _ in own]
@@ -83,17 +78,11 @@ class FeatureParts:
     """Modules of a feature head, for a compiled forward pass.
 
     Tokens and features are normalised and joined. The joined parts are projected to the input of
-    the first layer; without a projection they are the input of its attention.
-
-    Args:
-        token_norm, feature_norm: norms of the two parts; `nn.Identity` for none.
-        projection: projection of the joined parts, or None.
-        layers: decoder layers, with the submodules of `DecoderLayer`.
-        residual_is_normalised: without a projection, whether the residual connection of the first
-            attention carries the normalised feature, not the feature itself.
+    the first layer; without a projection they are the input of its attention, and the residual
+    connection carries the feature or, with `residual_is_normalised`, the normalised feature.
     """
 
-    token_norm: Any
+    token_norm: Any  # `nn.Identity` for none
     feature_norm: Any
     projection: nn.Linear | None
     layers: Iterable[Any]
@@ -104,7 +93,7 @@ class FeatureHead(Head):
     """Drafter head that reads a feature with each token, trained by unrolling its own outputs.
 
     Subclasses create the modules: embeddings and LM head of their own as `embed_tokens` and
-    `lm_head`, if any, and the last norm as `norm`.
+    `lm_head`, if any, the last norm as `norm`, and positions as `rotary`.
 
     Args:
         target: target model.
@@ -114,14 +103,12 @@ class FeatureHead(Head):
         num_steps: number of draft steps in training.
         norm_output: whether later draft steps read the output after the last norm, not before it.
         vocabulary: tokens that it drafts; None for the whole vocabulary.
-
-    Raises:
-        BadInputError: another hidden size than the target's, or a number below 1.
     """
 
     embed_tokens: nn.Embedding | None
     lm_head: nn.Linear | None
     norm: nn.Module
+    rotary: RotaryPositions
 
     def __init__(
         self,
@@ -167,31 +154,30 @@ class FeatureHead(Head):
         joined = self.join_states(hidden)
         return joined if self.fusion is None else self.fusion(joined)
 
-    @abstractmethod
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        """Return the outputs `[row, position, feature]` before the last norm; see `forward`."""
-
     def forward(
         self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
     ) -> Tensor:
         """Return the outputs `[row, position, feature]`, the features of the next tokens.
 
-        Args:
-            embedded: `[row, position, width]`, token embeddings.
-            features: `[row, position, feature]`, the feature of the token before each token.
+        They are computed from token embeddings `[row, position, width]`, and the features of the tokens before each.
         """
-        states = self.run_layers(embedded, features, cos_sin, attend)
+        parts = self.parts
+        first, *deeper = parts.layers
+        normed = parts.feature_norm(features)
+        joined = torch.cat((parts.token_norm(embedded), normed), -1)
+        if parts.projection is not None:
+            states = run_layer(first, parts.projection(joined), cos_sin, attend)
+        else:
+            kept = normed if parts.residual_is_normalised else features
+            states = add_mlp(first, kept + run_attention(first, joined, cos_sin, attend))
+        for layer in deeper:
+            states = run_layer(layer, states, cos_sin, attend)
         return self.norm(states) if self.norm_output else states
 
     def draft_logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., draft_vocab]` over the draft vocabulary for outputs of `forward`."""
         normed: Tensor = output if self.norm_output else self.norm(output)
-        if self.lm_head is None:
-            return self.target.unembed(normed.to(self.target.dtype))
-        logits: Tensor = self.lm_head(normed)
-        return logits
+        return self.unembed(normed, self.lm_head)
 
     def logits(self, output: Tensor) -> Tensor:
         """Return logits `[..., vocab]`; tokens outside the draft vocabulary get -inf."""
@@ -222,7 +208,7 @@ class FeatureHead(Head):
             num_positions = training_batch.tokens.shape[1] - 2 - step
             behind = (outputs[-1] if outputs else features)[:, :num_positions]
             positions = torch.arange(num_positions, device=training_batch.tokens.device)[None] + step
-            cos_sin = cos_sin_at(self.layer_config, positions, dtype)
+            cos_sin = self.rotary(positions, dtype)
             embedded = self.embed(training_batch.tokens[:, 1 + step : 1 + step + num_positions]).to(dtype)
             outputs.append(self(embedded, behind, cos_sin, attention.attend))
         return outputs

@@ -8,9 +8,8 @@ results.
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,54 +17,28 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from secondguess.checkpoint.resolve import find_in_cache
-from secondguess.checkpoint.weight_files import (
-    LFS_ADVICE,
-    LFS_POINTER,
-    hash_weights,
-    is_lfs_pointer,
-    tensor_files,
-    weight_files,
-)
-from secondguess.errors import CheckpointError, MismatchWarning, UnsupportedModelError
+from secondguess.checkpoint.weight_files import LFS_ADVICE, LFS_POINTER, is_lfs_pointer, tensor_files
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.files import write_atomically
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
-PUBLISHED = {
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "eagle3": "eagle",
-    "dspark": "dspark",
-    "dflash": "dspark",
-    "secondguess-early-exit": "early-exit",
-    "secondguess-layer-skip": "layer-skip",
-}
-"""Drafter kind by the `speculators_model_type` or `model_type` of a published or trained drafter."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Provenance of a trained drafter.
+    """Provenance of a trained drafter."""
 
-    Args:
-        kind: drafter kind as trained, such as `medusa`.
-        target: name of the target it was trained for.
-        fingerprint: hash of the target's weights (`checkpoint.weights`).
-        training: training record: data, losses, budget, commit, machine.
-        figures: results on held-out text.
-    """
-
-    kind: str
-    target: str
-    fingerprint: str
-    training: Mapping[str, Any] = field(default_factory=dict)
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # as trained, such as `medusa`
+    target: str  # name of the target it was trained for
+    fingerprint: str  # hash of the target's weights (`checkpoint.weights`)
+    training: Mapping[str, Any] = field(default_factory=dict)  # data, losses, budget, commit, machine
+    figures: Mapping[str, Any] = field(default_factory=dict)  # results on held-out text
 
     def write(self, folder: Path) -> None:
         with write_atomically(folder / PROVENANCE) as stream:
@@ -73,11 +46,7 @@ class Provenance:
 
 
 def read_provenance(folder: Path) -> Provenance | None:
-    """Return the provenance of a folder; None for drafters that secondguess did not train.
-
-    Raises:
-        CheckpointError: an unreadable `secondguess.json`.
-    """
+    """Return the provenance of a folder; None for drafters that secondguess did not train."""
     path = folder / PROVENANCE
     if not path.is_file():
         return None
@@ -87,72 +56,8 @@ def read_provenance(folder: Path) -> Provenance | None:
         raise CheckpointError(f"expected a readable {PROVENANCE} in {folder}, got: {error}") from error
 
 
-def refuse_head(model: str) -> None:
-    """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
-
-    Args:
-        model: path of the folder, or name of a repository in the local Hugging Face cache.
-
-    Raises:
-        CheckpointError: the message has the name to write instead.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        found = find_in_cache(model)
-        folder = folder if found is None else found.parent
-    kind = _kind_of(folder)
-    if kind is not None:
-        raise CheckpointError(
-            f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
-            f"{kind}:{folder}"
-        )
-
-
-def _kind_of(folder: Path) -> str | None:
-    """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
-    with suppress(CheckpointError):
-        provenance, config = read_provenance(folder), read_config(folder)
-        if provenance is not None:
-            return None if provenance.kind in NAMED else provenance.kind
-        named = str(config.get("speculators_model_type") or config.get("model_type"))
-        if "medusa_num_heads" in config:
-            return "medusa"
-        # EAGLE in its authors' formats, with the configuration of a model: version 3, and version 1 of one layer
-        is_eagle = "draft_vocab_size" in config or (
-            config.get("num_hidden_layers") == 1 and "fc.weight" in find_tensors(folder)
-        )
-        return PUBLISHED.get(named, "eagle" if is_eagle else None)
-    return None
-
-
-def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str) -> None:
-    """Warn if a drafter was trained for other weights than the target's.
-
-    Such a drafter has a lower acceptance rate; the output stays correct. Call this after the
-    drafter was loaded, so that a drafter that does not fit raises its error first.
-
-    Args:
-        target_name, target_path: name and path of the target; without weight files at the
-            path nothing is compared.
-    """
-    provenance = read_provenance(folder)
-    if provenance is None or not target_path or not weight_files(Path(target_path)):
-        return
-    if provenance.fingerprint != hash_weights(Path(target_path)):
-        warnings.warn(
-            f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
-            "the output stays correct, but few drafts will be accepted; retrain it",
-            MismatchWarning,
-            stacklevel=2,
-        )
-
-
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json` of a folder.
-
-    Raises:
-        CheckpointError: it is missing, unreadable or not a JSON object.
-    """
+    """Return the parsed `config.json` of a folder, which must be a JSON object."""
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -164,12 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def config_errors(folder: Path) -> Iterator[None]:
-    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path.
-
-    Raises:
-        CheckpointError: in place of a `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
-        UnsupportedModelError: with the path, if it was raised without.
-    """
+    """Convert errors raised while reading a `config.json` into a `CheckpointError` with its path."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -178,7 +78,7 @@ def config_errors(folder: Path) -> Iterator[None]:
         raise UnsupportedModelError(f"{folder / CONFIG}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"expected the field {error} in {folder / CONFIG}, got none") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"expected a drafter that fits in {folder / CONFIG}, got: {error}") from error
 
 
@@ -190,27 +90,8 @@ def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
     return value
 
 
-def get_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a boolean field; call it inside `config_errors`."""
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} of {value!r}, which should be true or false")
-    return value
-
-
-def missing_lm_head(folder: Path) -> CheckpointError:
-    """Return the error for a reduced draft vocabulary without an LM head for it."""
-    return CheckpointError(
-        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
-    )
-
-
 def require_same(what: str, found: int, expected: int, folder: Path) -> None:
-    """Raise if a drafter was trained for a target of another size.
-
-    Raises:
-        CheckpointError: `found` differs from `expected`; the message names the size `what`.
-    """
+    """Raise a `CheckpointError` if a drafter was trained for a target of another size, `what`."""
     if found != expected:
         raise CheckpointError(
             f"expected a drafter for a target with a {what} of {expected}, got one for {found} in {folder}; "
@@ -219,11 +100,7 @@ def require_same(what: str, found: int, expected: int, folder: Path) -> None:
 
 
 def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None:
-    """Raise if a drafter reads layers that the target lacks.
-
-    Raises:
-        CheckpointError: a layer outside 0 to `num_layers`.
-    """
+    """Raise a `CheckpointError` if a drafter reads states outside 0 to `num_layers`."""
     if not all(0 <= layer <= num_layers for layer in layers):
         raise CheckpointError(
             f"expected a head in {folder} that reads states 0 to {num_layers} of the target, got {list(layers)}; it was "
@@ -232,32 +109,21 @@ def require_layers(layers: Sequence[int], num_layers: int, folder: Path) -> None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, on the CPU.
-
-    Reads `*.safetensors`; if there are none, `*.pt` and `*.bin` with `weights_only=True`.
-
-    Raises:
-        CheckpointError: no weight files, or unreadable ones.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    pickles = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
-    try:
-        tensors: dict[str, Tensor] = {}
-        for path in files or pickles:
-            tensors |= load_file(path) if files else torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError, EOFError, UnpicklingError) as error:
-        raise _unreadable(folder, files or pickles, error) from error
+    """Return all tensors of a folder, on the CPU: of `*.safetensors`, or else of `*.pt` and `*.bin`."""
+    tensors = read_named_tensors(find_tensors(folder))
+    pickles = [] if tensors else sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    for path in pickles:
+        try:
+            tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise _unreadable(folder, path, error) from error
     if not tensors:
         raise CheckpointError(f"expected weights (safetensors, .pt or .bin) in {folder}, got none")
     return tensors
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor in a folder, without reading the tensors.
-
-    Raises:
-        CheckpointError: an unreadable file.
-    """
+    """Return the safetensors file of each tensor in a folder, without reading the tensors."""
     files: dict[str, Path] = {}
     loaded = tensor_files(folder)  # by the target; they come last and replace those of other files
     for path in sorted(folder.glob("*.safetensors"), key=lambda path: (path in loaded, path)):
@@ -265,15 +131,14 @@ def find_tensors(folder: Path) -> dict[str, Path]:
             with safe_open(path, "pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         except (OSError, SafetensorError) as error:
-            raise _unreadable(folder, [path], error) from error
+            raise _unreadable(folder, path, error) from error
     return files
 
 
-def _unreadable(folder: Path, files: Iterable[Path], error: Exception) -> CheckpointError:
-    """Return the error for weights of which some cannot be read."""
-    pointer = next(filter(is_lfs_pointer, files), None)
-    if pointer is not None:
-        reason = f"{pointer.name}, {LFS_POINTER}; {LFS_ADVICE}"
+def _unreadable(folder: Path, path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file of weights that cannot be read."""
+    if is_lfs_pointer(path):
+        reason = f"{path.name}, {LFS_POINTER}; {LFS_ADVICE}"
     else:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return CheckpointError(f"expected readable weights in {folder}, got: {reason}")
@@ -298,11 +163,7 @@ def load_into(
 ) -> None:
     """Load tensors into a module with exactly these names and shapes.
 
-    Args:
-        name_in_file: maps a name in the module to that in the file, for error messages.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape; the message names it.
+    The `CheckpointError` about a tensor that differs has its name in the file, from that in the module.
     """
     wanted = module.state_dict()
     problems = [f"missing {name_in_file(name)}" for name in sorted(set(wanted) - set(tensors))]
@@ -320,8 +181,7 @@ def load_into(
 def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write `config.json` and `model.safetensors` into a folder, created if missing.
 
-    Raises:
-        OSError: a file that cannot be written, for example on a full disk; the previous one is kept.
+    A file that cannot be written, for example on a full disk, raises an `OSError`; the previous one is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}

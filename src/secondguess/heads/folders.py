@@ -1,12 +1,18 @@
-"""Folders of trained drafters: named, shipped with a target, or part of its checkpoint."""
+"""Folders of trained drafters: named, shipped with a target, or part of its checkpoint; and the kind in a folder."""
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from secondguess.builtin import head_path
-from secondguess.errors import BadInputError, CheckpointError
-from secondguess.heads.files import CONFIG, NAMED, read_provenance
+from secondguess.checkpoint.resolve import find_in_cache
+from secondguess.checkpoint.weight_files import hash_weights, weight_files
+from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
+from secondguess.heads.files import CONFIG, NAMED, find_tensors, read_config, read_provenance
+from secondguess.heads.formats import find_format
 from secondguess.heads.mtp import contains_mtp
 from secondguess.names import Name
 
@@ -16,10 +22,6 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
 
     The folder is the path in the name, if it has one; else that of the built-in drafter of the
     target; else the target's own folder, if it contains such a drafter.
-
-    Raises:
-        BadInputError: no path in the name, and no drafter of this kind comes with the target.
-        CheckpointError: no such folder, or it holds another kind of drafter.
     """
     how_to_train = f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
     folder = Path(name.argument) if name.argument else find_own(name.kind, target_name, target_path)
@@ -50,13 +52,7 @@ def _contains_drafter(kind: str, folder: Path) -> bool:
 
 
 def _require_kind(folder: Path, kind: str) -> None:
-    """Raise if the folder holds another kind of drafter.
-
-    A folder trained as another kind passes if its model also contains a drafter of this kind.
-
-    Raises:
-        CheckpointError: another kind of drafter.
-    """
+    """Raise a `CheckpointError` if the folder was trained as another kind, and its model contains none of this kind."""
     provenance = read_provenance(folder)
     if provenance is None or provenance.kind == kind or _contains_drafter(kind, folder):
         return
@@ -65,3 +61,51 @@ def _require_kind(folder: Path, kind: str) -> None:
         f"expected the folder of a trained {kind} drafter, got {folder}, which holds a {provenance.kind} drafter; "
         f"write {instead}:{folder}"
     )
+
+
+def refuse_head(model: str) -> None:
+    """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
+
+    `model` is the path of the folder, or the name of a repository in the local Hugging Face cache.
+    The message has the name to write instead.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        found = find_in_cache(model)
+        folder = folder if found is None else found.parent
+    kind = _kind_of(folder)
+    if kind is not None:
+        raise CheckpointError(
+            f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
+            f"{kind}:{folder}"
+        )
+
+
+def _kind_of(folder: Path) -> str | None:
+    """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
+    with suppress(CheckpointError):
+        provenance, config = read_provenance(folder), read_config(folder)
+        if provenance is not None:
+            return None if provenance.kind in NAMED else provenance.kind
+        tensor_names = cache(lambda: find_tensors(folder))
+        found = find_format(config, lambda name: name in tensor_names())
+        return None if found is None else found.kind
+    return None
+
+
+def warn_of_mismatch(folder: Path, kind: str, target_name: str, target_path: str) -> None:
+    """Warn if a drafter was trained for other weights than the target's, those at `target_path`.
+
+    Such a drafter has a lower acceptance rate; the output stays correct. Call this after the
+    drafter was loaded, so that a drafter that does not fit raises its error first.
+    """
+    provenance = read_provenance(folder)
+    if provenance is None or not target_path or not weight_files(Path(target_path)):
+        return
+    if provenance.fingerprint != hash_weights(Path(target_path)):
+        warnings.warn(
+            f"the {kind} drafter in {folder} was trained for {provenance.target} with other weights than {target_name}'s: "
+            "the output stays correct, but few drafts will be accepted; retrain it",
+            MismatchWarning,
+            stacklevel=2,
+        )

@@ -27,37 +27,25 @@ the losses and the overlaps of the distributions `[position]`, the latter withou
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Training batch of texts.
+    """Training batch of texts."""
 
-    Args:
-        tokens: `[row, position]` int64, prompt and answer, padded at the end.
-        counts: `[row, position]` bool, True if the token is to be predicted; by default, if the
-            target model generated it.
-        hidden: the target's hidden states `[row, position, width]` at each token, by layer: the
-            layers that the drafter head reads, and `LAST_HIDDEN`.
-        num_depths: maximum number of draft depths to compute losses of.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    hidden: HiddenStates
-    num_depths: int = MAX_DRAFT_LENGTH
+    tokens: Tensor  # `[row, position]` int64, prompt and answer, padded at the end
+    counts: Tensor  # `[row, position]` bool, True if the token is to be predicted
+    hidden: HiddenStates  # `[row, position, width]` by layer: those that the head reads, and `LAST_HIDDEN`
+    num_depths: int = MAX_DRAFT_LENGTH  # largest number of draft depths to compute losses of
 
 
 @dataclass(frozen=True)
 class DepthLosses:
     """Losses and acceptance rates of a batch, by draft depth.
 
-    Args:
-        losses: mean loss over the counted positions, per depth; the trainer weights and sums them.
-        accepted: expected acceptance rate per depth, given the true text before the node: the mean
-            of `sum_x min(p(x), q(x))` over the counted positions. Without gradient.
-        extra: additional loss, such as that of a confidence head.
+    A loss is the mean over the counted positions; the trainer weights and sums them. An acceptance
+    rate is the mean of `sum_x min(p(x), q(x))`, given the true text before the node, without gradient.
     """
 
     losses: list[Tensor]
     accepted: list[Tensor]
-    extra: Tensor | None = None
+    extra: Tensor | None = None  # additional loss, such as that of a confidence head
 
 
 class TrainableHead(nn.Module, ABC):
@@ -88,15 +76,10 @@ class TrainableHead(nn.Module, ABC):
 
 
 class CountedTokens:
-    """Tokens to predict of a batch, with the target's distributions for them.
+    """Tokens to predict of a batch, with the target's distributions for them, over the tokens that `select` selects.
 
     These are computed once and serve every draft depth. Logits are computed at counted tokens only,
     because they dominate the cost of a step.
-
-    Args:
-        training_batch: batch of texts.
-        target: LM head of the target.
-        select: maps values `[..., vocab]` to those of the draft vocabulary.
     """
 
     def __init__(
@@ -120,16 +103,10 @@ class CountedTokens:
     def loss_and_acceptance(
         self, first: int, outputs: Tensor, logits_of: Callable[[Tensor], Tensor], objective: Objective
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and acceptance rate of one prediction per token.
+        """Return the mean loss and acceptance rate of one prediction per token; both 0 if no token is counted.
 
-        Args:
-            first: index of the token that the first output predicts.
-            outputs: `[row, position, ...]`, outputs of the drafter head for that and all later tokens; those
-                behind the last token are ignored.
-            logits_of: maps outputs of the drafter head to logits `[..., draft_vocab]`.
-
-        Returns:
-            The loss, and the acceptance rate without gradient; both 0 if no token is counted.
+        The outputs `[row, position, ...]` of the head are for token `first` and all later tokens; those
+        behind the last token are ignored. `logits_of` maps them to logits `[..., draft_vocab]`.
         """
         rows, positions = self.counts[:, first:].nonzero(as_tuple=True)
         losses, accepted = objective(self.at(rows, positions + first), logits_of(outputs[rows, positions]))

@@ -11,11 +11,11 @@ file: to serve them with vLLM, add the target's as `lm_head.weight`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,47 +24,21 @@ from torch.nn import functional
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
-from secondguess.heads.files import (
-    config_errors,
-    get_bool,
-    load_into,
-    missing_lm_head,
-    read_config,
-    read_tensors,
-    require_same,
-    whole_number,
-    write_head,
-)
-from secondguess.heads.learning import (
-    LAST_HIDDEN,
-    CountedTokens,
-    DepthLosses,
-    Objective,
-    TrainingBatch,
-)
+from secondguess.heads.files import config_errors, load_into, require_same, write_head
+from secondguess.heads.formats import StoredHead, missing_lm_head
+from secondguess.heads.learning import LAST_HIDDEN, CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.names import check_range
 from secondguess.runtime.base import EmbeddingAndHead
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes and options of a set of Medusa drafter heads.
+    """Sizes and options of a set of Medusa drafter heads."""
 
-    Args:
-        num_heads: number of drafter heads, which is the maximum draft length.
-        num_layers: number of residual layers per drafter head.
-        has_bias: whether the residual layers have biases.
-        num_outputs: number of output matrices: one per drafter head, one shared by all, or 0 to
-            use the target's.
-
-    Raises:
-        BadInputError: a number out of range.
-    """
-
-    num_heads: int
-    num_layers: int
-    has_bias: bool = False
-    num_outputs: int = 0
+    num_heads: int  # also the largest draft length
+    num_layers: int  # residual layers per drafter head
+    has_bias: bool = False  # of the residual layers
+    num_outputs: int = 0  # output matrices: one per drafter head, one shared by all, or 0 for the target's
 
     def __post_init__(self) -> None:
         check_range("heads of a medusa drafter", self.num_heads, 1, MAX_DRAFT_LENGTH)
@@ -91,13 +65,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(Head):
-    """Set of Medusa drafter heads for one target.
-
-    Args:
-        config: sizes and options.
-        target: target model; its LM head is used if there is no output matrix of its own.
-        vocabulary: tokens that they draft; None for the whole vocabulary.
-    """
+    """Set of Medusa drafter heads for one target, whose LM head they use if they have no output matrix."""
 
     hidden_layers = (LAST_HIDDEN,)
 
@@ -129,18 +97,11 @@ class MedusaHead(Head):
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> Self:
         """Read drafter heads in the original format or in vLLM's."""
-        config, tensors = read_config(folder), read_tensors(folder)
+        stored = StoredHead(folder, "medusa")
+        read = _read_original if stored.format.name == "original" else _read_vllm
         with config_errors(folder):
-            if "medusa_num_heads" in config:
-                head_config, vocabulary, tensors = _read_original(config, tensors, target, folder)
-            elif config.get("model_type") == "medusa":
-                head_config, vocabulary, tensors = _read_vllm(config, tensors, target, folder)
-            else:
-                raise CheckpointError(
-                    f"expected the config.json of a medusa drafter in {folder} (medusa_num_heads, or the model_type medusa), "
-                    f"got the model_type {config.get('model_type')!r}"
-                )
-            head = cls(head_config, target, vocabulary)
+            config, vocabulary, tensors = read(stored, target)
+            head = cls(config, target, vocabulary)
         load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
         return head
 
@@ -165,27 +126,17 @@ class MedusaHead(Head):
         write_head(folder, fields, tensors)
 
     def forward(self, states: Tensor, depth: int) -> Tensor:
-        """Return the logits of drafter head `depth` over its draft vocabulary.
+        """Return the logits `[..., draft_vocab]` of drafter head `depth`, counted from that of the token after pending.
 
-        Args:
-            states: `[..., width]`, the target's last, normalised hidden states at the token before
-                pending.
-            depth: index of the drafter head; 0 predicts the token after pending.
-
-        Returns:
-            Logits `[..., draft_vocab]`.
+        `states` `[..., width]` are the target's last, normalised hidden states at the token before pending.
         """
         output = self.blocks[depth](states.to(self._dtype))
-        if not self.lm_heads:
-            return self.target.unembed(output.to(self.target.dtype))
-        logits: Tensor = self.lm_heads[min(depth, len(self.lm_heads) - 1)](output)
-        return logits
+        return self.unembed(
+            output, self.lm_heads[min(depth, len(self.lm_heads) - 1)] if self.lm_heads else None
+        )
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """Return the logits `[..., vocab]` over the target's vocabulary.
-
-        Arguments are those of `forward`. Tokens outside the draft vocabulary get -inf.
-        """
+        """Return the logits `[..., vocab]` of `forward` over the target's vocabulary, -inf for tokens outside."""
         return self.vocabulary.to_target(self(states, depth))
 
     def learn(
@@ -214,66 +165,60 @@ class MedusaHead(Head):
 
 def count_heads(folder: Path) -> int:
     """Return the number of drafter heads in a folder."""
-    config = read_config(folder)
+    stored = StoredHead(folder, "medusa")
     with config_errors(folder):
-        if "medusa_num_heads" in config:
-            return _num_original(config, read_tensors(folder))
-        return whole_number(config, "num_heads")
+        if stored.format.name == "original":
+            return _num_original(stored, stored.read_tensors())
+        return stored.number("num_heads")
 
 
-def _num_original(config: Mapping[str, Any], names: Iterable[str]) -> int:
+def _num_original(stored: StoredHead, names: Iterable[str]) -> int:
     """Return the number of heads in the original format, the larger one of those of the file and its configuration."""
     found = (re.match(r"(?:medusa_head\.)?(\d+)\.", name) for name in names)
-    stored = (int(number[1]) + 1 for number in found if number)
-    return max([whole_number(config, "medusa_num_heads"), *stored])
+    return max([stored.number("num_heads"), *(int(number[1]) + 1 for number in found if number)])
 
 
 def _read_original(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
+    stored: StoredHead, target: TargetModel
 ) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
-    """Return the configuration, the vocabulary and the renamed tensors of heads in the original format.
+    """Return the configuration, the vocabulary and the tensors of heads in the original format.
 
     Published files have more heads than their configuration says. Those of version 2 have no output matrices: they use
     the target's.
     """
-    num_layers = whole_number(config, "medusa_num_layers")
+    num_layers, tensors = stored.number("num_layers"), stored.read_tensors()
+    num_heads = _num_original(stored, tensors)
     renamed = {}
     for name, tensor in tensors.items():
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name.removeprefix("medusa_head."))
         renamed[re.sub(rf"^(\d+)\.{num_layers}\.weight$", r"lm_heads.\1.weight", name)] = tensor
     if "lm_heads.0.weight" in renamed:
-        require_same("vocabulary", len(renamed["lm_heads.0.weight"]), target.vocab_size, folder)
-    num_heads = _num_original(config, tensors)
-    has_outputs = any(name.startswith("lm_heads.") for name in renamed)
-    head_config = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_heads * has_outputs)
-    return head_config, DraftVocabulary(target.vocab_size), renamed
+        require_same("vocabulary", len(renamed["lm_heads.0.weight"]), target.vocab_size, stored.folder)
+    num_outputs = num_heads if any(name.startswith("lm_heads.") for name in renamed) else 0
+    config = MedusaConfig(num_heads, num_layers, has_bias=True, num_outputs=num_outputs)
+    return config, DraftVocabulary(target.vocab_size), renamed
 
 
 def _read_vllm(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetModel, folder: Path
+    stored: StoredHead, target: TargetModel
 ) -> tuple[MedusaConfig, DraftVocabulary, dict[str, Tensor]]:
-    """Return the configuration, the vocabulary and the renamed tensors of heads in vLLM's format."""
-    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
-    require_same("width", whole_number(config, "hidden_size"), target.width, folder)
-    require_same("vocabulary", whole_number(config, "vocab_size"), target.vocab_size, folder)
-    num_heads = num_outputs = whole_number(config, "num_heads")
-    if get_bool(config, "original_lm_head", False):
+    """Return the configuration, the vocabulary and the tensors of heads in vLLM's format."""
+    folder, tensors = stored.folder, stored.read_tensors()
+    require_same("width", stored.number("hidden_size"), target.width, folder)
+    require_same("vocabulary", stored.number("vocab_size"), target.vocab_size, folder)
+    num_heads = num_outputs = stored.number("num_heads")
+    if stored.flag("shares_output"):
         # vLLM accepts the shared matrix under either name and ignores further copies of it.
         shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
         num_outputs = 0 if shared is None else 1
         if shared is not None:
             tensors["lm_heads.0.weight"] = shared
-    head_config = MedusaConfig(
-        num_heads,
-        whole_number(config, "num_hidden_layers"),
-        get_bool(config, "medusa_fc_bias", False),
-        num_outputs,
-    )
+    config = MedusaConfig(num_heads, stored.number("num_layers"), stored.flag("has_bias"), num_outputs)
     token_ids = tensors.pop("token_map", None)
-    size = whole_number({"truncated_vocab_size": target.vocab_size, **config}, "truncated_vocab_size")
+    size = stored.number("draft_vocab_size", target.vocab_size)
     if size >= target.vocab_size:
-        return head_config, DraftVocabulary(target.vocab_size), tensors
+        return config, DraftVocabulary(target.vocab_size), tensors
     if not num_outputs:
         raise missing_lm_head(folder)
     if token_ids is None or len(token_ids) != size:
@@ -284,4 +229,4 @@ def _read_vllm(
         if name.startswith("lm_heads.") and len(tensor) > size:
             # Some files contain the output matrices for the whole vocabulary.
             tensors[name] = tensor[token_ids]
-    return head_config, vocabulary, tensors
+    return config, vocabulary, tensors

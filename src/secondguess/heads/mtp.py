@@ -11,11 +11,10 @@ folder of its own with DeepSeek's tensor names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from secondguess.checkpoint.source import FolderSource
 from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
-from secondguess.heads.experts import separate_experts
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
     FeatureHead,
@@ -39,12 +37,12 @@ from secondguess.heads.files import (
     find_tensors,
     load_into,
     read_config,
-    read_named_tensors,
+    whole_number,
     write_head,
 )
-from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, DecoderLayer, LayerConfig
+from secondguess.heads.formats import DEEPSEEK_MTP, StoredHead, find_format, layer_fields, text_config
+from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
-from secondguess.heads.parts import AttentionFunction, CosSin
 from secondguess.runtime.base import HiddenStates
 
 CPU = torch.device("cpu")
@@ -53,22 +51,12 @@ CPU = torch.device("cpu")
 class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
-    Args:
-        layer: configuration of its decoder layer.
-        target: target model.
-        has_bias: whether the projection has a bias.
-        has_embeddings, has_head: whether it has its own embeddings and LM head; if not, it uses
-            the target's.
-        norm_output, num_steps: as in `FeatureHead`.
-
-    Attributes:
-        has_norms: whether it has norms other than the one inside the decoder layer.
-
-    Raises:
-        BadInputError: another hidden size than the target's.
+    Without embeddings or an LM head of its own it uses the target's. With `has_bias`, the projection
+    has a bias; other arguments are as in `FeatureHead`.
     """
 
     has_norms = True
+    """True if there are norms other than the one inside the decoder layer."""
 
     def __init__(
         self,
@@ -89,7 +77,9 @@ class MtpHead(FeatureHead):
         self.enorm = make_norm()
         self.hnorm = make_norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=has_bias)
-        self.layer = DecoderLayer(layer, has_input_norm=self.has_norms)
+        (self.layer,), self.rotary = make_layers(layer)
+        if not self.has_norms:
+            self.layer.input_layernorm = nn.Identity()
         self.norm = make_norm()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None
@@ -109,32 +99,30 @@ class MtpHead(FeatureHead):
         which are not used.
         """
         stored = find_module(folder)
-        config, names, layer = stored.config, stored.names, stored.layer
-        num_layers = config["num_hidden_layers"]
+        layer, fields = module_layer(stored), stored.layers
         with config_errors(folder):
-            if (config["vocab_size"], num_layers) != (target.vocab_size, target.num_layers):
+            found = fields["vocab_size"], fields["num_hidden_layers"]
+            if found != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
-                    f"layers, got one for {config['vocab_size']} and {num_layers}; it was trained for another target"
+                    f"layers, got one for {found[0]} and {found[1]}; it was trained for another target"
                 )
-            tensors = {
-                names.in_module(name): tensor for name, tensor in _read_weights(folder, stored).items()
-            }
-            tensors = separate_experts(tensors, "layer.mlp.experts.")
-            if names.centred_norms and layer.has_gate:
+            tensors = _read_weights(stored)
+            join_experts(tensors, "layer.mlp.experts.")
+            if stored.get("centred_norms") and layer.model_type in GATED_TYPES:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
-            if names.state_first:
+            if stored.get("state_first"):
                 tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, 1)[::-1], 1)
             head = cls(
                 layer,
                 target,
                 has_embeddings="embed_tokens.weight" in tensors,
                 has_head="lm_head.weight" in tensors,
-                norm_output=config.get("norm_output", names.norm_output),
-                num_steps=config.get("num_steps", DEFAULT_STEPS),
+                norm_output=stored.flag("norm_output"),
+                num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
-        load_into(head, tensors, folder, names.in_file)
-        if stored.has_others:
+        load_into(head, tensors, folder, stored.names.in_file)
+        if stored.format.second.format(next=target.num_layers + 1) in stored.tensor_names:
             warnings.warn(
                 f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
                 stacklevel=2,
@@ -142,18 +130,15 @@ class MtpHead(FeatureHead):
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        names = family_names(self.target.num_layers)[0]
+        names = DEEPSEEK_MTP.tensors.at(self.target.num_layers)
         config = {
-            **self.layer_config.to_config(),
-            "vocab_size": self.target.vocab_size,
-            "num_hidden_layers": self.target.num_layers,
+            **layer_fields(self.layer_config, self.target.vocab_size, self.target.num_layers),
             "num_nextn_predict_layers": 1,
             "norm_output": self.norm_output,
             "num_steps": self.num_steps,
         }
-        write_head(
-            folder, config, {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
-        )
+        tensors = {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
+        write_head(folder, config, tensors)
 
     @property
     def parts(self) -> FeatureParts:
@@ -162,198 +147,89 @@ class MtpHead(FeatureHead):
     def join_states(self, hidden: HiddenStates) -> Tensor:
         return hidden[LAST_HIDDEN]
 
-    def run_layers(
-        self, embedded: Tensor, features: Tensor, cos_sin: CosSin, attend: AttentionFunction
-    ) -> Tensor:
-        joined = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
-        states: Tensor = self.layer(self.eh_proj(joined), cos_sin, attend)
-        return states
+
+def find_module(folder: Path) -> StoredHead:
+    """Return the first MTP module of a checkpoint, whose layer and weights can be read; weights are not read yet."""
+    with config_errors(folder):
+        whole_number(text_config(read_config(folder)), "num_hidden_layers")
+    stored = StoredHead(folder, "mtp")
+    module_layer(stored)
+    return stored
 
 
-@dataclass(frozen=True)
-class TensorNames:
-    """Tensor names of an `MtpHead` in the files of a model family.
-
-    Args:
-        parts: name prefixes in the file, mapped to those in the module.
-        prefix: prefix of all names in the file.
-        next_prefix: the same of a second module; empty if there is none.
-        state_first: whether the projection's input is `[state; embedding]`, not
-            `[embedding; state]`.
-        norm_output: as in `FeatureHead`.
-        centred_norms: whether norm weights of layers with gates are stored as differences from 1.
-    """
-
-    parts: Mapping[str, str]
-    prefix: str = ""
-    next_prefix: str = ""
-    state_first: bool = False
-    norm_output: bool = False
-    centred_norms: bool = False
-
-    @property
-    def projection(self) -> str:
-        """Name of the projection weight, without the prefix; present in every module."""
-        return self.in_file("eh_proj.weight").removeprefix(self.prefix)
-
-    def in_module(self, name: str) -> str:
-        """Return the name in the module for a name in the file."""
-        name = name.removeprefix(self.prefix)
-        for in_file, in_module in self.parts.items():
-            if name.startswith(in_file):
-                return in_module + name.removeprefix(in_file)
-        return name
-
-    def in_file(self, name: str) -> str:
-        """Return the name in the file for a name in the module; inverse of `in_module`."""
-        for in_file, in_module in self.parts.items():
-            if name.startswith(in_module):
-                return self.prefix + in_file + name.removeprefix(in_module)
-        return self.prefix + name
-
-
-_DEEPSEEK = TensorNames(
-    {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
-        "shared_head.norm.": "norm.",
-        "shared_head.head.": "lm_head.",
-        "embed_tokens.": "embed_tokens.",
-        "": "layer.",
-    }
-)
-_QWEN = TensorNames(
-    {
-        "pre_fc_norm_embedding.": "enorm.",
-        "pre_fc_norm_hidden.": "hnorm.",
-        "fc.": "eh_proj.",
-        "norm.": "norm.",
-        "layers.0.": "layer.",
-    },
-    prefix="mtp.",
-    norm_output=True,
-    centred_norms=True,
-)
-_MIMO = TensorNames(
-    {
-        "token_layernorm.": "enorm.",
-        "hidden_layernorm.": "hnorm.",
-        "input_proj.": "eh_proj.",
-        "final_layernorm.": "norm.",
-        "": "layer.",
-    },
-    prefix="model.mtp_layers.0.",
-    next_prefix="model.mtp_layers.1.",
-    state_first=True,
-    norm_output=True,
-)
-
-
-def family_names(num_layers: int) -> tuple[TensorNames, ...]:
-    """Return the tensor names of all families, for a target of `num_layers` layers."""
-    prefixes = [f"model.layers.{num_layers + index}." for index in range(2)]
-    return replace(_DEEPSEEK, prefix=prefixes[0], next_prefix=prefixes[1]), _QWEN, _MIMO
-
-
-class StoredModule(NamedTuple):
-    """The first MTP module of a checkpoint, as far as its configuration and tensor names describe it.
-
-    Args:
-        config: configuration of the target.
-        names: tensor names of the family.
-        files: file of each of its tensors.
-        layer: configuration of its decoder layer.
-        has_others: whether there are further modules.
-    """
-
-    config: Mapping[str, Any]
-    names: TensorNames
-    files: Mapping[str, Path]
-    layer: LayerConfig
-    has_others: bool
-
-
-def find_module(folder: Path) -> StoredModule:
-    """Return the first MTP module of a checkpoint, without reading weights.
+def module_layer(stored: StoredHead) -> LayerConfig:
+    """Return the configuration of a module's decoder layer.
 
     Raises:
-        CheckpointError: there is none, or its configuration cannot be read.
-        UnsupportedModelError: its decoder layer is of a kind that is not supported.
+        UnsupportedModelError: a kind of layer or an encoding of weights that is not supported.
     """
-    config, files = _text_config(read_config(folder)), find_tensors(folder)
-    with config_errors(folder):
-        num_layers = config["num_hidden_layers"]
-        names = _find_names(files, num_layers)
-        if names is None:
-            raise CheckpointError(
-                f"expected a multi-token-prediction module in {folder}, such as model.layers.{num_layers}.eh_proj.weight, "
-                "got none; train one with `secondguess train mtp`"
-            )
-        own = {name: file for name, file in files.items() if name.startswith(names.prefix)}
-        _require_readable_weights(folder, own)
-        _require_supported_layer(folder, own, config)
-        layer = _layer_config(config, has_experts=any("mlp.experts." in name for name in own))
-    has_others = bool(names.next_prefix) and f"{names.next_prefix}{names.projection}" in files
-    return StoredModule(config, names, own, layer, has_others)
+    config = stored.layers
+    with config_errors(stored.folder):
+        _require_readable_weights(stored)
+        _require_supported_layer(stored)
+        is_mimo = config.get("model_type") == "mimo"  # the layers are those of Qwen2
+        has_experts = any("mlp.experts." in name for name in stored.files)
+        described = {**config, "model_type": "qwen2"} if is_mimo else config
+        return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
 
 
-def _read_weights(folder: Path, stored: StoredModule) -> dict[str, Tensor]:
+def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
     """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
-    encoding = FolderSource(folder).encoding(CPU)
+    encoding = FolderSource(stored.folder).encoding(CPU)
     if encoding is None:
-        return read_named_tensors(stored.files)
+        return stored.read_tensors()
     weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
-    return {name: weights.read(name) for name in weights.names if name.startswith(stored.names.prefix)}
+    names = (name for name in weights.names if name.startswith(stored.names.prefix))
+    return stored.in_module({name: weights.read(name) for name in names})
+
+
+def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
+    """Replace the matrices of each expert by one of all experts, as Transformers' layers have them.
+
+    The names of the experts' tensors start with `prefix`, such as `layer.mlp.experts.`.
+    """
+    parts = ("gate_proj", "up_proj", "down_proj")
+    num_experts = 0
+    while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
+        num_experts += 1
+    if num_experts:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
+            for part in parts
+        )
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
 
 
 def contains_mtp(folder: Path) -> bool:
     """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / CONFIG).is_file():
         return False
-    num_layers = _text_config(read_config(folder)).get("num_hidden_layers", 0)
-    return _find_names(find_tensors(folder), num_layers) is not None
+    return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model; that of a multimodal model is nested."""
-    inner: Mapping[str, Any] = config.get("text_config", config)
-    return inner
-
-
-def _find_names(files: Mapping[str, Path], num_layers: int) -> TensorNames | None:
-    families = family_names(num_layers)
-    return next((names for names in families if names.prefix + names.projection in files), None)
-
-
-def _require_readable_weights(folder: Path, names: Iterable[str]) -> None:
+def _require_readable_weights(stored: StoredHead) -> None:
     """Refuse quantised weights in an encoding that is not decoded here."""
     marks = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed")
-    coded = next((name for name in names if name.endswith(marks)), None)
-    if coded is not None and FolderSource(folder).encoding(CPU) is None:
+    coded = next((name for name in stored.files if name.endswith(marks)), None)
+    if coded is not None and FolderSource(stored.folder).encoding(CPU) is None:
         raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with weights that can be read in {folder}, got {coded}, of an "
+            f"expected a multi-token-prediction module with weights that can be read in {stored.folder}, got {coded}, of an "
             "encoding that is not decoded; train one with `secondguess train mtp` or use another drafter"
         )
 
 
-def _require_supported_layer(folder: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
+def _require_supported_layer(stored: StoredHead) -> None:
+    """Refuse a layer with parts that those of its model type do not have."""
+    config, names = stored.layers, "\n".join(stored.files)
     kind, found = config.get("model_type"), []
-    if any("linear_attn." in name for name in names):
+    if "linear_attn." in names:
         found.append("linear attention")
-    if any("kv_a_proj_with_mqa." in name for name in names) and kind not in LATENT_TYPES:
+    if "kv_a_proj_with_mqa." in names and kind not in LATENT_TYPES:
         found.append("latent attention (MLA)")
     if config.get("attn_output_gate") and kind not in GATED_TYPES:
         found.append("gated attention")
     if found:
         raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with the layer of a {kind} in {folder}, got one with "
+            f"expected a multi-token-prediction module with the layer of a {kind} in {stored.folder}, got one with "
             f"{found[0]}, which is not supported; train one with `secondguess train mtp` or use another drafter"
         )
-
-
-def _layer_config(config: Mapping[str, Any], has_experts: bool) -> LayerConfig:
-    """Return the layer configuration; MiMo's layers are those of Qwen2."""
-    is_mimo = config.get("model_type") == "mimo"
-    described = {**config, "model_type": "qwen2"} if is_mimo else config
-    return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)

@@ -1,23 +1,22 @@
-"""Runtime for drafter heads with a KV cache of their own: EAGLE layers and MTP modules.
-
-The input at each position is a token and a *feature*: the target's hidden state at the previous
-token, or, after a draft node, the drafter head's own output at that node. The drafter head's rows
-are the target's rows without their first token, so that a token and its feature share one index.
-"""
+"""Runtimes of the heads with a KV cache: of features (EAGLE, MTP), and of blocks (DSpark, DFlash)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Draft, Row
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead
-from secondguess.heads.layer import attention, cos_sin_at
+from secondguess.heads.layer import AttentionFunction, attention
 from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.slots import CachedRow
+from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
 
 FEATURE_KEY = 0
@@ -25,16 +24,14 @@ FEATURE_KEY = 0
 
 
 class FeatureRuntime(CachedRuntime):
-    """Cached runtime (rows, slots, rollback, trees) of a feature-reading drafter head, which computes in torch.
+    """Runtime of a head that reads a *feature* with each token, with rows, slots, rollback and trees.
 
-    The features of committed tokens come from `set_features`; those of draft nodes and of tokens
-    appended after a pass are the head's outputs at the tokens before them. A forward pass reads them
-    from `_forward_features`.
+    A feature is the target's hidden state at the previous token, or, after a draft node, the head's
+    own output at that node. Those of committed tokens come from `set_features`; those of draft nodes
+    and of tokens appended after a pass are the outputs at the tokens before them. The head's rows are
+    the target's rows without their first token, so that a token and its feature share one index.
 
-    Args:
-        head: drafter head in evaluation mode, on the target's device and in its dtype.
-        context_length: maximum number of positions, the target's.
-        device: device of the target and the drafter head.
+    The head is in evaluation mode, on the target's device and in its dtype.
     """
 
     def __init__(self, head: FeatureHead, context_length: int, device: torch.device) -> None:
@@ -64,18 +61,13 @@ class FeatureRuntime(CachedRuntime):
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
         embedded = self.head.embed(tokens)
-        cos_sin = cos_sin_at(self.head.layer_config, step.query_positions, embedded.dtype)
+        cos_sin = self.head.rotary(step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
         return ForwardOutput(logits, {FEATURE_KEY: output} if with_hidden else {})
 
     def probe_with_features(self, tokens: Tensor, features: Tensor) -> ForwardOutput:
-        """Run one forward pass over whole sequences without keeping them, for probes.
-
-        Args:
-            tokens: `[row, query]` token ids.
-            features: `[row, query, feature]`, the feature of the token before each.
-        """
+        """Run one forward pass over whole sequences `[row, query]` without keeping them, for probes."""
         self._forward_features = features
         return self.probe(tokens)
 
@@ -121,3 +113,96 @@ class FeatureRuntime(CachedRuntime):
                 for state, start in zip(states, starts, strict=True)
             ]
         )
+
+
+class Block(NamedTuple):
+    """Output of the backbone for one block per row: states, and logits before the Markov head, at the draft positions."""
+
+    hidden: Tensor
+    base: Tensor
+
+
+class BlockRuntime:
+    """Runtime of a head that drafts blocks, over a KV cache of the target's features of committed tokens.
+
+    Only committed tokens are appended, so rounds need no rollback. A draft block writes its own keys and
+    values after them; the next append or the next block overwrites these.
+    """
+
+    def __init__(self, head: DsparkHead, device: torch.device) -> None:
+        self.head, self.config, self.hidden_layers = head, head.config, head.hidden_layers
+        self.device = device
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove every row and free the cache."""
+        self.cache = KeyValueCache(self.device)
+        self.slots = SlotTable(self.cache)
+
+    def length(self, row: Row) -> int:
+        """Return the number of cached tokens of a row; 0 for an unknown row."""
+        return self.slots[row].length if row in self.slots else 0
+
+    def append(self, rows: Sequence[Row], received: Sequence[HiddenStates]) -> None:
+        """Cache the target's states `[position, width]` by layer at each row's next tokens."""
+        layers = self.hidden_layers
+        counts = [len(states[layers[0]]) for states in received]
+        together = {layer: pad_sequence([states[layer] for states in received], True) for layer in layers}
+        starts = torch.tensor([self.length(row) for row in rows], device=self.device)
+        positions = starts[:, None] + torch.arange(max(counts), device=self.device)
+        keys_values = self.head.context(self.head.features(together), positions)
+        self._place_new(rows, max(counts))
+        for layer, (keys, values) in enumerate(keys_values):
+            self.cache.update(keys, values, layer)
+        self._advance(rows, counts)
+
+    def run(self, rows: Sequence[Row], longest: int) -> Block:
+        """Run the backbone for one block per row, whose other tokens are cached; return `longest` draft positions."""
+        attend = self._attend(rows, self.config.block_size)
+        anchors = torch.tensor([row.pending for row in rows], device=self.device)
+        positions = torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device)
+        outputs = self.head.run_backbone(anchors[:, None], positions[:, None], attend)
+        hidden = outputs[:, 0, :longest]
+        return Block(hidden, self.head.base_logits(hidden))
+
+    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
+        """Return base logits plus the bias for the tokens before them (`DsparkHead`)."""
+        return self.head.add_markov_bias(base, previous)
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits `[...]` of acceptance probabilities (`DsparkHead.confidence`)."""
+        return self.head.confidence(hidden, previous)
+
+    def _attend(self, rows: Sequence[Row], width: int) -> AttentionFunction:
+        """Return the attention function of blocks, whose positions attend to the cached tokens and to the whole block."""
+        starts, num_keys = self._place(rows, width)
+        ends = [start + width for start in starts]
+        mask: Tensor | None = None
+        if min(ends) < num_keys:
+            positions = torch.arange(num_keys, device=self.device)
+            mask = (positions < torch.tensor(ends, device=self.device)[:, None])[:, None, None]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.update(key, value, layer)
+            return attention(query, keys, values, mask)
+
+        return attend
+
+    def _place(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
+        """Place the next cache update after each row's cached tokens; return their numbers, and that of keys to read."""
+        states = [self.slots[row] for row in rows]
+        starts = [state.length for state in states]
+        num_keys = max(starts) + width
+        self.cache.place(starts, width, [state.slot for state in states], num_keys)
+        return starts, num_keys
+
+    def _place_new(self, rows: Sequence[Row], width: int) -> tuple[list[int], int]:
+        """Place the next cache update as `_place` does; new rows are admitted."""
+        new = [row for row in rows if row not in self.slots]
+        self.slots.admit(new, [0] * len(new))
+        return self._place(rows, width)
+
+    def _advance(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Count `counts[i]` tokens that have been written for row i."""
+        for row, count in zip(rows, counts, strict=True):
+            self.slots[row].length += count

@@ -1,0 +1,425 @@
+"""Formats in which heads are published: a table of the names of their fields and tensors, its reader and writer.
+
+A new format is a row of `FORMATS`. A head reads fields of `config.json` under the names of this
+package, and its tensors under the names of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondguess.errors import CheckpointError, UnsupportedModelError
+from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.files import (
+    CONFIG,
+    find_tensors,
+    read_config,
+    read_named_tensors,
+    read_tensors,
+    require_same,
+    whole_number,
+)
+from secondguess.heads.layer import LayerConfig
+from secondguess.names import check_range
+
+ANY = object()
+"""Mark for a field that has any value."""
+SPECULATORS = "speculators_model_type"
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of the tensors of a head in files."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
+    prefix: str = ""  # of all names in the file; {last} stands for the number of the target's layers
+
+    def at(self, num_layers: int) -> TensorNames:
+        """Return the names for a target of `num_layers` layers."""
+        return replace(self, prefix=self.prefix.format(last=num_layers))
+
+    def in_module(self, name: str) -> str:
+        """Return the name in the module for a name in the file."""
+        name = name.removeprefix(self.prefix)
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_file):
+                return in_module + name.removeprefix(in_file)
+        return name
+
+    def in_file(self, name: str) -> str:
+        """Return the name in the file for a name in the module; inverse of `in_module`."""
+        for in_file, in_module in self.parts.items():
+            if name.startswith(in_module):
+                return self.prefix + in_file + name.removeprefix(in_module)
+        return self.prefix + name
+
+
+@dataclass(frozen=True)
+class Format:
+    """Format of a published head.
+
+    Args:
+        kind: kind of drafter that uses the head.
+        name: name of the format; rows of one format differ in their marks.
+        marks: fields of `config.json` that mark the format, and their values or `ANY`.
+        mark: name of a tensor that marks the format too; empty for none. {last} is the number of layers.
+        layers: field that describes the decoder layers; empty if `config.json` itself does.
+        fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
+            into nested fields. A field that is not listed is spelled as here.
+        defaults: values of absent fields, where formats differ.
+        tensors: names of the tensors.
+        left_out: endings of the names of tensors that are not read: copies of the target's, and those
+            that can be computed.
+        second: name of a tensor of a further head in the file, which is not read; {next} is the number
+            of layers plus one.
+    """
+
+    kind: str
+    name: str
+    marks: Mapping[str, object]
+    mark: str = ""
+    layers: str = ""
+    fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    tensors: TensorNames = TensorNames()
+    left_out: tuple[str, ...] = ()
+    second: str = ""
+
+    def matches(self, config: Mapping[str, Any], has_tensor: Callable[[str], bool]) -> bool:
+        """Return whether a folder with this `config.json` is marked as of this format."""
+        found = {
+            name: ANY if value is ANY and name in config else config.get(name)
+            for name, value in self.marks.items()
+        }
+        mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
+        return found == self.marks and (not mark or has_tensor(mark))
+
+
+_COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+_EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_EAGLE3 = Format(
+    "eagle",
+    "eagle3",
+    {"draft_vocab_size": ANY},
+    fields={
+        "hidden_layers": (_EAGLE_LAYERS, f"eagle_config.{_EAGLE_LAYERS}"),
+        "num_steps": ("speculators_config.proposal_methods.0.speculative_tokens",),
+        "target_width": ("target_hidden_size",),
+    },
+    tensors=TensorNames({"midlayer.": "layers.0."}),
+    left_out=_COPIES,
+)
+_DSPARK = Format(
+    "dspark",
+    "dspark",
+    {SPECULATORS: "dspark"},
+    layers="transformer_layer_config",
+    fields={
+        "hidden_layers": ("aux_hidden_state_layer_ids",),
+        "mask_token": ("mask_token_id",),
+        "samples_from_anchor": ("sample_from_anchor",),
+        "has_confidence": ("enable_confidence_head",),
+        "confidence_reads_markov": ("confidence_head_with_markov",),
+    },
+    defaults={"samples_from_anchor": True},
+    left_out=("embed_tokens.weight",),
+)
+_DFLASH = replace(
+    _DSPARK,
+    name="dflash",
+    marks={SPECULATORS: "dflash"},
+    defaults={"samples_from_anchor": False, "markov_rank": 0},
+)
+EAGLE1 = Format(
+    "eagle",
+    "eagle1",
+    {"num_hidden_layers": 1},
+    mark="fc.weight",
+    tensors=TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."}),
+    left_out=(*_COPIES, "embed_tokens.weight"),
+)
+FORMATS = (
+    Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
+    Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
+    Format(
+        "medusa",
+        "original",
+        {"medusa_num_heads": ANY},
+        fields={"num_heads": ("medusa_num_heads",), "num_layers": ("medusa_num_layers",)},
+    ),
+    Format(
+        "medusa",
+        "vllm",
+        {"model_type": "medusa"},
+        fields={
+            "num_layers": ("num_hidden_layers",),
+            "has_bias": ("medusa_fc_bias",),
+            "shares_output": ("original_lm_head",),
+            "draft_vocab_size": ("truncated_vocab_size",),
+        },
+        tensors=TensorNames({"medusa_heads.": ""}),
+    ),
+    _DSPARK,
+    _DFLASH,
+    replace(_EAGLE3, marks={SPECULATORS: "eagle3"}, layers="transformer_layer_config"),
+    _EAGLE3,
+    replace(_EAGLE3, marks={}, mark="midlayer.hidden_norm.weight"),
+    replace(_EAGLE3, marks={}, mark="layers.0.hidden_norm.weight"),
+    EAGLE1,
+    replace(EAGLE1, marks={"model_type": "eagle"}, mark=""),
+)
+"""Formats that are read; the first one that matches is used. Those with marks in `config.json` come first."""
+DEEPSEEK_MTP = Format(
+    "mtp",
+    "deepseek",
+    {},
+    mark="model.layers.{last}.eh_proj.weight",
+    second="model.layers.{next}.eh_proj.weight",
+    tensors=TensorNames(
+        {
+            "enorm.": "enorm.",
+            "hnorm.": "hnorm.",
+            "eh_proj.": "eh_proj.",
+            "shared_head.norm.": "norm.",
+            "shared_head.head.": "lm_head.",
+            "embed_tokens.": "embed_tokens.",
+            "": "layer.",
+        },
+        prefix="model.layers.{last}.",
+    ),
+)
+MTP_FORMATS = (
+    DEEPSEEK_MTP,
+    Format(
+        "mtp",
+        "qwen",
+        {},
+        mark="mtp.fc.weight",
+        defaults={"norm_output": True, "centred_norms": True},
+        tensors=TensorNames(
+            {
+                "pre_fc_norm_embedding.": "enorm.",
+                "pre_fc_norm_hidden.": "hnorm.",
+                "fc.": "eh_proj.",
+                "norm.": "norm.",
+                "layers.0.": "layer.",
+            },
+            prefix="mtp.",
+        ),
+    ),
+    Format(
+        "mtp",
+        "mimo",
+        {},
+        mark="model.mtp_layers.0.input_proj.weight",
+        second="model.mtp_layers.1.input_proj.weight",
+        defaults={"norm_output": True, "state_first": True},
+        tensors=TensorNames(
+            {
+                "token_layernorm.": "enorm.",
+                "hidden_layernorm.": "hnorm.",
+                "input_proj.": "eh_proj.",
+                "final_layernorm.": "norm.",
+                "": "layer.",
+            },
+            prefix="model.mtp_layers.0.",
+        ),
+    ),
+)
+"""Formats of MTP modules in a target's checkpoint, which is no head."""
+UNMARKED = {"eagle": EAGLE1}
+"""Format of folders without marks, by the kind of drafter that the user has named."""
+
+
+class StoredHead:
+    """Head in a folder, which must be in one of the formats of a kind of drafter."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.config = folder, read_config(folder)
+        found = find_format(self.config, lambda name: name in self.tensor_names, kind) or UNMARKED.get(kind)
+        published, rows = self.config.get(SPECULATORS), _rows(kind)
+        readable = [row.marks[SPECULATORS] for row in rows if SPECULATORS in row.marks]
+        if readable and (found is None or published not in (None, *readable)):
+            raise UnsupportedModelError(
+                f"expected a drafter of the {SPECULATORS} {' or '.join(map(str, readable))} in {folder}, got {published!r}"
+            )
+        num_layers = text_config(self.config).get("num_hidden_layers", 0)
+        if found is None:
+            marks = [
+                field if value is ANY else f"the {field} {value}"
+                for row in rows
+                for field, value in (row.marks or {row.mark.format(last=num_layers): ANY}).items()
+            ]
+            raise CheckpointError(
+                f"expected the {CONFIG} and the weights of a drafter of the kind {kind} in {folder} ({' or '.join(marks)}), "
+                f"got the model_type {self.config.get('model_type')!r}; train one with `secondguess train {kind}`"
+            )
+        self.format, self.names = found, found.tensors.at(num_layers)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of `config.json`; None, or the default, if it is absent or null."""
+        for spelling in self._spellings(name):
+            value: Any = self.config
+            for key in spelling.split("."):
+                value = _child(value, key)
+            if value is not None:
+                return value
+        return self.format.defaults.get(name, default)
+
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer field of at least `least`; call it inside `config_errors`."""
+        value, spelling = self.get(name, default), self._spellings(name)[0]
+        return whole_number({} if value is None else {spelling: value}, spelling, least)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean field; call it inside `config_errors`."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self._spellings(name)[0]} of {value!r}, which should be true or false")
+        return value
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """Description of the decoder layers; read it inside `config_errors`."""
+        described: Mapping[str, Any] = (
+            self.config[self.format.layers] if self.format.layers else text_config(self.config)
+        )
+        return described
+
+    def read_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name in the module."""
+        return self.in_module(read_named_tensors(self.files) if self.names.prefix else self._tensors)
+
+    def in_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by name in the module, without those that are not read."""
+        return {
+            self.names.in_module(name): tensor
+            for name, tensor in tensors.items()
+            if not name.endswith(self.format.left_out)
+        }
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Safetensors file of each tensor of the head."""
+        return {name: path for name, path in self._all_files.items() if name.startswith(self.names.prefix)}
+
+    @property
+    def tensor_names(self) -> Container[str]:
+        """Names of all tensors in the folder."""
+        return self._all_files or self._tensors
+
+    @cached_property
+    def _all_files(self) -> dict[str, Path]:
+        return find_tensors(self.folder)
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.folder)
+
+    def _spellings(self, name: str) -> Sequence[str]:
+        return self.format.fields.get(name, (name,))
+
+
+def find_format(
+    config: Mapping[str, Any], has_tensor: Callable[[str], bool], kind: str | None = None
+) -> Format | None:
+    """Return the format of a head, of one kind or of any; None if there is no mark of one."""
+    return next((row for row in _rows(kind) if row.matches(config, has_tensor)), None)
+
+
+def _rows(kind: str | None) -> Sequence[Format]:
+    return MTP_FORMATS if kind == "mtp" else [row for row in FORMATS if kind in (None, row.kind)]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model; that of a multimodal model is nested."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _child(value: Any, key: str) -> Any:
+    """Return a field of an object, or an entry of a list; None if there is none."""
+    if isinstance(value, list):
+        return value[int(key)] if key.isdecimal() and int(key) < len(value) else None
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: TargetModel) -> DraftVocabulary:
+    """Return the vocabulary of a head, and remove its maps from the tensors; call it inside `config_errors`.
+
+    `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target tokens in
+    the draft vocabulary.
+    """
+    folder, vocab_size = stored.folder, whole_number(stored.layers, "vocab_size")
+    require_same("vocabulary", vocab_size, target.vocab_size, folder)
+    size = stored.number("draft_vocab_size", vocab_size)
+    check_range("the draft vocabulary", size, 1, vocab_size)
+    offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if size == vocab_size:
+        return DraftVocabulary(vocab_size)  # some checkpoints contain maps nevertheless
+    if offsets is None or marks is None:
+        raise CheckpointError(
+            f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, "
+            f"got no {'d2t' if offsets is None else 't2d'}"
+        )
+    token_ids = offsets.long() + torch.arange(len(offsets))
+    marked = marks.bool().nonzero()[:, 0]
+    if len(token_ids) != size or len(marks) != vocab_size or not torch.equal(token_ids, marked):
+        raise CheckpointError(
+            f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
+            f"the same {size} tokens of {vocab_size}, got an inconsistent map"
+        )
+    if "lm_head.weight" not in tensors:
+        raise missing_lm_head(folder)
+    return DraftVocabulary(vocab_size, token_ids)
+
+
+def missing_lm_head(folder: Path) -> CheckpointError:
+    """Return the error for a reduced draft vocabulary without an LM head for it."""
+    return CheckpointError(
+        f"expected an lm_head.weight for the reduced draft vocabulary in {folder}, got none; download the head again"
+    )
+
+
+def speculators_fields(
+    kind: str, num_tokens: int, target: str, architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of `speculators` that name the kind of head, its draft length and its target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        SPECULATORS: kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
+        },
+    }
+
+
+def layer_fields(layer: LayerConfig, vocab_size: int, num_layers: int) -> dict[str, Any]:
+    """Return the configuration of a stack of decoder layers."""
+    return {**layer.to_config(), "vocab_size": vocab_size, "num_hidden_layers": num_layers}
+
+
+def checkpoint_tensors(head: nn.Module, vocabulary: DraftVocabulary) -> dict[str, Tensor]:
+    """Return the tensors of a head with its vocabulary as `d2t` and `t2d`, if it is not whole."""
+    tensors: dict[str, Tensor] = head.state_dict()
+    token_ids = tensors.pop("vocabulary.token_ids", None)
+    if token_ids is None:
+        return tensors
+    token_ids = token_ids.cpu()
+    marks = torch.zeros(vocabulary.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+    return {**tensors, "d2t": token_ids - torch.arange(len(token_ids)), "t2d": marks}
