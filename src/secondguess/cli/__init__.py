@@ -22,6 +22,7 @@ import typer
 from secondguess import __version__
 from secondguess.cli import bench, chat, export, generate, inspect, score, serve, train, tune, verify
 from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
+from secondguess.cli.option_groups import with_groups
 from secondguess.errors import MismatchWarning, SecondGuessError
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -32,16 +33,20 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(score.score)
-app.command()(verify.verify)
-app.command()(inspect.inspect)
+COMMANDS = (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    score.score,
+    verify.verify,
+    inspect.inspect,
+    bench.bench,
+    tune.tune,
+    export.export,
+)
+for _command in COMMANDS:
+    app.command()(with_groups(_command))
 app.add_typer(train.app, name="train")
-app.command()(bench.bench)
-app.command()(tune.tune)
-app.command()(export.export)
 
 
 def _show_version(wanted: bool) -> None:
