@@ -22,14 +22,14 @@ def respond(client, **fields):
 
 
 def prompt_text(engine):
-    return engine.llm.target.tokenizer.decode(engine.last.prompt)
+    return engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_a_response_has_text_status_and_usage(client, engine):
     reply = respond(client, instructions="Be brief.", metadata={"a": "b"})
     assert (reply.object, reply.status, reply.output_text) == ("response", "completed", REPLY)
     assert (reply.metadata, reply.store) == ({"a": "b"}, False)
-    assert reply.usage.input_tokens == len(engine.last.prompt)
+    assert reply.usage.input_tokens == len(engine.last_prompt)
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
     assert prompt_text(engine) == "# system: Be brief.\n# user: Add two numbers.\n\n"
 

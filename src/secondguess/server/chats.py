@@ -12,7 +12,7 @@ from starlette.responses import Response
 from secondguess.engine import NewPiece, Output
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
-from secondguess.server.convert import Job
+from secondguess.server.jobs import Job
 from secondguess.server.parsing import Delta, ReplyParser
 from secondguess.server.replies import (
     Head,
@@ -39,18 +39,16 @@ async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Res
     convert = partial(service.convert.chat, request)
     if request.stream:
         head = Head("chat.completion.chunk", model, "chatcmpl")
-        job, generation = await service.start(http, convert)
-        parsers = await service.parsers(job, generation)
-        return streamed(generation, _Chunks(service, request, head, job, parsers).run(generation))
+        job = await service.start(http, convert)
+        parsers = await service.parsers(job)
+        return streamed(job, _Chunks(service, request, head, job, parsers).run())
     head = Head("chat.completion", model, "chatcmpl")
     return await service.reply(http, convert, partial(_chat_completion, service, request, head))
 
 
-def _chat_completion(
-    service: Service, request: ChatRequest, head: Head, job: Job, outputs: Sequence[Output]
-) -> Json:
+def _chat_completion(service: Service, request: ChatRequest, head: Head, job: Job) -> Json:
     choices, num_reasoning = [], 0
-    for index, output in enumerate(outputs):
+    for index, output in enumerate(job.outputs):
         deltas, count = service.parse(job, output)
         num_reasoning += count
         found = message(deltas)
@@ -60,10 +58,10 @@ def _chat_completion(
             "finish_reason": finish_reason(output, "tool_calls" in found),
         }
         choices.append(choice | {"logprobs": chat_logprobs(output.logprobs) if request.logprobs else None})
-    more = requested_statistics(request, job.prompts, outputs)
+    more = requested_statistics(request, job)
     if request.metadata is not None:
         more["metadata"] = request.metadata
-    return head.reply(choices, usage=usage(job.prompts, outputs, num_reasoning), **more)
+    return head.reply(choices, usage=usage(job, num_reasoning), **more)
 
 
 class _Chunks(ChunkStream[ChatRequest]):
@@ -81,8 +79,9 @@ class _Chunks(ChunkStream[ChatRequest]):
     def num_reasoning_tokens(self) -> int:
         return sum(parser.num_reasoning_tokens for parser in self._parsers)
 
-    def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
+    def add(self, event: NewPiece, more: Json) -> Iterator[Json]:
         """Yield the choices of a piece; the first has its log-probabilities and, if it is content, `more`."""
+        index = event.index
         deltas = self._parsers[index].feed(event.piece)
         if {delta.field for delta in deltas} == {"content"}:  # parsers may return one per token
             deltas = [Delta("content", "".join(delta.text for delta in deltas))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from fastapi import APIRouter
@@ -14,7 +14,7 @@ from secondguess.engine.generation import with_texts
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
-from secondguess.server.convert import Job
+from secondguess.server.jobs import Job
 from secondguess.server.replies import (
     Head,
     Json,
@@ -40,22 +40,20 @@ async def create_completion(request: CompletionRequest, http: HttpRequest) -> Re
     head = Head("text_completion", model, "cmpl")
     convert = partial(service.convert.completion, request)
     if request.stream:
-        job, generation = await service.start(http, convert)
-        return streamed(generation, _Chunks(service, request, head, job).run(generation))
+        job = await service.start(http, convert)
+        return streamed(job, _Chunks(service, request, head, job).run())
     return await service.reply(http, convert, partial(_completion, service, request, head))
 
 
-def _completion(
-    service: Service, request: CompletionRequest, head: Head, job: Job, outputs: Sequence[Output]
-) -> Json:
+def _completion(service: Service, request: CompletionRequest, head: Head, job: Job) -> Json:
     choices = []
-    for index, output in enumerate(outputs):
+    for index, output in enumerate(job.outputs):
         prompt_index, tokenizer = index // job.params.n, service.target.tokenizer
         echo = job.echo[prompt_index] if job.echo else ""
         of_prompt = [with_texts(token, tokenizer) for token in output.prompt_logprobs]
         logprobs = None
         if request.logprobs is not None and job.echo:
-            first = text_of_token(tokenizer, job.prompts[prompt_index][0])
+            first = text_of_token(tokenizer, job.token_ids[prompt_index][0])
             logprobs = echoed_logprobs(first, [*of_prompt, *output.logprobs])
         elif request.logprobs is not None:
             logprobs = completion_logprobs(output.logprobs, 0)
@@ -63,8 +61,8 @@ def _completion(
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [None, *map(logprobs_by_token, of_prompt)]
         choices.append(choice)
-    more = requested_statistics(request, job.prompts, outputs)
-    return head.reply(choices, usage=usage(job.prompts, outputs), **more)
+    more = requested_statistics(request, job)
+    return head.reply(choices, usage=usage(job), **more)
 
 
 class _Chunks(ChunkStream[CompletionRequest]):
@@ -75,12 +73,12 @@ class _Chunks(ChunkStream[CompletionRequest]):
         for index in range(self.job.num_choices if self.job.echo else 0):
             yield _choice(index, self.job.echo[index // self.job.params.n])
 
-    def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
+    def add(self, event: NewPiece, more: Json) -> Iterator[Json]:
         if event.piece.text or event.logprobs:
             wanted = self.request.logprobs is not None
-            logprobs = completion_logprobs(event.logprobs, self._offsets[index]) if wanted else None
-            self._offsets[index] += sum(len(each.text) for each in event.logprobs)
-            yield _choice(index, event.piece.text, logprobs) | more
+            logprobs = completion_logprobs(event.logprobs, self._offsets[event.index]) if wanted else None
+            self._offsets[event.index] += sum(len(token.text) for token in event.logprobs)
+            yield _choice(event.index, event.piece.text, logprobs) | more
 
     def end(self, index: int, output: Output) -> Iterator[Json]:
         yield _choice(index, "", None, finish_reason(output))

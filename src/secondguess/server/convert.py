@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.sampling.text import num_incomplete
@@ -18,6 +17,7 @@ from secondguess.server.chat import ChatTemplate, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
 from secondguess.server.infill import encode_infill, end_tokens
+from secondguess.server.jobs import Job
 from secondguess.server.model import ServedModel, recommended_sampling
 from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import (
@@ -34,33 +34,6 @@ logger = logging.getLogger(__name__)
 OPENAI_SAMPLING: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
 """Sampling settings of a request to OpenAI's API that has none."""
 RequestType = TypeVar("RequestType", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One HTTP request, ready for the engine.
-
-    Args:
-        prompts: token ids, one list per prompt; each gives `params.n` choices.
-        params: sampling settings.
-        images: inputs of the model for the images of the one prompt of a chat; None for text.
-        echo: text that precedes the output of each prompt.
-        tools: functions that the model may call.
-        forces_call: True if the output is a tool call by its grammar.
-        single_call: True if only the first tool call of an output is returned.
-    """
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    images: ImageInputs | None = None
-    echo: list[str] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    forces_call: bool = False
-    single_call: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
 
 
 class Converter:

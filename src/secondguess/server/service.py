@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -15,8 +14,9 @@ from starlette.requests import Request as HttpRequest
 from secondguess.engine import Output
 from secondguess.sampling.text import Piece
 from secondguess.server.chat import ChatTemplate
-from secondguess.server.convert import Converter, Job
-from secondguess.server.errors import RETRY_SECONDS, ApiError
+from secondguess.server.convert import Converter
+from secondguess.server.errors import ApiError
+from secondguess.server.jobs import Job
 from secondguess.server.metrics import Metrics, Observer
 from secondguess.server.model import ServedModel
 from secondguess.server.parsing import (
@@ -27,12 +27,11 @@ from secondguess.server.parsing import (
     SingleCallParser,
     TemplateParser,
 )
-from secondguess.server.replies import finish_reason
 from secondguess.server.response_schemas import ResponseRequest
 from secondguess.server.schemas import Sampling
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import JsonReply, RequestStream, unless_disconnected
+from secondguess.server.streams import JsonReply, unless_disconnected
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -94,50 +93,42 @@ class Service:
             self._pools = {os.getpid(): ThreadPoolExecutor(self.settings.num_threads, "secondguess-server")}
         return await asyncio.get_running_loop().run_in_executor(self._pools[os.getpid()], work)
 
-    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, RequestStream]:
+    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> Job:
         """Convert a request and give it to the engine."""
         observer = Observer(self.metrics)
-        stream = RequestStream(self.engine, observer, http.state.owner)
-        seconds = self.settings.request_seconds
-        deadline = None if seconds is None else time.monotonic() + seconds
-
-        def prepare() -> Job:
-            job = convert()
-            stream.submit(job, deadline)
-            return job
-
+        job = await self.run(convert)
+        job.attach(observer, http.state.owner, self.settings.request_seconds)
         try:
-            job = await self.run(prepare)
+            await self.run(lambda: self.engine.submit(job))
         except BaseException:
-            stream.cancel()
+            job.cancel()
             raise
-        for prompt in job.prompts:
+        for prompt in job.token_ids:
             observer.on_prompt(len(prompt))
-        return job, stream
+        return job
 
     async def reply(
-        self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job, Sequence[Output]], object]
+        self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job], object]
     ) -> JsonReply:
         """Return the whole reply to a request, or cancel it when the client disconnects."""
 
         async def work() -> JsonReply:
-            job, stream = await self.start(http, convert)
+            job = await self.start(http, convert)
             try:
-                outputs = await stream.finish()
+                await job.finish()
             finally:
-                stream.cancel()
-            check_finished(outputs)
-            return await self.run(lambda: JsonReply(build(job, outputs)))
+                job.cancel()
+            return await self.run(lambda: JsonReply(build(job)))
 
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
 
-    async def parsers(self, job: Job, stream: RequestStream) -> list[ReplyParser]:
+    async def parsers(self, job: Job) -> list[ReplyParser]:
         """Return the parsers of a stream, made on a worker thread; cancel it if that fails."""
         try:
             return await self.run(lambda: [self.parser(job) for _ in range(job.num_choices)])
         except BaseException:
-            stream.cancel()
+            job.cancel()
             raise
 
     def parser(self, job: Job) -> ReplyParser:
@@ -153,7 +144,7 @@ class Service:
         parser = TemplateParser(
             self.target.tokenizer,
             template,
-            job.prompts[0],
+            job.token_ids[0],
             job.tools,
             job.params.stop,
             job.params.include_stop_str_in_output,
@@ -166,22 +157,3 @@ class Service:
         deltas = parser.feed(Piece(output.text, output.token_ids, output.drafted, []))
         deltas += parser.finish(output.finish_reason == "stop")
         return deltas, parser.num_reasoning_tokens
-
-
-def check_finished(outputs: Sequence[Output]) -> None:
-    """Refuse outputs that were cut off by the server rather than by a limit.
-
-    Raises:
-        ApiError: the request was cancelled, for instance because the server stops, or a grammar left no
-            token to go on with.
-    """
-    for output in outputs:
-        if output.finish_reason == "grammar":
-            message = (
-                "expected a grammar within llguidance's limits, and of texts that the model's tokens can write, got one that "
-                f"left no token after {len(output.token_ids) - 1} tokens; simplify it"
-            )
-            raise ApiError(400, message, code="grammar_limit")
-        if finish_reason(output) is None:
-            message = "expected a finished output, got one that was cancelled because the server stops; send the request again"
-            raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

@@ -11,7 +11,7 @@ from threading import Condition, Thread
 
 import torch
 
-from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, RequestHandle
+from secondguess.engine import DrainingError, Engine, EngineStatus, Request
 from secondguess.engine.models import Models
 from secondguess.stats import Stats
 
@@ -47,18 +47,13 @@ class SleepingEngine:
         with self._changed:
             return self._awake().llm
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
+    def submit(self, request: Request) -> None:
         """Queue a request, as `Engine.submit` does; loads the models first if they are released."""
-
-        def receive(event: Event) -> None:
-            self._last_used = time.monotonic()
-            on_event(event)
-
         with self._changed:
             engine = self._awake()
             self._num_submitting += 1
         try:
-            return engine.submit(request, receive)
+            engine.submit(request)
         finally:
             with self._changed:
                 self._num_submitting -= 1
@@ -115,7 +110,8 @@ class SleepingEngine:
     def _release_when_idle(self) -> None:
         with self._changed:
             while not self._is_closed:
-                left = self._last_used + self._idle_seconds - time.monotonic()
+                last_end = 0.0 if self._engine is None else self._engine.last_end
+                left = max(self._last_used, last_end) + self._idle_seconds - time.monotonic()
                 if self._engine is None or left > 0:
                     self._changed.wait(self._idle_seconds if self._engine is None else left)
                 elif self._num_submitting or self._engine.status().num_requests:
