@@ -34,8 +34,8 @@ from server_process import ServerProcess, free_port, serve
 from secondguess import load
 from secondguess.bench.tables import table
 from secondguess.sampling import SamplingParams
-from secondguess.server.chat import ChatTemplate, Conversation
-from secondguess.server.model import ServedModel
+from secondguess.server.conversations import ChatTemplate, Conversation
+from secondguess.server.served_model import ServedModel
 from secondguess.workloads.loading import BUILTIN_PROMPTS
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from fake_engine import CONTEXT, REPLY, FakeEngine, fake_target
 from checkpoints import read_tokenizer
 from conftest import openai_client, serving
 from secondguess.builtin import builtin_paths
-from secondguess.server.infill import FORMATS
+from secondguess.server.infill_prompts import FORMATS
 
 
 @pytest.mark.parametrize("tokens", FORMATS)

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from conftest import metrics_of, openai_client, serving
 from secondguess.server.app import create_app
-from secondguess.server.model import ServedModel, short_name
+from secondguess.server.served_model import ServedModel, short_name
 from secondguess.server.settings import ServerSettings
 
 

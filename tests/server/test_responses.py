@@ -9,9 +9,9 @@ from fake_engine import LOGPROB, REPLY
 
 from conftest import openai_client, serving
 from secondguess.core import TokenLogprob
-from secondguess.server.parsing import Delta
-from secondguess.server.response_output import OutputItems
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.calls.parsers import Delta
+from secondguess.server.responses.output import OutputItems
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import MAX_ENTRIES
 
 FUNCTION = {"type": "function", **TOOL["function"], "strict": False}

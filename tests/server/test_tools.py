@@ -7,9 +7,9 @@ import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 
 from conftest import openai_client, serving
-from secondguess.server.chat import ChatTemplate, to_conversation
-from secondguess.server.model import ServedModel
+from secondguess.server.conversations import ChatTemplate, to_conversation
 from secondguess.server.schemas import ChatRequest
+from secondguess.server.served_model import ServedModel
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 REPLY = f"<think>I add.</think>Let me see.{CALL}"

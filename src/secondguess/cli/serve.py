@@ -103,7 +103,7 @@ def serve(
         from secondguess.engine import Engine
         from secondguess.server.app import create_app
         from secondguess.server.convert import OPENAI_SAMPLING
-        from secondguess.server.model import recommended_sampling
+        from secondguess.server.served_model import recommended_sampling
         from secondguess.server.sleep import SleepingEngine
 
         load_settings = loading.settings

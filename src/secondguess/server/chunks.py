@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.jobs import Job
-from secondguess.server.replies import Head, Json, origin, requested_statistics, usage
+from secondguess.server.reply_fields import Head, Json, origin, requested_statistics, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.service import Service
 from secondguess.server.streams import to_event
@@ -33,11 +33,6 @@ class ChunkStream(ABC, Generic[RequestT]):
         self._head = head
         options = request.stream_options
         self._no_usage = {"usage": None} if options and options.include_usage else {}
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Number of output tokens that are reasoning."""
-        return 0
 
     def begin(self) -> Iterable[Json]:
         """Return the choices that precede all pieces."""
@@ -64,7 +59,7 @@ class ChunkStream(ABC, Generic[RequestT]):
                 yield self._chunk([choice])
         last = requested_statistics(self.request, self.job)
         if self._no_usage:
-            last["usage"] = usage(self.job, self.num_reasoning_tokens)
+            last["usage"] = usage(self.job)
         if last:
             yield to_event(self._head.reply([], **last))
 

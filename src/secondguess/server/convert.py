@@ -13,13 +13,18 @@ from pydantic import BaseModel
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.sampling.text import num_incomplete
-from secondguess.server.chat import ChatTemplate, text_of, to_conversation
+from secondguess.server.calls.parsers import (
+    ForcedCallParser,
+    PlainParser,
+    ReplyParser,
+    SingleCallParser,
+    TemplateParser,
+)
+from secondguess.server.conversations import ChatTemplate, Conversation, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.infill import encode_infill, end_tokens
+from secondguess.server.infill_prompts import encode_infill, end_tokens
 from secondguess.server.jobs import Job
-from secondguess.server.model import ServedModel, recommended_sampling
-from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
 from secondguess.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +32,7 @@ from secondguess.server.schemas import (
     Sampling,
     SpeculationOptions,
 )
+from secondguess.server.served_model import ServedModel, recommended_sampling
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
@@ -100,7 +106,7 @@ class Converter:
         files = [(file.filename, file.text) for file in request.input_extra or ()]
         prefix = request.input_prefix + request.prompt
         for text in (prefix, request.input_suffix, *(text for _, text in files)):
-            check_characters(self._target, text)
+            self._target.check_characters(text)
         reserved = self._target.context_length // 4 if request.n_predict is None else request.n_predict
         prompts = [encode_infill(self._target, prefix, request.input_suffix, files, reserved)]
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
@@ -135,10 +141,30 @@ class Converter:
             prompts,
             params,
             images=prompt.images,
-            tools=conversation.tools,
-            forces_call=forces_call(request),
-            single_call=request.parallel_tool_calls is False,
+            parsers=[self._parser(request, conversation, prompt.ids, params) for _ in range(params.n)],
         )
+
+    def _parser(
+        self, request: ChatRequest, conversation: Conversation, prompt: list[int], params: SamplingParams
+    ) -> ReplyParser:
+        """Return a parser for one sample of a chat."""
+        if forces_call(request):
+            return ForcedCallParser()
+        template = self._template.response_template
+        if template is None:
+            return PlainParser()
+        if not conversation.tools or params.grammar is not None:  # text that looks like a call is none
+            fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+            template = {**template, "fields": fields}
+        parser = TemplateParser(
+            self._target.tokenizer,
+            template,
+            prompt,
+            conversation.tools,
+            params.stop,
+            params.include_stop_str_in_output,
+        )
+        return SingleCallParser(parser) if request.parallel_tool_calls is False else parser
 
     def _check_tools(self, request: ChatRequest) -> None:
         """Refuse tools without effect; warn once of those whose calls are not recognised."""
@@ -201,7 +227,7 @@ class Converter:
             **_speculation(request),
         }
         if request.prediction is not None:
-            settings["prediction"] = text_of(request.prediction.content)[: max_characters(self._target)]
+            settings["prediction"] = text_of(request.prediction.content)[: self._target.max_characters]
         return SamplingParams(**settings)
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
@@ -209,7 +235,7 @@ class Converter:
         context, limit = self._target.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
         if longest + (wanted != 0) > context:
-            raise too_long(self._target, str(longest))
+            raise self._target.too_long(str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), limit or context)
         check_limit(name, wanted, limit or wanted, f"output tokens ({name})")
@@ -217,7 +243,7 @@ class Converter:
             raise refused(
                 name,
                 f"expected {name} of at most {context - longest} after a prompt of {longest} tokens "
-                f"({limit_of(self._target)} {context}), got {wanted}; lower it or shorten the prompt",
+                f"({self._target.limit} {context}), got {wanted}; lower it or shorten the prompt",
                 "invalid_value",
             )
         return wanted
@@ -237,7 +263,7 @@ class Converter:
     def _encode(self, prompt: str | list[int], suffix: str | None) -> list[int]:
         for text in (prompt, suffix):
             if isinstance(text, str):
-                check_characters(self._target, text)
+                self._target.check_characters(text)
         if suffix is None:
             return encode(self._target, prompt)
         if not isinstance(prompt, str):

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES, read_image
 from secondguess.server.errors import ApiError, check_limit, refused
-from secondguess.server.model import ServedModel
+from secondguess.server.served_model import ServedModel
 from secondguess.server.settings import ServerSettings
 
 

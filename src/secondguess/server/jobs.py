@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from secondguess.core import ImageInputs
 from secondguess.engine import Event, Failed, NewPiece, Output, Request
 from secondguess.prompts import EncodedPrompt
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.text import Piece
+from secondguess.server.calls.parsers import Delta, ReplyParser
 from secondguess.server.errors import RETRY_SECONDS, ApiError
 from secondguess.server.metrics import Observer
 
@@ -25,9 +26,7 @@ class Job(Request):
         params: sampling settings.
         images: inputs of the model for the images of the one prompt of a chat; None for text.
         echo: text that precedes the output of each prompt.
-        tools: functions that the model may call.
-        forces_call: True if the output is a tool call by its grammar.
-        single_call: True if only the first tool call of an output is returned.
+        parsers: of a chat, one per choice.
     """
 
     def __init__(
@@ -37,16 +36,12 @@ class Job(Request):
         *,
         images: ImageInputs | None = None,
         echo: Sequence[str] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        forces_call: bool = False,
-        single_call: bool = False,
+        parsers: Sequence[ReplyParser] = (),
     ) -> None:
         super().__init__(token_ids if images is None else [EncodedPrompt(token_ids[0], images)], params)
         self.token_ids = token_ids
         self.echo = echo
-        self.tools = tools
-        self.forces_call = forces_call
-        self.single_call = single_call
+        self.parsers = parsers
         self.outputs: list[Output] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -88,6 +83,16 @@ class Job(Request):
         """Wait for the outputs."""
         async for _ in self.pieces():
             pass
+
+    def parse(self, index: int) -> list[Delta]:
+        """Return the parts of a whole reply."""
+        output, parser = self.outputs[index], self.parsers[index]
+        deltas = parser.feed(Piece(output.text, output.token_ids, output.drafted, []))
+        return deltas + parser.finish(output.finish_reason == "stop")
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(parser.num_reasoning_tokens for parser in self.parsers)
 
 
 def _check_finished(output: Output) -> None:

@@ -12,11 +12,10 @@ from starlette.responses import Response
 from secondguess.engine import EngineStatus
 from secondguess.prompts import encode
 from secondguess.server.bodies import BoundedRoute
-from secondguess.server.chat import to_messages
+from secondguess.server.conversations import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.prompt_limits import check_characters
-from secondguess.server.replies import Json
+from secondguess.server.reply_fields import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service
 from secondguess.server.streams import JsonReply
@@ -99,7 +98,7 @@ def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
         return service.template.encode(to_messages(request.messages, images)).ids
     if not request.prompt:
         return []
-    check_characters(service.target, request.prompt)
+    service.target.check_characters(request.prompt)
     if request.add_special_tokens:
         return encode(service.target, request.prompt)
     ids: list[int] = service.target.tokenizer(

@@ -5,33 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
-from secondguess.engine import Output
-from secondguess.sampling.text import Piece
-from secondguess.server.chat import ChatTemplate
+from secondguess.server.conversations import ChatTemplate
 from secondguess.server.convert import Converter
 from secondguess.server.errors import ApiError
 from secondguess.server.jobs import Job
 from secondguess.server.metrics import Metrics, Observer
-from secondguess.server.model import ServedModel
-from secondguess.server.parsing import (
-    Delta,
-    ForcedCallParser,
-    PlainParser,
-    ReplyParser,
-    SingleCallParser,
-    TemplateParser,
-)
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import Sampling
+from secondguess.server.served_model import ServedModel
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import JsonReply, unless_disconnected
+from secondguess.server.streams import JsonReply, streamed, unless_disconnected
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -93,7 +84,22 @@ class Service:
             self._pools = {os.getpid(): ThreadPoolExecutor(self.settings.num_threads, "secondguess-server")}
         return await asyncio.get_running_loop().run_in_executor(self._pools[os.getpid()], work)
 
-    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> Job:
+    async def answer(
+        self,
+        http: HttpRequest,
+        request: Sampling | ResponseRequest,
+        convert: Callable[[], Job],
+        build: Callable[[Job], object],
+        events: Callable[[Job], AsyncIterator[bytes]],
+        ends_with_done: bool = True,
+    ) -> Response:
+        """Return the reply to a request, which `build` makes of a finished job, or its `events` if it asks for a stream."""
+        if not request.stream:
+            return await self._whole_reply(http, convert, build)
+        job = await self._start(http, convert)
+        return streamed(job, events(job), ends_with_done)
+
+    async def _start(self, http: HttpRequest, convert: Callable[[], Job]) -> Job:
         """Convert a request and give it to the engine."""
         observer = Observer(self.metrics)
         job = await self.run(convert)
@@ -107,13 +113,13 @@ class Service:
             observer.on_prompt(len(prompt))
         return job
 
-    async def reply(
+    async def _whole_reply(
         self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job], object]
     ) -> JsonReply:
-        """Return the whole reply to a request, or cancel it when the client disconnects."""
+        """Return the whole reply, or cancel the request when the client disconnects."""
 
         async def work() -> JsonReply:
-            job = await self.start(http, convert)
+            job = await self._start(http, convert)
             try:
                 await job.finish()
             finally:
@@ -122,38 +128,3 @@ class Service:
 
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
-
-    async def parsers(self, job: Job) -> list[ReplyParser]:
-        """Return the parsers of a stream, made on a worker thread; cancel it if that fails."""
-        try:
-            return await self.run(lambda: [self.parser(job) for _ in range(job.num_choices)])
-        except BaseException:
-            job.cancel()
-            raise
-
-    def parser(self, job: Job) -> ReplyParser:
-        """Return a parser for one sample of a chat."""
-        if job.forces_call:
-            return ForcedCallParser()
-        template = self.template.response_template
-        if template is None:
-            return PlainParser()
-        if not job.tools or job.params.grammar is not None:  # text that looks like a call is none
-            fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
-            template = {**template, "fields": fields}
-        parser = TemplateParser(
-            self.target.tokenizer,
-            template,
-            job.token_ids[0],
-            job.tools,
-            job.params.stop,
-            job.params.include_stop_str_in_output,
-        )
-        return SingleCallParser(parser) if job.single_call else parser
-
-    def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:
-        """Return the parts of a whole reply, and the number of tokens that are reasoning."""
-        parser = self.parser(job)
-        deltas = parser.feed(Piece(output.text, output.token_ids, output.drafted, []))
-        deltas += parser.finish(output.finish_reason == "stop")
-        return deltas, parser.num_reasoning_tokens

@@ -12,9 +12,9 @@ from typing import Any
 from secondguess.core import TokenLogprob
 from secondguess.engine import Output
 from secondguess.sampling.text import REPLACEMENT, Piece, text_of_tokens
+from secondguess.server.calls.parsers import Delta
 from secondguess.server.jobs import FINISH_REASONS, Job
 from secondguess.server.metrics import speculative_decoding
-from secondguess.server.parsing import Delta
 from secondguess.server.schemas import Sampling
 
 Json = dict[str, Any]
@@ -57,7 +57,7 @@ class Head:
         }
 
 
-def usage(job: Job, num_reasoning: int = 0) -> Json:
+def usage(job: Job) -> Json:
     """Return the usage of a request.
 
     The prediction tokens are those of the request's `prediction`, never the drafter's.
@@ -70,7 +70,7 @@ def usage(job: Job, num_reasoning: int = 0) -> Json:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": _num_cached(job)},
         "completion_tokens_details": {
-            "reasoning_tokens": num_reasoning,
+            "reasoning_tokens": job.num_reasoning_tokens,
             "accepted_prediction_tokens": sum(each.stats.accepted_prediction_tokens for each in outputs),
             "rejected_prediction_tokens": sum(each.stats.rejected_prediction_tokens for each in outputs),
         },

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from secondguess.server.errors import refused
-from secondguess.server.model import ServedModel
+from secondguess.server.served_model import ServedModel
 
 FORMATS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.jobs import Job
-from secondguess.server.replies import Json, finish_reason, timings
+from secondguess.server.reply_fields import Json, finish_reason, timings
 from secondguess.server.schemas import InfillRequest
 from secondguess.server.service import Service
-from secondguess.server.streams import streamed, to_event
+from secondguess.server.streams import to_event
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
@@ -24,16 +24,18 @@ router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 async def create_infill(request: InfillRequest, http: HttpRequest) -> Response:
     """Write the text between a prefix and a suffix."""
     service: Service = http.app.state.service
-    model = service.admit(request, http)
-    convert = partial(service.convert.infill, request)
-    build = partial(_reply, service, request, model)
-    if request.stream:
-        job = await service.start(http, convert)
-        return streamed(job, _events(job, build), ends_with_done=False)
-    return await service.reply(http, convert, build)
+    build = partial(_reply, service, request, service.admit(request, http))
+    return await service.answer(
+        http,
+        request,
+        partial(service.convert.infill, request),
+        build,
+        partial(_events, build),
+        ends_with_done=False,
+    )
 
 
-async def _events(job: Job, build: Callable[[Job], Json]) -> AsyncIterator[bytes]:
+async def _events(build: Callable[[Job], Json], job: Job) -> AsyncIterator[bytes]:
     """Yield the pieces of a middle, then the reply without its text."""
     async for event in job.pieces():
         if event.piece.text:

@@ -14,11 +14,9 @@ from typing import Any
 import numpy
 
 from secondguess.prompts import EncodedPrompt, processor_template, with_list_contents
+from secondguess.server.calls.templates import response_template
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.model import ServedModel
-from secondguess.server.prompt_limits import check_characters
-from secondguess.server.reply_templates import response_template
 from secondguess.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -28,6 +26,7 @@ from secondguess.server.schemas import (
     TextPart,
     UserMessage,
 )
+from secondguess.server.served_model import ServedModel
 
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 Messages = list[dict[str, Any]]
@@ -139,7 +138,7 @@ class ChatTemplate:
                 "messages",
                 "template_error",
             ) from error
-        check_characters(self._target, text)
+        self._target.check_characters(text)
         if conversation.continues and not conversation.has_images:
             content = conversation.messages[-1]["content"]
             # Templates that trim a message would let the model write its last spaces again.

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
-from secondguess.server.call_texts import read_calls
-from secondguess.server.reply_templates import LISTED_CALLS
+from secondguess.server.calls.templates import LISTED_CALLS
+from secondguess.server.calls.texts import read_calls
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in the tokenizers' response templates."""

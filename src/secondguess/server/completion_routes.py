@@ -15,7 +15,7 @@ from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
 from secondguess.server.jobs import Job
-from secondguess.server.replies import (
+from secondguess.server.reply_fields import (
     Head,
     Json,
     completion_logprobs,
@@ -27,7 +27,6 @@ from secondguess.server.replies import (
 )
 from secondguess.server.schemas import CompletionRequest
 from secondguess.server.service import Service
-from secondguess.server.streams import streamed
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
@@ -36,13 +35,14 @@ router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 async def create_completion(request: CompletionRequest, http: HttpRequest) -> Response:
     """Continue one or several prompts."""
     service: Service = http.app.state.service
-    model = service.admit(request, http)
-    head = Head("text_completion", model, "cmpl")
-    convert = partial(service.convert.completion, request)
-    if request.stream:
-        job = await service.start(http, convert)
-        return streamed(job, _Chunks(service, request, head, job).run())
-    return await service.reply(http, convert, partial(_completion, service, request, head))
+    head = Head("text_completion", service.admit(request, http), "cmpl")
+    return await service.answer(
+        http,
+        request,
+        partial(service.convert.completion, request),
+        partial(_completion, service, request, head),
+        lambda job: _Chunks(service, request, head, job).run(),
+    )
 
 
 def _completion(service: Service, request: CompletionRequest, head: Head, job: Job) -> Json:

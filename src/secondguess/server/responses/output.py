@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from secondguess.core import TokenLogprob
-from secondguess.server.parsing import Delta, new_id
-from secondguess.server.replies import chat_logprob
+from secondguess.server.calls.parsers import Delta, new_id
+from secondguess.server.reply_fields import chat_logprob
 
 Json = dict[str, Any]
 
