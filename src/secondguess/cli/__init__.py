@@ -74,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Exit codes: 0 success; 1 a check failed (`verify`); 2 bad input; 70 a bug in this program;
     130 Ctrl-C; 141 the reader of the output closed the pipe. Errors are printed without a
     traceback; `SECONDGUESS_TRACEBACK=1` raises unexpected exceptions instead.
-
-    Args:
-        arguments: arguments after the program's name; `sys.argv[1:]` by default.
     """
     _replace_closed_streams()
     _escape_unencodable_output()

@@ -81,14 +81,7 @@ def chat(
 
 
 class Conversation:
-    """Messages, and the statistics of the replies.
-
-    Args:
-        llm: models.
-        params: sampling settings of the replies.
-        writer: shows the replies.
-        system: content of the first message; None for no such message.
-    """
+    """Messages, and the statistics of the replies."""
 
     def __init__(self, llm: LLM, params: SamplingParams, writer: Writer, system: str | None = None) -> None:
         self._llm = llm
@@ -103,16 +96,9 @@ class Conversation:
         self.stats: list[Stats] = []
 
     def answer(self, text: str, shown: str = "") -> None:
-        """Write the reply to a message, and add both to the conversation.
+        """Write `shown` and the reply to a message, and add both messages to the conversation.
 
-        Args:
-            text: message of the user.
-            shown: text written before the reply.
-
-        Raises:
-            BadInputError: the conversation cannot be formatted or fills the model's context; the
-                message is not added.
-            KeyboardInterrupt: Ctrl-C; raised after the reply so far has been written and added.
+        After Ctrl-C the reply so far has been written and added; after an error the message is not added.
         """
         from secondguess.api import Generation
 
@@ -199,11 +185,7 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _set_template(llm: LLM, template: str | None) -> None:
-    """Give the tokenizer another template.
-
-    Raises:
-        BadInputError: there is no template.
-    """
+    """Give the tokenizer another template; a model without one is refused."""
     from secondguess.prompts import processor_template
 
     tokenizer = llm.target.tokenizer

@@ -90,11 +90,7 @@ def answer(
 ) -> int:
     """Generate for all requests in order, `batch_size` at a time, and return the exit code.
 
-    All prompts are encoded first, so that an invalid one is reported before any generation.
-
-    Raises:
-        BadInputError: a prompt is too long or settings are not supported; names the source.
-        KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
+    All prompts are encoded first, so that an invalid one is reported, with its source, before any generation.
     """
     from secondguess.api import Generation, check_request
     from secondguess.drafters import select_parts
@@ -118,11 +114,7 @@ def answer(
 
 
 def write_rounds(generation: Generation, writer: Writer) -> None:
-    """Run a generation and write its text as it is committed.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; raised after the text generated so far has been written.
-    """
+    """Run a generation and write its text as it is committed; after Ctrl-C, write what there is first."""
     try:
         with DeferredInterrupt() as interruption:
             for pieces in generation.rounds():

@@ -135,12 +135,7 @@ class Loading:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments for `load`.
-
-        Raises:
-            BadInputError: the file is invalid, or belongs to another model or to other weights.
-            CheckpointError: the file's model, whose weights are compared, is not found.
-        """
+        """Keyword arguments for `load`; a file that is invalid, or of another model or other weights, is refused."""
         return self._settings_and_tuned[0]
 
     @property

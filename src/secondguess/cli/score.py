@@ -81,15 +81,7 @@ def score(
 
 @dataclass(frozen=True)
 class WeightScore:
-    """Log-probabilities of a text with weights in one format.
-
-    Args:
-        text: name of the text.
-        runtime: name of the runtime, with the format of the weights.
-        num_bytes: size of the text.
-        logprobs: per token.
-        seconds: time taken.
-    """
+    """Log-probabilities of the tokens of a text, with weights in the format that `runtime` names."""
 
     text: str
     runtime: str

@@ -309,11 +309,7 @@ def may_share(verifier: Verifier, row: Row) -> bool:
 
 
 def match_grammar(target: LoadedModel, params: SamplingParams) -> GrammarMatcher | None:
-    """Return a matcher at the beginning of the output; None for a request without grammar.
-
-    Raises:
-        BadInputError: the grammar is invalid, or llguidance is not installed.
-    """
+    """Return a matcher at the beginning of the output; None for a request without grammar."""
     if params.grammar is None:
         return None
     compiler = compiler_for(target.tokenizer, target.runtime.vocab_size, target.end_tokens)
@@ -329,17 +325,7 @@ def make_row(
     sample: int = 0,
     draws_by_race: bool = False,
 ) -> Row:
-    """Return the row of one sample of a prompt; without a seed, random bits key its noise.
-
-    Args:
-        target, verifier: which decode it.
-        ids, params, sample: prompt, settings, and number of the sample.
-        stop_checker: ends the text.
-        draws_by_race: as in `Drafter`.
-
-    Raises:
-        BadInputError: as in `check_request`.
-    """
+    """Return the row of one sample of a prompt, after `check_request`; without a seed, random bits key its noise."""
     check_request(target, verifier, ids, params)
     params = _first_equal(params)
     grammar = match_grammar(target, params)

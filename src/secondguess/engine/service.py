@@ -29,12 +29,7 @@ RESERVED_SHARE = 0.1
 
 
 class QueueFullError(SecondGuessError):
-    """More requests are waiting than the engine accepts.
-
-    Args:
-        limit: number of waiting samples from which on requests are refused.
-        retry_after: estimated seconds until there is room.
-    """
+    """More requests are waiting than the engine accepts; there may be room in `retry_after` seconds."""
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(

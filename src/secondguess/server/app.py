@@ -31,12 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """Return the ASGI application of a server.
-
-    Args:
-        engine: a running engine. The caller closes it after the application has ended.
-        settings: names, keys and limits.
-    """
+    """Return the ASGI application of a running engine, which the caller closes after the application has ended."""
     settings = settings or ServerSettings()
     service = Service(engine, settings)
     app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)

@@ -17,14 +17,7 @@ RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
 
 
 class ChunkStream(ABC, Generic[RequestT]):
-    """Chunks of a streamed reply: those of each committed piece, the ends, then usage and report.
-
-    Args:
-        service: the service.
-        request: the request.
-        head: fields of all chunks.
-        job: the request as the engine has it.
-    """
+    """Chunks of a streamed reply: those of each committed piece, the ends, then usage and report."""
 
     def __init__(self, service: Service, request: RequestT, head: Head, job: Job) -> None:
         self.request = request

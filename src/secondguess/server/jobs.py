@@ -64,12 +64,7 @@ class Job(Request):
             self.cancel()
 
     async def pieces(self) -> AsyncIterator[NewPiece]:
-        """Yield the text of all choices as it is committed, and keep the outputs.
-
-        Raises:
-            Exception: the error that ended the request.
-            ApiError: an output was cut off by the server rather than by a limit.
-        """
+        """Yield the text of all choices as it is committed, and keep the outputs; raise the error that ended the request."""
         while isinstance(event := await self._events.get(), NewPiece):
             self._observer.on_piece(event)
             yield event

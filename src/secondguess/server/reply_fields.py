@@ -31,13 +31,7 @@ def finish_reason(output: Output, has_tool_calls: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that a reply and all its chunks share.
-
-    Args:
-        object_name: value of `object`.
-        model: name of the model, as the request gave it.
-        prefix: beginning of the identifier.
-    """
+    """Fields that a reply and all its chunks share."""
 
     object_name: str
     model: str
@@ -197,11 +191,7 @@ def _token_logprob(text: str, logprob: float) -> Json:
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """Return log-probabilities in the form of completions.
-
-    Args:
-        offset: number of characters before the first token.
-    """
+    """Return log-probabilities in the form of completions; `offset` characters precede the first token."""
     offsets = []
     for each in logprobs:
         offsets.append(offset)

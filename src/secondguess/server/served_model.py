@@ -45,10 +45,8 @@ class ServedModel:
     def from_llm(cls, llm: Models, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
-        A longer request than that would not fit either when all others have ended.
-
-        Args:
-            name: as for clients; None for that of the checkpoint, without the folder of a path.
+        A longer request than that would not fit either when all others have ended. Clients know it by `name`, or by that of the
+        checkpoint, without the folder of a path.
         """
         target, runtime = llm.target, llm.target.runtime
         longest = runtime.context_length
@@ -110,12 +108,9 @@ def short_name(name: str) -> str:
 
 
 def recommended_sampling(source: Source | None) -> dict[str, float]:
-    """Return the sampling settings in a checkpoint's `generation_config.json`.
+    """Return the sampling settings in a checkpoint's `generation_config.json`, if they are in range.
 
     They are read as other servers do: a `top_k` of -1 means none, and a tiny temperature greedy decoding.
-
-    Raises:
-        CheckpointError: if one is out of range, or the file cannot be read.
     """
     if source is None:
         return {}

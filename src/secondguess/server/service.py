@@ -50,11 +50,7 @@ class Service:
         """Worker threads of this process, by its id: a forked process has none of its parent's threads."""
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served.
-
-        Raises:
-            ApiError: another name; the message has the valid ones.
-        """
+        """Refuse a model that is not served; the message has the valid names."""
         if name is not None and name not in self.model_names:
             served = ", ".join(self.model_names)
             raise ApiError(
@@ -65,11 +61,7 @@ class Service:
             )
 
     def admit(self, request: Sampling | ResponseRequest, http: HttpRequest) -> str:
-        """Check a request's model, and log who sent it, as far as the request says; return the model's name.
-
-        Raises:
-            ApiError: another model.
-        """
+        """Check a request's model, and log who sent it, as far as the request says; return the model's name."""
         self.check_model(request.model)
         sender = {
             name: value for name in SENDER_FIELDS if (value := getattr(request, name, None)) is not None

@@ -19,14 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class SleepingEngine:
-    """Engine with the interface of `Engine`, whose models are loaded only while they are needed.
+    """Engine with the interface of `Engine`, whose models are loaded, by `make`, only while they are needed.
 
     After `idle_seconds` without a request, the models and their caches are released; the next
     request loads them again and waits for it. Cold start and wake-up run the same code.
-
-    Args:
-        make: loads the models and returns their engine.
-        idle_seconds: seconds between the end of the last request and the release.
     """
 
     def __init__(self, make: Callable[[], Engine], idle_seconds: float) -> None:

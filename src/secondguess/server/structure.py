@@ -16,12 +16,7 @@ VALUES = ("const", "enum", "default", "examples")
 
 
 def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
-    """Return the grammar that the reply to a chat follows; None for free text.
-
-    Raises:
-        ApiError: a schema that is invalid or too large, or more than one structure.
-        BadInputError: an invalid regular expression or grammar.
-    """
+    """Return the grammar that the reply to a chat follows; None for free text. More than one structure is refused."""
     found = {
         "response_format": _of_format(request.response_format, max_bytes),
         "tool_choice": _of_tool_choice(request, max_bytes),

@@ -140,11 +140,7 @@ class TemplateParser:
         return deltas + last
 
     def _last_events(self) -> Sequence[Mapping[str, Any]]:
-        """Return the events of the end of a reply.
-
-        Raises:
-            ValueError: a call between tags has no end; it would lack arguments.
-        """
+        """Return the events of the end of a reply; ValueError for a call between tags without an end: it lacks arguments."""
         events: list[dict[str, Any]] = self._parser.finalize()[1]
         closed = [event["field"] for event in events if event["type"] == "region_close"]
         if self._is_structured_by_tags and "tool_calls" in closed:
@@ -245,11 +241,7 @@ class ForcedCallParser:
 
 
 class SingleCallParser:
-    """Reply of which only the first tool call is returned (`parallel_tool_calls: false`).
-
-    Args:
-        parser: parser of the whole reply.
-    """
+    """Reply of which only the first tool call is returned (`parallel_tool_calls: false`)."""
 
     def __init__(self, parser: TemplateParser) -> None:
         self._parser = parser
@@ -279,11 +271,7 @@ ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser | Singl
 
 
 def _tool_call(value: Mapping[str, Any], tools: Set[str]) -> Delta:
-    """Return a tool call.
-
-    Raises:
-        ValueError: it calls none of the tools, or its arguments are no JSON object in valid Unicode.
-    """
+    """Return a call of one of the tools, whose arguments are a JSON object in valid Unicode; ValueError for others."""
     name, arguments = value["function"]["name"], value["function"]["arguments"]
     if name not in tools:
         raise ValueError(f"a call of {name}")

@@ -13,11 +13,7 @@ Json = dict[str, Any]
 
 
 class OutputItems:
-    """Items of one reply: reasoning, messages and function calls, in order.
-
-    Args:
-        with_logprobs: report log-probabilities with the text.
-    """
+    """Items of one reply: reasoning, messages and function calls, in order."""
 
     def __init__(self, with_logprobs: bool = False) -> None:
         self.items: list[Json] = []
