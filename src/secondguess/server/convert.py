@@ -17,7 +17,6 @@ from secondguess.server.calls.parsers import (
     ForcedCallParser,
     PlainParser,
     ReplyParser,
-    SingleCallParser,
     TemplateParser,
 )
 from secondguess.server.conversations import ChatTemplate, Conversation, text_of, to_conversation
@@ -156,15 +155,15 @@ class Converter:
         if not conversation.tools or params.grammar is not None:  # text that looks like a call is none
             fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
             template = {**template, "fields": fields}
-        parser = TemplateParser(
+        return TemplateParser(
             self._target.tokenizer,
             template,
             prompt,
             conversation.tools,
             params.stop,
             params.include_stop_str_in_output,
+            single_call=request.parallel_tool_calls is False,
         )
-        return SingleCallParser(parser) if request.parallel_tool_calls is False else parser
 
     def _check_tools(self, request: ChatRequest) -> None:
         """Refuse tools without effect; warn once of those whose calls are not recognised."""

@@ -175,18 +175,20 @@ class Observer:
         self._metrics.tokens_per_prompt.observe(num_tokens)
 
     def on_end(self, event: Finished | Failed, num_samples: int) -> None:
-        """Count the samples of a request that has ended; one that was cancelled has no latency."""
+        """Count the samples of a request that has ended; one that was cancelled is no measurement."""
         if isinstance(event, Failed):
             self._metrics.requests(FAILED).inc(num_samples)
             return
-        self._metrics.queue_time.observe(event.queue_seconds)
-        if all(output.finish_reason is not None for output in event.outputs):
-            self._metrics.request_latency.observe(time.monotonic() - self.start)
         for output in event.outputs:
             self._metrics.requests(output.finish_reason or ABORTED).inc()
+        if any(output.finish_reason is None for output in event.outputs):
+            return
+        self._metrics.queue_time.observe(event.queue_seconds)
+        self._metrics.request_latency.observe(time.monotonic() - self.start)
+        for output in event.outputs:
+            self._metrics.tokens_per_output.observe(len(output.token_ids))
             if output.index == 0:  # the samples of a prompt share what was in the cache
                 self._metrics.cached_tokens.inc(output.stats.num_reused)
-            self._metrics.tokens_per_output.observe(len(output.token_ids))
 
 
 def speculative_decoding(stats: Stats) -> dict[str, Any]:
