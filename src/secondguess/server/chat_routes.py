@@ -25,15 +25,14 @@ from secondguess.server.reply_fields import (
     usage,
 )
 from secondguess.server.schemas import ChatRequest
-from secondguess.server.service import Service
+from secondguess.server.service import ServiceOf
 
 router = APIRouter(tags=["chat"], route_class=BoundedRoute)
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Response:
+async def create_chat_completion(request: ChatRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Answer a conversation."""
-    service: Service = http.app.state.service
     name = "chat.completion.chunk" if request.stream else "chat.completion"
     head = Head(name, service.admit(request, http), "chatcmpl")
     return await service.answer(

@@ -26,15 +26,14 @@ from secondguess.server.reply_fields import (
     usage,
 )
 from secondguess.server.schemas import CompletionRequest
-from secondguess.server.service import Service
+from secondguess.server.service import Service, ServiceOf
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
 
 @router.post("/v1/completions")
-async def create_completion(request: CompletionRequest, http: HttpRequest) -> Response:
+async def create_completion(request: CompletionRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Continue one or several prompts."""
-    service: Service = http.app.state.service
     head = Head("text_completion", service.admit(request, http), "cmpl")
     return await service.answer(
         http,

@@ -14,16 +14,15 @@ from secondguess.server.bodies import BoundedRoute
 from secondguess.server.jobs import Job
 from secondguess.server.reply_fields import Json, finish_reason, timings
 from secondguess.server.schemas import InfillRequest
-from secondguess.server.service import Service
+from secondguess.server.service import Service, ServiceOf
 from secondguess.server.streams import to_event
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
 
 @router.post("/infill")
-async def create_infill(request: InfillRequest, http: HttpRequest) -> Response:
+async def create_infill(request: InfillRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Write the text between a prefix and a suffix."""
-    service: Service = http.app.state.service
     build = partial(_reply, service, request, service.admit(request, http))
     return await service.answer(
         http,

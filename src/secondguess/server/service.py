@@ -7,8 +7,9 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from fastapi import Depends
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -120,3 +121,12 @@ class Service:
 
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
+
+
+async def _service_of(http: HttpRequest) -> Service:
+    service: Service = http.app.state.service
+    return service
+
+
+ServiceOf = Annotated[Service, Depends(_service_of)]
+"""Parameter of a route: the service of its application."""

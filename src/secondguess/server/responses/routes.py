@@ -23,7 +23,7 @@ from secondguess.server.responses.input import to_chat, wants_logprobs, with_res
 from secondguess.server.responses.output import OutputItems
 from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest
-from secondguess.server.service import Service
+from secondguess.server.service import Service, ServiceOf
 from secondguess.server.streams import to_event
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,8 @@ router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 
 
 @router.post("/v1/responses")
-async def create_response(request: ResponseRequest, http: HttpRequest) -> Response:
+async def create_response(request: ResponseRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Answer a conversation with items: reasoning, messages and function calls."""
-    service: Service = http.app.state.service
     request = service.convert.with_defaults(request)
     model = service.admit(request, http)
     return await service.answer(
