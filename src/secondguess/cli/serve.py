@@ -108,16 +108,14 @@ def serve(
 
         load_settings = loading.settings
         if settings.generation_config:
-            recommended_sampling(
-                open_source(load_settings["model"])
-            )  # raises an error before weights are loaded
+            # Raises an error before weights are loaded.
+            recommended_sampling(open_source(load_settings["model"]))
 
         def make_engine() -> Engine:
             llm = load_with_progress(load_settings)
             print_note(describe_components(llm))
-            load_settings["drafter"] = (
-                llm.drafter.name
-            )  # a default depends on free memory; wake-ups keep the first
+            # A default depends on free memory; wake-ups keep the first.
+            load_settings["drafter"] = llm.drafter.name
             return Engine(llm, max_waiting)
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)

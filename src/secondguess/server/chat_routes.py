@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from fastapi import APIRouter
@@ -63,10 +63,10 @@ def _chat_completion(request: ChatRequest, head: Head, job: Job) -> Json:
 class _Chunks(ChunkStream[ChatRequest]):
     """Chunks of a streamed chat: one or several per committed piece."""
 
-    def begin(self) -> Iterator[Json]:
+    def begin(self) -> Iterable[Json]:
         self._has_begun = [False] * self.job.num_choices
         self._num_calls = [0] * self.job.num_choices
-        yield from ()
+        return ()
 
     def add(self, event: NewPiece, more: Json) -> Iterator[Json]:
         """Yield the choices of a piece; the first has its log-probabilities and, if it is content, `more`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -140,7 +140,7 @@ class Converter:
             prompts,
             params,
             images=prompt.images,
-            parsers=[self._parser(request, conversation, prompt.ids, params) for _ in range(params.n)],
+            make_parser=partial(self._parser, request, conversation, prompt.ids, params),
         )
 
     def _parser(

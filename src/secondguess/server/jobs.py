@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from secondguess.core import ImageInputs
 from secondguess.engine import Event, Failed, NewPiece, Output, Request
@@ -26,7 +26,7 @@ class Job(Request):
         params: sampling settings.
         images: inputs of the model for the images of the one prompt of a chat; None for text.
         echo: text that precedes the output of each prompt.
-        parsers: of a chat, one per choice.
+        make_parser: returns a parser for one choice of a chat.
     """
 
     def __init__(
@@ -36,12 +36,13 @@ class Job(Request):
         *,
         images: ImageInputs | None = None,
         echo: Sequence[str] = (),
-        parsers: Sequence[ReplyParser] = (),
+        make_parser: Callable[[], ReplyParser] | None = None,
     ) -> None:
         super().__init__(token_ids if images is None else [EncodedPrompt(token_ids[0], images)], params)
         self.token_ids = token_ids
         self.echo = echo
-        self.parsers = parsers
+        self.parsers: list[ReplyParser] = []
+        self._make_parser = make_parser
         self.outputs: list[Output] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -73,6 +74,11 @@ class Job(Request):
         self.outputs = event.outputs
         for output in self.outputs:
             _check_finished(output)
+
+    def make_parsers(self) -> None:
+        """Make the parsers of a chat, which read its prompt: best while it is prefilled."""
+        if self._make_parser is not None:
+            self.parsers = [self._make_parser() for _ in range(self.num_choices)]
 
     async def finish(self) -> None:
         """Wait for the outputs."""

@@ -97,8 +97,13 @@ class Service:
         observer = Observer(self.metrics)
         job = await self.run(convert)
         job.attach(observer, http.state.owner, self.settings.request_seconds)
+
+        def submit() -> None:
+            self.engine.submit(job)
+            job.make_parsers()
+
         try:
-            await self.run(lambda: self.engine.submit(job))
+            await self.run(submit)
         except BaseException:
             job.cancel()
             raise
