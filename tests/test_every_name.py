@@ -62,7 +62,7 @@ NAMES = {
         ("lk", "kl", "tv"), "train/test_losses.py::test_the_objectives_equal_values_computed_by_hand"
     ),
     "commands": {
-        "generate": "cli/test_cli.py::test_the_text_equals_that_of_the_api",
+        "generate": "cli/test_cli.py::test_text_and_logprobs_equal_those_of_the_api",
         "chat": "test_chat.py::test_each_reply_reads_the_whole_conversation",
         "serve": "server/test_run.py::test_a_signal_finishes_requests_and_refuses_new_ones",
         "verify": "cli/test_cli.py::test_verify_tests_the_named_model",

@@ -58,11 +58,6 @@ def change_config(directory, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_drafter_that_a_later_line_names_is_checked_before_any_generation(ask, tmp_path):
-    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "draft_with": "nosuch"}\n')
-    assert_refused(ask("--prompt-file", tmp_path / "q.jsonl"), "q.jsonl line 2: expected draft_with")
-
-
 # usage
 
 
@@ -194,24 +189,18 @@ def test_invalid_numbers_are_refused(ask, option, value):
 # prompts
 
 
-def test_an_empty_prompt_is_refused_by_the_command(ask):
-    assert_refused(ask(""), "empty")
-
-
-def test_empty_standard_input_is_refused(ask):
-    assert_refused(ask("-", stdin=b""), "standard input", "nothing")
-
-
-def test_standard_input_that_is_not_utf8_is_refused(ask):
-    assert_refused(ask("-", stdin=b"caf\xe9"), "UTF-8", "0xe9 at byte 3")
-
-
-def test_a_prompt_argument_that_is_not_utf8_is_refused(ask):
-    assert_refused(ask(os.fsdecode(b"caf\xe9")), "UTF-8")
-
-
-def test_a_prompt_longer_than_the_context_is_refused(ask):
-    assert_refused(ask("-", stdin=b"z9" * 200), "255", "256", "400", "shorten")
+@pytest.mark.parametrize(
+    ("prompt", "stdin", "words"),
+    [
+        ("", b"", ["empty"]),
+        ("-", b"", ["standard input", "nothing"]),
+        ("-", b"caf\xe9", ["UTF-8", "0xe9 at byte 3"]),
+        (os.fsdecode(b"caf\xe9"), b"", ["UTF-8"]),
+        ("-", b"z9" * 200, ["255", "256", "400", "shorten"]),
+    ],
+)
+def test_invalid_prompts_are_refused(ask, prompt, stdin, words):
+    assert_refused(ask(prompt, stdin=stdin), *words)
 
 
 @pytest.mark.parametrize(
@@ -250,18 +239,18 @@ def test_invalid_prompt_files_are_refused(ask, tmp_path, content, words):
     assert_refused(ask("--prompt-file", file), "prompts.jsonl", *words)
 
 
-def test_a_prompt_that_does_not_fit_is_refused_before_generation(ask, tmp_path):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"prompt": "z9" * 200}, ["400"]),
+        ({"prompt": "y", "temperature": 0.5}, ["greedy", "temperature", "0.5"]),
+        ({"prompt": "y", "draft_with": "nosuch"}, ["expected draft_with"]),
+    ],
+)
+def test_all_lines_are_checked_before_any_generation(ask, tmp_path, line, words):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "z9" * 200}))
-    assert_refused(ask("--prompt-file", file), "line 2", "400")
-
-
-def test_settings_that_the_verifier_refuses_are_reported_before_generation(ask, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "y", "temperature": 0.5}))
-    assert_refused(
-        ask("--prompt-file", file, "--verifier", "greedy"), "line 2", "greedy", "temperature", "0.5"
-    )
+    file.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps(line))
+    assert_refused(ask("--prompt-file", file, "--verifier", "greedy"), "prompts.jsonl line 2: ", *words)
 
 
 def test_an_unreadable_prompt_file_is_refused(ask, tmp_path):
@@ -330,20 +319,6 @@ def test_a_missing_checkpoint_is_refused(ask, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("config.json", b'{"model_type": "no_such_model"}'),
-        ("model.safetensors", b"cut"),
-        ("tokenizer.json", b"{"),
-    ],
-)
-def test_a_broken_checkpoint_is_refused(ask, copied, file, content):
-    """In one line; `checkpoint/test_checkpoint.py` has more ways to break each file."""
-    (copied / file).write_bytes(content)
-    assert_refused(ask("x", "--model", copied), str(copied))
-
-
-@pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         (
@@ -351,12 +326,15 @@ def test_a_broken_checkpoint_is_refused(ask, copied, file, content):
             b'{"model_type": "no_such_model"}',
             ["no_such_model", "; update Transformers, or use another model"],
         ),
+        ("model.safetensors", b"cut", []),
+        ("tokenizer.json", b"{", []),
         ("model.safetensors", LFS_POINTER, ["git lfs pull"]),
         ("tokenizer.json", LFS_POINTER, ["tokenizer.json, a pointer of Git LFS", "git lfs pull"]),
         ("generation_config.json", b"{", ["a generation configuration"]),
     ],
 )
-def test_the_advice_fits_the_broken_file(ask, copied, file, content, words):
+def test_a_broken_checkpoint_is_refused(ask, copied, file, content, words):
+    """In one line; `checkpoint/test_checkpoint.py` has more ways to break each file."""
     (copied / file).write_bytes(content)
     assert_refused(ask("x", "--model", copied), str(copied), *words)
 
@@ -394,29 +372,34 @@ def save(model, directory, tokenizer_of):
     return directory
 
 
-def test_a_model_that_is_not_causal_is_refused(ask, tiny_checkpoint, tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
+def not_supported(kind, sizes):
+    import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    bert = save(BertForMaskedLM(BertConfig(vocab_size=300, **sizes)), tmp_path / "bert", tiny_checkpoint)
-    assert_refused(ask("x", "--model", bert), "bert", "causal")
+    return getattr(transformers, kind)(getattr(transformers, f"{kind.partition('For')[0]}Config")(**sizes))
 
 
-def test_an_encoder_decoder_is_refused(ask, tiny_checkpoint, tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    t5 = save(T5ForConditionalGeneration(config), tmp_path / "t5", tiny_checkpoint)
-    assert_refused(ask("x", "--model", t5), "encoder-decoder")
-
-
-def test_a_model_without_a_cache_is_refused(ask, secondguess_command, tiny_checkpoint, tmp_path):
-    from transformers import RwkvConfig, RwkvForCausalLM
-
-    config = RwkvConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2)
-    rwkv = save(RwkvForCausalLM(config), tmp_path / "rwkv", tiny_checkpoint)
-    assert_refused(ask("x", "--model", rwkv), "rwkv", "takes no KV cache")
-    assert_refused(secondguess_command("inspect", rwkv), "rwkv", "takes no KV cache")
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        (
+            "BertForMaskedLM",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+            "causal",
+        ),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+            "encoder-decoder",
+        ),
+        ("RwkvForCausalLM", {"hidden_size": 16, "num_hidden_layers": 2}, "takes no KV cache"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(
+    ask, secondguess_command, tiny_checkpoint, tmp_path, kind, sizes, words
+):
+    model = save(not_supported(kind, {"vocab_size": 300, **sizes}), tmp_path / "model", tiny_checkpoint)
+    assert_refused(ask("x", "--model", model), words)
+    assert_refused(secondguess_command("inspect", model), words)
 
 
 # Python

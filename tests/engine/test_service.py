@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -25,7 +24,6 @@ from secondguess.engine import (
     NewPiece,
     QueueFullError,
     Request,
-    RequestHandle,
 )
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
@@ -33,15 +31,15 @@ from secondguess.sampling import SamplingParams
 ENDLESS = SamplingParams(max_tokens=100_000, min_tokens=100_000)
 
 
-class Client:
-    """Submit a request and collect its events."""
+class Client(Request):
+    """Request that collects its events."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, prompt: str, params: SamplingParams, deadline: float | None = None) -> None:
+        super().__init__([prompt], params, deadline)
         self.events: list[Event] = []
         self._ended, self._begun = threading.Event(), threading.Event()
-        self.handle: RequestHandle = engine.submit(request, self._receive)
 
-    def _receive(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         self.events.append(event)
         self._begun.set()
         if not isinstance(event, NewPiece):
@@ -72,8 +70,13 @@ def engine(llm: LLM) -> Iterator[Engine]:
     assert not llm.target.runtime.num_live_rows
 
 
-def request(prompt: str = "def add(a, b):", **settings: object) -> Request:
-    return Request(prompt, SamplingParams(**{"max_tokens": 12, **settings}))  # type: ignore[arg-type]
+def request(prompt: str = "def add(a, b):", **settings: object) -> Client:
+    return Client(prompt, SamplingParams(**{"max_tokens": 12, **settings}))  # type: ignore[arg-type]
+
+
+def submitted(engine: Engine, request: Client) -> Client:
+    engine.submit(request)
+    return request
 
 
 def test_a_refusal_reaches_another_process() -> None:
@@ -88,11 +91,11 @@ def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> N
         request("import os\n", temperature=1.0, seed=3, n=3),
         request("x = 1\n", temperature=0.7, seed=4, stop=("=",), logprobs=2),
     ]
-    clients = [Client(engine, each) for each in requests]
+    clients = [submitted(engine, each) for each in requests]
     for client, each in zip(clients, requests, strict=True):
         event = client.last_event()
         assert isinstance(event, Finished)
-        expected = llm.generate(each.prompt, each.params)
+        expected = llm.generate(each.prompts[0], each.params)
         expected = expected if isinstance(expected, list) else [expected]
         for output, other in zip(event.outputs, expected, strict=True):
             assert (output.token_ids, output.text) == (other.token_ids, other.text)  # type: ignore[union-attr]
@@ -102,10 +105,10 @@ def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> N
 
 
 def test_a_cancelled_request_ends_with_its_text_so_far(engine: Engine) -> None:
-    client, other = Client(engine, Request("x", ENDLESS)), Client(engine, request())
+    client, other = submitted(engine, Client("x", ENDLESS)), submitted(engine, request())
     client.wait_for_text()
-    client.handle.cancel()
-    client.handle.cancel()
+    client.cancel()
+    client.cancel()
     event = client.last_event()
     assert isinstance(event, Finished)
     assert event.outputs[0].finish_reason is None
@@ -118,41 +121,39 @@ def test_a_request_that_waits_can_be_cancelled(
     engine: Engine, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
-    running = Client(engine, Request("x", ENDLESS))
+    running = submitted(engine, Client("x", ENDLESS))
     running.wait_for_text()
-    waiting = Client(engine, request())
-    waiting.handle.cancel()
+    waiting = submitted(engine, request())
+    waiting.cancel()
     event = waiting.last_event()
     assert isinstance(event, Finished)
     assert event.outputs[0].token_ids == []
-    running.handle.cancel()
+    running.cancel()
 
 
 def test_a_request_fails_at_its_deadline(engine: Engine) -> None:
-    client = Client(engine, Request("x", ENDLESS, deadline=time.monotonic() + 0.2))
+    client = submitted(engine, Client("x", ENDLESS, deadline=time.monotonic() + 0.2))
     event = client.last_event()
     assert isinstance(event, Failed)
     assert isinstance(event.error, DeadlineError)
 
 
 def test_a_request_finishes_before_its_deadline(engine: Engine) -> None:
-    client = Client(engine, replace(request(), deadline=time.monotonic() + 600))
+    client = submitted(engine, Client("x", SamplingParams(max_tokens=12), deadline=time.monotonic() + 600))
     assert isinstance(client.last_event(), Finished)
 
 
 def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.shared_batch.scheduler, "max_rows", 1)
     engine = Engine(llm, max_waiting=2)
-    running = Client(engine, Request("x", ENDLESS))
+    running = submitted(engine, Client("x", ENDLESS))
     running.wait_for_text()
-    waiting = [Client(engine, request()) for _ in range(2)]
+    waiting = [submitted(engine, request()) for _ in range(2)]
     with pytest.raises(QueueFullError) as caught:
-        engine.submit(request(), print)
+        engine.submit(request())
     assert caught.value.retry_after > 0
     assert engine.status().num_waiting == 2
-    # Further prompts of a request that has been accepted.
-    waiting.append(Client(engine, replace(request(), follows=True)))
-    running.handle.cancel()
+    running.cancel()
     assert all(isinstance(client.last_event(), Finished) for client in waiting)
     engine.close()
 
@@ -160,13 +161,13 @@ def test_more_waiting_requests_than_the_limit_are_refused(llm: LLM, monkeypatch:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_decodes_its_own_requests(engine: Engine, llm: LLM) -> None:
-    expected = llm.generate(request().prompt, request().params)
-    client = Client(engine, Request("x", ENDLESS))
+    expected = llm.generate(request().prompts[0], request().params)
+    client = submitted(engine, Client("x", ENDLESS))
     client.wait_for_text()
 
     def decode() -> None:
         assert not engine.status().num_requests
-        event = Client(engine, request()).last_event()
+        event = submitted(engine, request()).last_event()
         assert isinstance(event, Finished)
         assert event.outputs[0].token_ids == expected.token_ids  # type: ignore[union-attr]
         engine.close()
@@ -175,7 +176,7 @@ def test_a_forked_process_decodes_its_own_requests(engine: Engine, llm: LLM) -> 
     child.start()
     child.join(120)
     assert child.exitcode == 0
-    client.handle.cancel()
+    client.cancel()
     assert isinstance(client.last_event(), Finished)
 
 
@@ -190,27 +191,28 @@ def test_a_request_for_which_there_is_no_thread_fails_alone(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            engine.submit(request(), print)
+            engine.submit(request())
     assert not engine.status().num_requests
-    assert isinstance(Client(engine, request()).last_event(), Finished)
+    assert isinstance(submitted(engine, request()).last_event(), Finished)
     engine.close()
 
 
 def test_a_callback_may_close_the_engine(llm: LLM) -> None:
     engine, closed = Engine(llm), threading.Event()
 
-    def close(event: object) -> None:
-        if isinstance(event, Finished):
-            engine.close()
-            closed.set()
+    class Closing(Request):
+        def receive(self, event: Event) -> None:
+            if isinstance(event, Finished):
+                engine.close()
+                closed.set()
 
-    engine.submit(request(), close)
+    engine.submit(Closing(["x"], SamplingParams(max_tokens=12)))
     assert closed.wait(60)
 
 
 def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:
     engine = Engine(llm)
-    client = Client(engine, request(max_tokens=40))
+    client = submitted(engine, request(max_tokens=40))
     client.wait_for_text()
     engine.drain(60)
     event = client.last_event()
@@ -218,13 +220,13 @@ def test_a_drain_finishes_what_has_begun_and_refuses_the_rest(llm: LLM) -> None:
     assert event.outputs[0].finish_reason is not None
     assert engine.status().is_draining
     with pytest.raises(DrainingError):
-        engine.submit(request(), print)
+        engine.submit(request())
     engine.close()
 
 
 def test_a_drain_that_takes_too_long_cancels(llm: LLM) -> None:
     engine = Engine(llm)
-    client = Client(engine, Request("x", ENDLESS))
+    client = submitted(engine, Client("x", ENDLESS))
     client.wait_for_text()
     engine.drain(0.05)
     event = client.last_event()
@@ -239,7 +241,7 @@ def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
         ("x " * 100_000, ENDLESS),
     ):
         with pytest.raises(BadInputError):
-            engine.submit(Request(prompt, params), print)
+            engine.submit(Request([prompt], params))
     with pytest.raises(BadInputError, match="max_waiting"):
         Engine(engine.llm, max_waiting=0)
 
@@ -247,11 +249,12 @@ def test_bad_requests_are_refused_by_the_call_itself(engine: Engine) -> None:
 def test_an_error_in_a_callback_does_not_end_the_request(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(event: Event) -> None:
-        raise OSError("the client is gone")
+    class Broken(Request):
+        def receive(self, event: Event) -> None:
+            raise OSError("the client is gone")
 
-    engine.submit(request(max_tokens=4), broken)
-    assert isinstance(Client(engine, request()).last_event(), Finished)
+    engine.submit(Broken(["x"], SamplingParams(max_tokens=4)))
+    assert isinstance(submitted(engine, request()).last_event(), Finished)
     assert "callback" in caplog.text
 
 
@@ -266,7 +269,7 @@ def test_an_error_ends_the_request_for_which_it_is_raised(
         return score(rows, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(llm.target.runtime, "score", failing)
-    good, bad = Client(engine, request(max_tokens=40)), Client(engine, request(max_tokens=13))
+    good, bad = submitted(engine, request(max_tokens=40)), submitted(engine, request(max_tokens=13))
     event = bad.last_event()
     assert isinstance(event, Failed)
     assert isinstance(event.error, OSError)
@@ -278,34 +281,34 @@ def test_random_arrivals_and_cancellations_do_not_change_other_texts(engine: Eng
     expected = {prompt: llm.generate(prompt, max_tokens=24).token_ids for prompt in prompts}  # type: ignore[union-attr]
     generator, clients = random.Random(0), []
     for _ in range(40):
-        client = Client(engine, request(generator.choice(prompts), max_tokens=24))
+        client = submitted(engine, request(generator.choice(prompts), max_tokens=24))
         clients.append(client)
         if generator.random() < 0.3:
-            client.handle.cancel()
+            client.cancel()
         if generator.random() < 0.5:
             client.wait_for_text()
     for client in clients:
         event = client.last_event()
         assert isinstance(event, Finished)
-        right = expected[client.handle._request.prompt]  # type: ignore[index]
+        right = expected[client.prompts[0]]  # type: ignore[index]
         output = event.outputs[0]
         assert output.token_ids == right[: len(output.token_ids)]
-        assert client.handle.is_cancelled or output.token_ids == right
+        assert client.is_cancelled or output.token_ids == right
 
 
 def test_an_error_in_releasing_rows_ends_the_requests_and_not_the_engine(
     engine: Engine, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Client(engine, Request("x", ENDLESS))
+    client = submitted(engine, Client("x", ENDLESS))
     client.wait_for_text()
     with monkeypatch.context() as patched:
         patched.setattr(llm.target.runtime, "release", lambda _: 1 / 0)
         patched.setattr(llm.target.runtime, "score", lambda *_: 1 / 0)
         event = client.last_event()
     assert isinstance(event, Failed)
-    llm.target.runtime.release(client.handle.generation.group.rows[0])
+    llm.target.runtime.release(client.generation.group.rows[0])
     llm.shared_batch.step()
-    assert isinstance(Client(engine, request()).last_event(), Finished)
+    assert isinstance(submitted(engine, request()).last_event(), Finished)
 
 
 @pytest.mark.parametrize(("available", "is_reserved"), [(1 << 40, True), (0, False)])

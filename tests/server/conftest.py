@@ -61,8 +61,8 @@ def live():
 
 @pytest.fixture
 def engine(live):
-    defaults = dict(vars(live[0]), requests=[], handles=[])
-    vars(live[0]).update(requests=[], handles=[])
+    defaults = dict(vars(live[0]), requests=[])
+    vars(live[0]).update(requests=[])
     yield live[0]
     vars(live[0]).update(defaults)
 

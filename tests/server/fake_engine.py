@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from secondguess.core import Commit, Row, TokenLogprob
 from secondguess.engine import (
     DrainingError,
     EngineStatus,
-    Event,
     Failed,
     Finished,
     NewPiece,
@@ -46,14 +44,6 @@ def fake_target(tokenizer=None, name="builtin", context=CONTEXT):
     return LoadedModel(checkpoint, runtime, tokenizer, frozenset([tokenizer.eos_token_id or 0]))
 
 
-class FakeHandle:
-    def __init__(self):
-        self.cancelled = threading.Event()
-
-    def cancel(self):
-        self.cancelled.set()
-
-
 class FakeEngine:
     """Commits `reply` in rounds of `round_size` tokens, of which all but the last were drafted.
 
@@ -68,7 +58,6 @@ class FakeEngine:
         self.reply, self.round_size, self.pause = reply, round_size, pause
         self.totals = Stats()
         self.requests: list[Request] = []
-        self.handles: list[FakeHandle] = []
         self.is_full = self.is_draining = False
         self.failure: Exception | None = None
         self.end_reason = None
@@ -76,20 +65,18 @@ class FakeEngine:
         self.hold_after = None
         """Number of rounds after which a request waits until it is cancelled."""
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]):
+    def submit(self, request: Request) -> None:
         if self.is_draining:
             raise DrainingError("expected a running engine, got one that drains")
         if self.is_full:
             raise QueueFullError(4, retry_after=3.0)
         target = self.llm.target
-        if len(request.prompt) >= target.runtime.context_length:
-            raise BadInputError("expected a shorter prompt")
+        for prompt in request.prompts:
+            if len(prompt) >= target.runtime.context_length:
+                raise BadInputError("expected a shorter prompt")
         request.params.check_vocab(target.runtime.vocab_size)
-        handle = FakeHandle()
         self.requests.append(request)
-        self.handles.append(handle)
-        threading.Thread(target=self._run, args=(request, handle, on_event), daemon=True).start()
-        return handle
+        threading.Thread(target=self._run, args=(request,), daemon=True).start()
 
     def status(self):
         return EngineStatus(1, 2, 3, self.is_draining)
@@ -107,40 +94,46 @@ class FakeEngine:
     def last(self) -> Request:
         return self.requests[-1]
 
-    def _run(self, request, handle, on_event):
+    @property
+    def last_prompt(self):
+        return self.last.prompts[0]
+
+    def _run(self, request):
         if self.failure is not None:
-            on_event(Failed(self.failure))
+            request.receive(Failed(self.failure))
             return
-        samples = [self._sample(request, index) for index in range(request.params.n)]
+        samples = [
+            self._sample(request, prompt, index)
+            for prompt in request.prompts
+            for index in range(request.params.n)
+        ]
         rounds = 0
-        while any(not row.finished for row, *_ in samples) and not handle.cancelled.is_set():
+        while any(not row.finished for row, *_ in samples) and not request.is_cancelled:
             if self.hold_after is not None and rounds >= self.hold_after:
-                handle.cancelled.wait()
-                break
-            for row, detokenizer, pieces, logprobs, left, stats in samples:
-                if not row.finished:
-                    on_event(self._round(row, detokenizer, pieces, logprobs, left, stats))
+                time.sleep(0.002)
+                continue
+            for index, sample in enumerate(samples):
+                if not sample[0].finished:
+                    request.receive(self._round(index, *sample))
             rounds += 1
             time.sleep(self.pause)
-        on_event(Finished([self._output(*sample) for sample in samples], QUEUE_SECONDS))
+        request.receive(Finished([self._output(*sample) for sample in samples], QUEUE_SECONDS))
 
-    def _sample(self, request, index):
+    def _sample(self, request, prompt, index):
         target, params = self.llm.target, request.params
         tokenizer = target.tokenizer
         detokenizer = StreamingDetokenizer(
-            tokenizer, request.prompt, params.stop, params.min_tokens, params.include_stop_str_in_output
+            tokenizer, prompt, params.stop, params.min_tokens, params.include_stop_str_in_output
         )
         ends = target.end_tokens | frozenset(request.params.stop_token_ids)
         context = target.runtime.context_length
-        row = Row(
-            list(request.prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker
-        )
+        row = Row(list(prompt), request.params, 0, index, False, ends, context, detokenizer.stop_checker)
         if not request.params.max_tokens:
             row.commit_nothing()
         left = tokenizer(self.reply, add_special_tokens=False).input_ids
         return row, detokenizer, [], [], [*left, min(target.end_tokens)], Stats()
 
-    def _round(self, row, detokenizer, pieces, logprobs, left, stats):
+    def _round(self, index, row, detokenizer, pieces, logprobs, left, stats):
         now, left[:] = left[: self.round_size], left[self.round_size :]
         commit = row.commit(now[:-1], now[-1])
         for each in (stats, self.totals):
@@ -148,7 +141,7 @@ class FakeEngine:
         found = self._logprobs(row, commit)
         logprobs += found
         pieces.append(detokenizer.take(commit))
-        return NewPiece(row.sample_index, pieces[-1], found)
+        return NewPiece(index, pieces[-1], found)
 
     def _logprobs(self, row: Row, commit: Commit):
         number = row.params.logprobs

@@ -15,7 +15,7 @@ def chat(client, **fields):
 
 
 def prompt_text(engine):
-    return engine.llm.target.tokenizer.decode(engine.last.prompt)
+    return engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_the_built_in_model_has_a_minimal_chat_template(client, engine):

@@ -12,7 +12,7 @@ from conftest import serving
 from secondguess import load
 from secondguess.checkpoint.loader import module_of
 from secondguess.engine import Engine
-from secondguess.server.model import short_name
+from secondguess.server.served_model import short_name
 
 pytest.importorskip(
     "lm_eval.models.openai_completions", reason="needs lm-evaluation-harness (`pip install lm_eval[api]`)"

@@ -9,7 +9,7 @@ from fake_engine import CONTEXT, REPLY, FakeEngine, fake_target
 from checkpoints import read_tokenizer
 from conftest import openai_client, serving
 from secondguess.builtin import builtin_paths
-from secondguess.server.infill import FORMATS
+from secondguess.server.infill_prompts import FORMATS
 
 
 @pytest.mark.parametrize("tokens", FORMATS)
@@ -20,7 +20,7 @@ def test_prefix_and_suffix_stand_between_their_tokens(tokens):
     with serving(engine) as url, openai_client(url) as client:
         client.completions.create(model="coder", prompt="def f(", suffix=" pass")
     first, second, third = tokens
-    assert tokenizer.decode(engine.last.prompt) == f"{first}def f({second} pass{third}"
+    assert tokenizer.decode(engine.last_prompt) == f"{first}def f({second} pass{third}"
 
 
 def test_the_suffix_is_first_for_codestral():
@@ -29,7 +29,7 @@ def test_the_suffix_is_first_for_codestral():
     engine = FakeEngine(fake_target(tokenizer, "coder"))
     with serving(engine) as url, openai_client(url) as client:
         client.completions.create(model="coder", prompt="def f(", suffix=" pass")
-    assert tokenizer.decode(engine.last.prompt) == "<s>[SUFFIX] pass[PREFIX]def f("
+    assert tokenizer.decode(engine.last_prompt) == "<s>[SUFFIX] pass[PREFIX]def f("
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -85,7 +85,7 @@ def infill(coder, **fields):
     engine, http = coder
     reply = http.post("/infill", json=BODY | fields)
     assert reply.status_code == 200, reply.text
-    return reply, engine.llm.target.tokenizer.decode(engine.last.prompt)
+    return reply, engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_the_route_of_llama_cpp_fills_in_the_middle(coder):
@@ -103,9 +103,9 @@ def test_the_route_of_llama_cpp_fills_in_the_middle(coder):
         "eos",
         "coder",
     )
-    assert (found["tokens_predicted"], found["tokens_evaluated"]) == (num_tokens, len(engine.last.prompt))
+    assert (found["tokens_predicted"], found["tokens_evaluated"]) == (num_tokens, len(engine.last_prompt))
     timings = found["timings"]
-    assert (timings["predicted_n"], timings["prompt_n"]) == (num_tokens, len(engine.last.prompt))
+    assert (timings["predicted_n"], timings["prompt_n"]) == (num_tokens, len(engine.last_prompt))
     assert timings["draft_n_accepted"] > 0
 
 
@@ -156,7 +156,7 @@ def test_other_files_come_first_as_far_as_they_fit(coder):
     files[0]["text"] *= CONTEXT
     _, prompt = infill(coder, input_extra=files)
     assert prompt.endswith("a = 1\n<|file_sep|>file\nb = 2\n<|file_sep|>file\n" + MIDDLE)
-    assert len(engine.last.prompt) == CONTEXT - 1 - BODY["n_predict"]
+    assert len(engine.last_prompt) == CONTEXT - 1 - BODY["n_predict"]
 
 
 @pytest.mark.parametrize("tokens", FORMATS[1:])
@@ -197,4 +197,4 @@ def test_without_a_limit_other_files_leave_a_quarter_of_the_context(coder, limit
     body = {name: value for name, value in BODY.items() if name != "n_predict"}
     files = [{"filename": "a.py", "text": "a = 1\n" * 2000}]
     assert coder[1].post("/infill", json={**body, **limit, "input_extra": files}).status_code == 200
-    assert len(coder[0].last.prompt) == CONTEXT - 1 - CONTEXT // 4
+    assert len(coder[0].last_prompt) == CONTEXT - 1 - CONTEXT // 4

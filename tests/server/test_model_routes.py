@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from conftest import metrics_of, openai_client, serving
 from secondguess.server.app import create_app
-from secondguess.server.model import ServedModel, short_name
+from secondguess.server.served_model import ServedModel, short_name
 from secondguess.server.settings import ServerSettings
 
 
@@ -63,7 +63,7 @@ def test_texts_and_conversations_become_tokens_and_back(http, engine):
     messages = [{"role": "user", "content": "x"}]
     tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
     http.post("/v1/chat/completions", json={"model": "builtin", "messages": messages})
-    assert engine.last.prompt == tokens
+    assert engine.last_prompt == tokens
     for wrong in ({}, {"prompt": "x", "messages": messages}, {"prompt": "x", "model": "other"}):
         assert http.post("/tokenize", json=wrong).status_code in (400, 404)
     assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400

@@ -6,7 +6,7 @@ import pytest
 from chat_tokenizer import CALL, TOOL, chat_tokenizer
 
 from secondguess.sampling.text import Piece
-from secondguess.server.parsing import Delta, ForcedCallParser, TemplateParser
+from secondguess.server.calls.parsers import Delta, ForcedCallParser, TemplateParser
 
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 REPLIES = {

@@ -6,17 +6,12 @@ Markdown, such as Qwen2.5-Coder-0.5B-Instruct: `SECONDGUESS_SCREENSHOTS_MODEL` i
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import re
 import shutil
-import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +22,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the playground is served with FastAPI")
 pytest.importorskip("uvicorn", reason="the playground is served with uvicorn")
 
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi import FastAPI
+from playground_server import ANSWER, REJECTED, TEXT, FakeServer, serve
 from starlette.testclient import TestClient
 
 from secondguess.server.playground import PATHS, content_type, playground_routes
@@ -122,188 +116,6 @@ def test_every_id_of_the_scripts_is_in_the_page(files_client):
 def test_the_files_are_part_of_the_package():
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"server/playground/*.*"' in project
-
-
-# --- A server that speaks the events of the API ---
-
-REJECTED = " elements\n"
-"""Draft that the third segment was sampled instead of."""
-ANSWER: list[list[Any]] = [
-    ["\n", False],
-    ["    if len(items) <= 1:\n        return", True],
-    [" items\n", False],
-    ["    pivot = items", True],
-    ["[0]\n", False],
-    ["    smaller = [item for item in items[1:] if item", True],
-    [" < pivot]\n", False],
-    ["    larger = [item for item in items[1:] if item >= pivot]\n", True],
-    ["    return quicksort(smaller) + [pivot]", True],
-    [" + quicksort(larger)", False],
-]
-TEXT = "".join(part for part, _ in ANSWER)
-NUM_TOKENS = 64
-STATS = {
-    "index": 0,
-    "exactness": "lossless",
-    "num_rounds": 30,
-    "num_tokens": NUM_TOKENS,
-    "num_drafted": 50,
-    "num_accepted": 34,
-    "acceptance_rate": 0.68,
-    "acceptance_length": 64 / 30,
-    "accepted_per_position": [20, 10, 4],
-    "drafted_per_position": [26, 16, 8],
-    "tokens_per_second": 97.3,
-}
-
-
-@dataclass
-class FakeServer:
-    """Application with the routes that the page calls; `mood` is the failure that it shows."""
-
-    mood: str = "ready"
-    seconds_per_chunk: float = 0.01
-    api_key: str | None = None
-    has_chat_template: bool = True
-    takes_images: bool = False
-    finish_reason: str = "stop"
-    reasoning: str = ""
-    answer: list[list[Any]] = field(default_factory=lambda: ANSWER)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    num_disconnected: int = 0
-    port: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def app(self) -> FastAPI:
-        app = FastAPI()
-        app.add_api_route("/playground/model", self.model)  # in place of the one that asks a real model
-        app.include_router(playground_routes())
-        app.add_api_route("/ready", self.ready)
-        app.add_api_route("/metrics", self.metrics)
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            app.add_api_route(path, self.generate, methods=["POST"])
-        return app
-
-    async def ready(self) -> Any:
-        return self._draining() if self.mood == "draining" else {"status": "ready"}
-
-    async def metrics(self) -> Any:
-        lines = [
-            f'vllm:num_requests_{name}{{model_name="tiny"}} {n}.0'
-            for name, n in (("running", 0), ("waiting", 0))
-        ]
-        return PlainTextResponse("\n".join(lines))
-
-    async def model(self, http: Request) -> Any:
-        return self._refusal(http) or {
-            "name": "tiny",
-            "context_length": 512,
-            "has_chat_template": self.has_chat_template,
-            "takes_images": self.takes_images,
-            "sampling": {"temperature": 0.7, "top_p": 0.8},
-            "max_tokens": None,
-        }
-
-    async def generate(self, http: Request) -> Any:
-        body = await http.json()
-        self.bodies.append(body)
-        return self._refusal(http) or StreamingResponse(
-            self._events(body, http), media_type="text/event-stream"
-        )
-
-    def _refusal(self, http: Request) -> JSONResponse | None:
-        if self.api_key and http.headers.get("authorization") != f"Bearer {self.api_key}":
-            return self._error(401, "expected an API key", "invalid_api_key")
-        if http.method == "GET":
-            return None
-        if self.mood == "busy":
-            return self._error(
-                429, "expected fewer waiting samples", "rate_limit_exceeded", {"Retry-After": "1"}
-            )
-        if self.mood == "draining":
-            return self._draining()
-        if self.mood == "refusing":
-            return self._error(400, "expected top_p above 0, got 0; use a share", "invalid_value")
-        return None
-
-    def _draining(self) -> JSONResponse:
-        return self._error(503, "the server drains", "draining", {"Retry-After": "5"})
-
-    @staticmethod
-    def _error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JSONResponse:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        return JSONResponse({"error": error}, status, headers)
-
-    async def _events(self, body: dict[str, Any], http: Request) -> AsyncIterator[bytes]:
-        # Plain decoding has one token per pass: more and shorter chunks.
-        segments = (
-            self.answer
-            if body["speculation"] != "off"
-            else [[TEXT[at : at + 6], False] for at in range(0, len(TEXT), 6)]
-        )
-        key = "messages" in body
-        try:
-            if self.reasoning:
-                delta = {"role": "assistant", "reasoning_content": self.reasoning}
-                yield self._event({"choices": [{"index": 0, "delta": delta}], "usage": None})
-            for count, segment in enumerate(segments):
-                await asyncio.sleep(self.seconds_per_chunk)
-                origin = {"segments": [segment], "rejected": REJECTED if segment is ANSWER[2] else ""}
-                choice = {"index": 0, "finish_reason": None, "secondguess": origin}
-                choice |= {"delta": {"content": segment[0]}} if key else {"text": segment[0]}
-                yield self._event({"choices": [choice], "usage": None})
-                if count == 3 and self.mood == "cut":
-                    return
-                if count == 3 and self.mood == "failing":
-                    yield self._event({"error": {"message": "out of memory", "code": "out_of_memory"}})
-                    break
-            else:
-                yield self._event(
-                    {
-                        "choices": [
-                            {"index": 0, "finish_reason": self.finish_reason, "text": "", "delta": {}}
-                        ],
-                        "usage": None,
-                    }
-                )
-                usage = {"completion_tokens": min(NUM_TOKENS, body.get("max_tokens", NUM_TOKENS))}
-                yield self._event(
-                    {"choices": [], "usage": usage, "secondguess": {"samples": [self._stats(body)]}}
-                )
-            yield b"data: [DONE]\n\n"
-        except asyncio.CancelledError:
-            self.num_disconnected += 1
-            raise
-
-    def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
-        plain = {"num_drafted": 0, "num_accepted": 0, "acceptance_rate": None, "acceptance_length": 1.0}
-        plain |= {"drafted_per_position": [], "accepted_per_position": []}
-        return STATS | {"finish_reason": self.finish_reason} | (plain if body["speculation"] == "off" else {})
-
-    @staticmethod
-    def _event(value: dict[str, Any]) -> bytes:
-        return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-@contextmanager
-def serve(app: FastAPI, port: int = 0) -> Iterator[int]:
-    """Serve an application on a thread; yields the port."""
-    server = uvicorn.Server(
-        uvicorn.Config(app, "127.0.0.1", port, log_level="error", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 30
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture
@@ -404,14 +216,20 @@ def joined_answer() -> list[list[Any]]:
 
 
 @browser_test
-def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fake, open_page):
+def test_a_completion_shows_origins_rejected_drafts_and_the_numbers_of_the_server(fake, open_page):
     fake.finish_reason = "length"
     page = open_page(f"{fake.url}#completion")
     is_ready(page)
     assert text_of(page, "#model") == "tiny, context 512"
+    page.check("#ghosts")
     page.click("[data-run=completion]")
     wait_for_end(page)
     assert origins(page, "#completion-output") == joined_answer()
+    ghost = page.locator("#completion-output .rejected")
+    assert ghost.all_text_contents() == [REJECTED.replace("\n", "⏎")]
+    assert ghost.evaluate("each => [each.nextSibling.textContent, each.ariaHidden]") == [ANSWER[2][0], "true"]
+    page.uncheck("#ghosts")
+    assert not ghost.is_visible()
     assert text_of(page, "#gauge-speed") == "97"
     assert text_of(page, "#gauge-share") == "53 %"  # 34 of 64 tokens
     assert text_of(page, "#gauge-pass") == "2.13"
@@ -421,49 +239,30 @@ def test_a_completion_is_coloured_by_origin_and_ends_with_the_servers_numbers(fa
 
 
 @browser_test
-def test_rejected_drafts_are_ghosts_before_the_token_in_their_place(fake, open_page):
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    page.check("#ghosts")
-    page.click("[data-run=completion]")
-    wait_for_end(page)
-    ghost = page.locator("#completion-output .rejected")
-    assert ghost.all_text_contents() == [REJECTED.replace("\n", "⏎")]
-    assert ghost.evaluate("each => [each.nextSibling.textContent, each.ariaHidden]") == [ANSWER[2][0], "true"]
-    assert origins(page, "#completion-output") == joined_answer()
-    page.uncheck("#ghosts")
-    assert not ghost.is_visible()
-    page.click("#tab-chat")
-    page.check("#ghosts")
-    page.fill("#chat-prompt", "Sort a list.")
-    page.click("[data-run=chat]")
-    wait_for_end(page, "chat")
-    page.fill("#chat-prompt", "Shorter.")
-    page.click("[data-run=chat]")
-    wait_for_end(page, "chat")
-    assert page.locator("#messages .rejected").count() == 2
-    assert fake.bodies[-1]["messages"][1] == {"role": "assistant", "content": TEXT}  # without the ghost
-
-
-@browser_test
 def test_settings_are_sent_under_the_names_of_the_api(fake, open_page):
     page = open_page(f"{fake.url}#completion")
     is_ready(page)
-    for name, value in {
+    page.fill("#temperature", "-1")
+    page.press("#completion-prompt", "Control+Enter")
+    wait_for_end(page)
+    assert fake.bodies == []
+    assert page.evaluate("document.activeElement.id") == "temperature"
+    settings = {
         "temperature": "0.7",
         "top-p": "0.9",
         "max-tokens": "32",
         "seed": "5",
         "stop": "END\n\\n\\n\n",
-    }.items():
+    }
+    for name, value in settings.items():
         page.fill(f"#{name}", value)
     page.select_option("#speculation", "bounded")
-    page.fill("#max-draft", "3")
     page.fill("#completion-prompt", "x = ")
-    page.press("#completion-prompt", "Control+Enter")
-    wait_for_end(page)
-    assert fake.bodies == [
-        {
+    for typed, max_draft in (("3", 3), ("", 4)):
+        page.fill("#max-draft", typed)
+        page.press("#completion-prompt", "Control+Enter")
+        wait_for_end(page)
+        assert fake.bodies[-1] == {
             "model": "tiny",
             "prompt": "x = ",
             "stream": True,
@@ -474,43 +273,23 @@ def test_settings_are_sent_under_the_names_of_the_api(fake, open_page):
             "max_tokens": 32,
             "seed": 5,
             "stop": ["END", "\n\n"],
-            "speculation": {"max_draft": 3},
+            "speculation": {"max_draft": max_draft},
         }
-    ]
-
-
-@browser_test
-def test_an_invalid_setting_is_not_sent(fake, open_page):
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    page.fill("#temperature", "-1")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page)
-    assert fake.bodies == []
-    assert page.evaluate("document.activeElement.id") == "temperature"
 
 
 @browser_test
 def test_a_chat_sends_the_whole_conversation(fake, open_page):
-    page = open_page(f"{fake.url}#chat")
-    is_ready(page)
+    page = chat_page(fake, open_page)
     page.check("#ghosts")
     for message in ("Sort a list.", "Shorter."):
         say(page, message)
-    assert [each["role"] for each in fake.bodies[1]["messages"]] == ["user", "assistant", "user"]
-    assert fake.bodies[1]["messages"][1]["content"] == TEXT
+    assert [message["role"] for message in fake.bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert fake.bodies[1]["messages"][1] == {"role": "assistant", "content": TEXT}  # without rejected drafts
+    assert page.locator("#messages .rejected").count() == 2
     assert page.locator(".message").count() == 4
     assert origins(page, ".message:last-child .reply") == joined_answer()
-    page.click("#new-chat")
-    say(page, "Again.")
-    assert [each["content"] for each in fake.bodies[2]["messages"]] == ["Again."]
-
-
-@browser_test
-def test_a_new_conversation_during_a_reply_begins_empty(fake, open_page):
+    page.uncheck("#ghosts")
     fake.seconds_per_chunk = 0.2
-    page = open_page(f"{fake.url}#chat")
-    is_ready(page)
     page.fill("#chat-prompt", "Old.")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(".reply.running > *")
@@ -518,18 +297,7 @@ def test_a_new_conversation_during_a_reply_begins_empty(fake, open_page):
     wait_for_end(page, "chat")
     fake.seconds_per_chunk = 0
     say(page, "New.")
-    assert [each["content"] for each in fake.bodies[-1]["messages"]] == ["New."]
-
-
-@browser_test
-def test_an_empty_maximum_draft_length_is_that_of_the_page(fake, open_page):
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    page.select_option("#speculation", "bounded")
-    page.fill("#max-draft", "")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page)
-    assert fake.bodies[-1]["speculation"] == {"max_draft": 4}
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["New."]
 
 
 HOSTILE = {
@@ -705,31 +473,22 @@ def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page):
 
 
 @browser_test
-def test_a_busy_server_is_asked_again(fake, open_page):
-    fake.mood = "busy"
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#notice:not([hidden])")
-    assert text_of(page, "#notice") == "The server is busy. Trying again in 1 s; Esc cancels."
-    assert text_of(page, "#server") == "Busy"
-    fake.mood = "ready"
-    wait_for_end(page)
-    assert page.locator("#notice").is_hidden()
-    assert origins(page, "#completion-output") == joined_answer()
-
-
-@browser_test
-def test_a_draining_server_is_named(fake, open_page):
+def test_a_server_that_is_busy_or_drains_is_asked_again(fake, open_page):
     fake.mood = "draining"
     page = open_page(f"{fake.url}#completion")
     page.wait_for_selector('#server[data-state="draining"]')
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#notice:not([hidden])")
     assert text_of(page, "#notice").startswith("The server is shutting down")
-    fake.mood = "ready"
+    fake.mood = "busy"
     is_ready(page)
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#notice:not([hidden])")
+    assert text_of(page, "#notice") == "The server is busy. Trying again in 1 s; Esc cancels."
+    fake.mood = "ready"
+    wait_for_end(page)
     assert page.locator("#notice").is_hidden()
+    assert origins(page, "#completion-output") == joined_answer()
 
 
 @browser_test
@@ -751,46 +510,34 @@ def test_a_server_that_is_gone_is_named_and_found_again(open_page):
         assert origins(page, "#completion-output") == joined_answer()
 
 
+FAILURES = {
+    "cut": "The connection ended before the reply was complete. The text so far is kept.",
+    "failing": "out of memory",
+    "refusing": "expected top_p above 0, got 0; use a share",
+}
+
+
 @browser_test
-@pytest.mark.parametrize(
-    ("mood", "message"),
-    [
-        ("cut", "The connection ended before the reply was complete. The text so far is kept."),
-        ("failing", "out of memory"),
-        ("refusing", "expected top_p above 0, got 0; use a share"),
-    ],
-)
-def test_a_failed_reply_says_why(fake, open_page, mood, message):
-    fake.mood = mood
+def test_a_failed_reply_says_why(fake, open_page):
     page = open_page(f"{fake.url}#completion")
     is_ready(page)
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#notice:not([hidden])")
-    wait_for_end(page)
-    assert text_of(page, "#notice") == message
-    kept = "".join(text for text, _ in origins(page, "#completion-output"))
-    assert kept == ("" if mood == "refusing" else "".join(text for text, _ in ANSWER[:4]))
-
-
-@browser_test
-def test_a_refused_message_returns_to_its_box(fake, open_page):
-    fake.mood = "refusing"
-    page = open_page(f"{fake.url}#chat")
-    is_ready(page)
+    for fake.mood, message in FAILURES.items():
+        page.keyboard.press("Control+Enter")
+        page.locator("#notice", has_text=message).wait_for()
+        wait_for_end(page)
+        kept = "".join(text for text, _ in origins(page, "#completion-output"))
+        assert kept == ("" if fake.mood == "refusing" else "".join(text for text, _ in ANSWER[:4]))
+    page.click("#tab-chat")
     page.fill("#chat-prompt", "Hello")
-    page.keyboard.press("Control+Enter")
+    page.press("#chat-prompt", "Enter")
     page.wait_for_selector("#notice:not([hidden])")
     wait_for_end(page, "chat")
-    assert page.input_value("#chat-prompt") == "Hello"
+    assert page.input_value("#chat-prompt") == "Hello"  # a refused message returns to its box
     assert page.locator(".message, #conversation-list li").count() == 0
-    fake.mood = "ready"
-    page.reload()
-    is_ready(page)
-    assert page.locator("#conversation-list li").count() == 0
 
 
 @browser_test
-def test_the_api_key_is_sent_and_not_stored(fake, open_page):
+def test_the_api_key_is_asked_for_sent_and_not_stored(fake, open_page):
     fake.api_key = "secret-key"
     page = open_page(f"{fake.url}#completion")
     page.wait_for_selector('#server[data-state="locked"]')
@@ -804,101 +551,30 @@ def test_the_api_key_is_sent_and_not_stored(fake, open_page):
         "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
     )
     assert "secret-key" not in stored
+    fake.api_key = "new-key"
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#notice:not([hidden])")
+    assert text_of(page, "#notice") == "The server needs an API key. Enter it in the settings."
+    wait_for_end(page)
     page.reload()
     page.wait_for_selector('#server[data-state="locked"]')
     assert page.input_value("#key") == ""
 
 
 @browser_test
-def test_a_key_that_is_no_longer_valid_is_asked_for(fake, open_page):
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    fake.api_key = "new-key"
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#notice:not([hidden])")
-    wait_for_end(page)
-    page.wait_for_timeout(300)  # the state of the server is asked for after each run
-    assert text_of(page, "#notice") == "The server needs an API key. Enter it in the settings."
-    page.fill("#key", "new-key")
-    page.press("#key", "Tab")
-    is_ready(page)
-    assert page.locator("#notice").is_hidden()
-
-
-@browser_test
-def test_tabs_follow_the_arrow_keys(fake, open_page):
-    page = open_page(f"{fake.url}#completion")
-    is_ready(page)
-    page.focus("#tab-completion")
-    page.keyboard.press("ArrowLeft")
-    assert page.evaluate("document.activeElement.id") == "tab-chat"
-    assert page.locator("#chat").is_visible()
-    assert page.locator("#completion").is_hidden()
-    page.keyboard.press("ArrowLeft")
-    assert page.locator("#race").is_visible()
-
-
-@browser_test
-def test_the_chosen_theme_is_kept(fake, open_page):
+def test_choices_of_the_page_are_kept(fake, open_page):
     page = open_page(f"{fake.url}#completion", color_scheme="light")
+    is_ready(page)
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
     page.click("#theme")
     dark = page.evaluate(background)
     assert dark != light
-    page.reload()
-    assert page.evaluate(background) == dark
-    assert text_of(page, "#theme") == "Light"
-
-
-@browser_test
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_contrast(fake, open_page, scheme):
-    """WCAG 2 AA: 4.5 to 1 for every text, against the background that it stands on."""
-    fake.mood = "refusing"
-    page = open_page(f"{fake.url}#completion", color_scheme=scheme)
-    is_ready(page)
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#notice:not([hidden])")
-    wait_for_end(page)
-    fake.mood = "ready"
-    selectors = "#notice, label, small, .hint, .model, .server, .legend span, .gauges dd, .gauges dt, .tabs button, .primary"
-    low = page.evaluate(CONTRAST, selectors)
-    assert low == []
-
-
-@browser_test
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_of_a_chat_have_contrast(fake, open_page, scheme):
-    fake.answer = MARKDOWN
-    fake.finish_reason = "length"
-    page = chat_page(fake, open_page, color_scheme=scheme)
-    say(page, "Hello")
+    page.click("#tab-chat")
     page.uncheck("#colours")
-    page.wait_for_selector(".code .k")
-    selectors = "h3, .said, .reply *, .message footer *, .title, #chat-help, .chat-only label, summary"
-    assert page.evaluate(CONTRAST, selectors) == []
-
-
-CONTRAST = """selectors => {
-  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const channels = (color) => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const luminance = (color) => {
-    const [r, g, b] = channels(color).map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (element) => {
-    const color = getComputedStyle(element).backgroundColor;
-    return channels(color)[3] === 255 ? color : behind(element.parentElement);
-  };
-  return [...document.querySelectorAll(selectors)].filter((each) => each.offsetParent).map((each) => {
-    const pair = [luminance(getComputedStyle(each).color), luminance(behind(each))].sort((a, b) => b - a);
-    return [each.id || each.className || each.tagName, (pair[0] + 0.05) / (pair[1] + 0.05)];
-  }).filter(([, ratio]) => ratio < 4.5);
-}"""
+    reload(page)
+    assert page.evaluate(background) == dark
+    assert not page.is_checked("#colours")
 
 
 @browser_test
@@ -918,17 +594,6 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
             "(box => box.scrollWidth <= box.clientWidth)(document.getElementById('messages'))"
         )
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-
-
-@browser_test
-@pytest.mark.parametrize("mode", ["chat", "completion", "race"])
-def test_unfolded_settings_cover_nothing_on_a_phone(fake, open_page, mode):
-    page = open_page(f"{fake.url}#{mode}", viewport={"width": 360, "height": 640}, has_touch=True)
-    is_ready(page)
-    page.click("#settings summary")
-    settings, prompt = (page.locator(each).bounding_box() for each in ("#settings", f"#{mode}-prompt"))
-    assert settings["y"] + settings["height"] <= prompt["y"]
-    assert settings["height"] > 300
 
 
 # --- Chat ---
@@ -964,79 +629,41 @@ MARKDOWN = [
 
 
 @browser_test
-def test_chat_is_first_for_a_model_with_a_chat_template(fake, open_page):
+@pytest.mark.parametrize("has_template", [True, False])
+def test_chat_is_first_for_a_model_with_a_chat_template(fake, open_page, has_template):
+    fake.has_chat_template = has_template
     page = open_page(fake.url)
     is_ready(page)
-    assert page.locator("#chat").is_visible()
-    assert page.locator("[role=tab]").first.inner_text() == "Chat"
-    assert page.evaluate("document.activeElement.id") == "chat-prompt"
-
-
-@browser_test
-def test_a_model_without_a_chat_template_has_no_chat(fake, open_page):
-    fake.has_chat_template = False
-    page = chat_page(fake, open_page)
-    assert page.locator("#completion").is_visible()
-    assert page.locator("#tab-chat").is_hidden()
-    page.focus("#tab-completion")
+    assert page.locator("#chat").is_visible() == page.locator("#tab-chat").is_visible() == has_template
+    page.click("#tab-completion")
     page.keyboard.press("ArrowLeft")
-    assert page.locator("#race").is_visible()
+    assert page.locator("#chat" if has_template else "#race").is_visible()
 
 
 @browser_test
 def test_replies_are_markdown_coloured_by_origin(fake, open_page):
     fake.answer = MARKDOWN
-    page = chat_page(fake, open_page)
+    page = chat_page(fake, open_page, permissions=["clipboard-read", "clipboard-write"])
     say(page, "Hello")
     page.wait_for_selector(".reply .code .k")
     assert text_of(page, ".reply strong") == "json"
     assert page.get_attribute(".reply a", "href") == "https://a.example"
-    assert marked(page, "sampled") == "json|    pass".replace("    pass", "    |pass")
+    assert marked(page, "sampled") == "json|    |pass"
     assert marked(page, "drafted").replace("|", "") == "Use  to read x:def f():"
     page.uncheck("#colours")
     assert marked(page, "drafted") == marked(page, "sampled") == ""
-    assert text_of(page, ".reply strong") == "json"
     page.check("#colours")
     page.check("#ghosts")
     assert "".join(text for text, _ in origins(page, ".reply")) == "".join(text for text, _ in MARKDOWN)
-
-
-@browser_test
-def test_the_choice_of_colours_survives_a_reload(fake, open_page):
-    page = chat_page(fake, open_page)
-    page.uncheck("#colours")
-    reload(page)
-    assert not page.is_checked("#colours")
-    page.click("#tab-completion")
-    page.click("[data-run=completion]")
-    wait_for_end(page)
-    colours = page.locator("#completion-output span").evaluate_all(
-        "all => new Set(all.filter(each => each.className !== 'given').map(each => getComputedStyle(each).color)).size"
-    )
-    assert colours == 1
-
-
-@browser_test
-def test_code_is_copied_without_its_head(fake, open_page):
-    fake.answer = MARKDOWN
-    page = chat_page(fake, open_page, permissions=["clipboard-read", "clipboard-write"])
-    say(page, "Hello")
+    page.uncheck("#ghosts")
     page.click("[data-copy-code]")
     page.get_by_text("Copied").first.wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "def f():\n    pass\n"
-    page.click(".from-assistant [data-action=copy]")
-    assert page.evaluate("navigator.clipboard.readText()") == "".join(text for text, _ in MARKDOWN)
-
-
-@browser_test
-def test_text_is_copied_where_the_clipboard_needs_another_address(fake, open_page):
-    """Pages of another machine without HTTPS have no `navigator.clipboard`."""
-    page = chat_page(fake, open_page, permissions=["clipboard-read"])
-    say(page, "Hello")
+    # Pages of another machine without HTTPS have no `navigator.clipboard`.
     page.evaluate("window.kept = navigator.clipboard")
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
     page.click(".from-user [data-action=copy]")
-    page.get_by_text("Copied").first.wait_for()
+    page.wait_for_timeout(100)
     assert page.evaluate("kept.readText()") == "Hello"
 
 
@@ -1057,7 +684,11 @@ def test_a_reply_that_max_tokens_cut_off_goes_on(fake, open_page):
     say(page, "Sort a list.")
     assert "Cut off: max tokens reached." in text_of(page, ".from-assistant .ending")
     assert "97 tokens/s, 53 % drafted" in text_of(page, ".from-assistant .stats")
-    fake.finish_reason = "stop"
+    fake.mood = "refusing"
+    page.click("[data-action=continue]")
+    page.wait_for_selector("#notice:not([hidden])")
+    assert "Cut off: max tokens reached." in text_of(page, ".from-assistant .ending")
+    fake.mood, fake.finish_reason = "ready", "stop"
     page.click("[data-action=continue]")
     wait_for_end(page, "chat")
     body = fake.bodies[-1]
@@ -1068,30 +699,10 @@ def test_a_reply_that_max_tokens_cut_off_goes_on(fake, open_page):
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert page.locator(".message").count() == 2
     assert page.locator(".ending").count() == 0
+    fake.finish_reason = "context"
     say(page, "Thanks.")
     assert fake.bodies[-1]["messages"][1]["content"] == TEXT + TEXT
     assert "continue_final_message" not in fake.bodies[-1]
-
-
-@browser_test
-def test_a_reply_that_cannot_go_on_stays_as_it_is(fake, open_page):
-    fake.finish_reason = "length"
-    page = chat_page(fake, open_page)
-    say(page, "Sort a list.")
-    fake.mood = "refusing"
-    page.click("[data-action=continue]")
-    page.wait_for_selector("#notice:not([hidden])")
-    assert "Cut off: max tokens reached." in text_of(page, ".from-assistant .ending")
-    fake.mood = "ready"
-    say(page, "Thanks.")
-    assert fake.bodies[-1]["messages"][1]["content"] == TEXT
-
-
-@browser_test
-def test_a_full_context_has_no_continuation(fake, open_page):
-    fake.finish_reason = "context"
-    page = chat_page(fake, open_page)
-    say(page, "Sort a list.")
     assert text_of(page, ".ending") == "Cut off: the context is full."
     assert page.locator("[data-action=continue]").count() == 0
 
@@ -1202,21 +813,6 @@ def test_a_reload_during_a_reply_keeps_what_came(fake, open_page):
     page.wait_for_selector(".reply > *")
 
 
-@browser_test
-def test_a_conversation_that_is_deleted_during_its_reply_stays_deleted(fake, open_page):
-    page = chat_page(fake, open_page)
-    page.on("dialog", lambda dialog: dialog.accept())
-    say(page, "First.")
-    fake.seconds_per_chunk = 0.2
-    page.fill("#chat-prompt", "More.")
-    page.press("#chat-prompt", "Enter")
-    page.wait_for_selector(".reply.running > *")
-    page.get_by_label("Delete conversation: First.").click()
-    wait_for_end(page, "chat")
-    reload(page)
-    assert page.locator("#conversation-list li").count() == 0
-
-
 FILL_STORAGE = """() => {
   for (let size = 2 ** 22; size > 1000; size /= 2) {
     try {
@@ -1241,18 +837,7 @@ def test_a_conversation_takes_the_room_of_the_oldest_one(fake, open_page):
 
 
 @browser_test
-def test_a_conversation_without_room_is_named_and_goes_on(fake, open_page):
-    page = chat_page(fake, open_page)
-    page.evaluate(FILL_STORAGE)
-    fake.answer = [["first " * 10_000, True]]
-    say(page, "First.")
-    assert text_of(page, "#notice").startswith("The browser has no room for this conversation")
-    say(page, "Second.")
-    assert len(fake.bodies[-1]["messages"]) == 3
-
-
-@browser_test
-@pytest.mark.parametrize("stored", ["{", "null", '{"id": "x", "messages": [{"role": "user"}]}', "[]"])
+@pytest.mark.parametrize("stored", ["{", '{"id": "x", "messages": [{"role": "user"}]}'])
 def test_what_another_version_stored_does_no_harm(fake, open_page, stored):
     page = chat_page(fake, open_page)
     page.evaluate("text => localStorage.setItem('secondguess-conversation-x', text)", stored)
@@ -1261,20 +846,6 @@ def test_what_another_version_stored_does_no_harm(fake, open_page, stored):
     assert page.locator("#conversation-list li").count() == 0
     say(page, "Hello")
     assert len(fake.bodies) == 1
-
-
-@browser_test
-def test_a_page_without_storage_works(fake, open_page):
-    page = open_page("about:blank")
-    page.add_init_script(
-        "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('refused', 'SecurityError'); } })"
-    )
-    page.goto(f"{fake.url}#chat")
-    is_ready(page)
-    say(page, "Hello")
-    page.wait_for_selector(".reply > *")
-    page.click("#theme")
-    assert text_of(page, "#theme") == "Light"
 
 
 @browser_test
@@ -1327,21 +898,6 @@ def test_images_are_sent_to_a_model_that_takes_them(fake, open_page):
     assert page.locator("#images").is_hidden()
     reload(page)
     assert page.get_attribute(".from-user img", "src") == url
-
-
-@browser_test
-@pytest.mark.parametrize("size", [(1366, 620), (360, 740), (360, 640)])
-def test_both_lanes_of_a_race_are_in_view(fake, open_page, size):
-    page = open_page(f"{fake.url}#race", viewport={"width": size[0], "height": size[1]})
-    is_ready(page)
-    page.click("[data-run=race]")
-    page.wait_for_selector("#lane-speculative .drafted")
-    for lane in ("plain", "speculative"):
-        box = page.locator(f"#lane-{lane} .output").bounding_box()
-        assert box["y"] >= 0
-        assert box["height"] >= 40
-        assert box["y"] + box["height"] <= size[1]
-    wait_for_end(page, "race")
 
 
 @browser_test
@@ -1428,19 +984,6 @@ def test_a_race_of_the_api_writes_the_same_text_twice(real_url, open_page, tempe
     assert re.match(
         r"Speculative decoding had [\d.]+\W the speed of plain decoding: ", text_of(page, "#verdict")
     )
-
-
-@browser_test
-def test_a_limited_draft_of_the_api(real_url, open_page):
-    page = open_page(f"{real_url}#completion")
-    is_ready(page)
-    page.fill("#max-tokens", "48")
-    page.select_option("#speculation", "bounded")
-    page.fill("#max-draft", "2")
-    page.keyboard.press("Control+Enter")
-    wait_for_end(page)
-    assert page.locator("#notice").is_hidden(), text_of(page, "#notice")
-    assert page.locator("#positions-bars li").count() <= 2
 
 
 @browser_test

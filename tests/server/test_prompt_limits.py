@@ -2,7 +2,7 @@
 
 import pytest
 
-from secondguess.server.prompt_limits import CHARACTERS_PER_TOKEN
+from secondguess.server.served_model import CHARACTERS_PER_TOKEN
 
 MOST = 2048 * CHARACTERS_PER_TOKEN
 TEXT = "def add(first, second):\n    return first + second\n\n" * 20_000

@@ -9,8 +9,8 @@ import pytest
 from transformers.utils.chat_parsing import ResponseParser
 
 from secondguess.sampling.text import Piece
-from secondguess.server.parsing import TemplateParser
-from secondguess.server.reply_templates import (
+from secondguess.server.calls.parsers import TemplateParser
+from secondguess.server.calls.templates import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,

@@ -9,9 +9,9 @@ from fake_engine import LOGPROB, REPLY
 
 from conftest import openai_client, serving
 from secondguess.core import TokenLogprob
-from secondguess.server.parsing import Delta
-from secondguess.server.response_output import OutputItems
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.calls.parsers import Delta
+from secondguess.server.responses.output import OutputItems
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import MAX_ENTRIES
 
 FUNCTION = {"type": "function", **TOOL["function"], "strict": False}
@@ -22,14 +22,14 @@ def respond(client, **fields):
 
 
 def prompt_text(engine):
-    return engine.llm.target.tokenizer.decode(engine.last.prompt)
+    return engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_a_response_has_text_status_and_usage(client, engine):
     reply = respond(client, instructions="Be brief.", metadata={"a": "b"})
     assert (reply.object, reply.status, reply.output_text) == ("response", "completed", REPLY)
     assert (reply.metadata, reply.store) == ({"a": "b"}, False)
-    assert reply.usage.input_tokens == len(engine.last.prompt)
+    assert reply.usage.input_tokens == len(engine.last_prompt)
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
     assert prompt_text(engine) == "# system: Be brief.\n# user: Add two numbers.\n\n"
 

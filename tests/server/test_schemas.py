@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import MAX_DEPTH, ChatRequest, CompletionRequest
 
 MANY = 50_000

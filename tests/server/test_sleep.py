@@ -57,11 +57,10 @@ def test_sleep_and_wake(engine):
 
 
 def test_a_request_that_runs_keeps_the_models(engine):
-    ends = []
-    params = SamplingParams(max_tokens=400, min_tokens=400)
-    engine.submit(Request(PROMPT, params), ends.append)
+    request = Request([PROMPT], SamplingParams(max_tokens=400, min_tokens=400))
+    engine.submit(request)
     engine._idle_seconds = 0.001
-    while not ends or not hasattr(ends[-1], "outputs"):
+    while request.generation.group.num_open:
         assert not engine.status().is_asleep
         time.sleep(0.002)
     wait_for(lambda: engine.status().is_asleep)
@@ -84,4 +83,4 @@ def test_a_sleeping_server_drains(engine):
     engine.drain(1)
     assert engine.status().is_draining
     with pytest.raises(DrainingError):
-        engine.submit(Request(PROMPT, SamplingParams()), print)
+        engine.submit(Request([PROMPT], SamplingParams()))

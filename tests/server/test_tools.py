@@ -7,9 +7,9 @@ import pytest
 from chat_tokenizer import CALL, TOOL, chat_engine
 
 from conftest import openai_client, serving
-from secondguess.server.chat import ChatTemplate, to_conversation
-from secondguess.server.model import ServedModel
+from secondguess.server.conversations import ChatTemplate, to_conversation
 from secondguess.server.schemas import ChatRequest
+from secondguess.server.served_model import ServedModel
 
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 REPLY = f"<think>I add.</think>Let me see.{CALL}"
@@ -41,7 +41,7 @@ def test_calls_and_reasoning_are_parts_of_the_message(served):
         {"a": 1, "b": 2},
     )
     assert 0 < reply.usage.completion_tokens_details.reasoning_tokens < reply.usage.completion_tokens
-    assert '"name": "add"' in engine.llm.target.tokenizer.decode(engine.last.prompt)
+    assert '"name": "add"' in engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_a_stream_has_the_same_parts(served):
@@ -97,7 +97,7 @@ def test_a_reply_can_be_sent_back_as_the_client_has_it(served):
     result = {"role": "tool", "tool_call_id": call["id"], "name": "add", "id": "msg_2"}
     result["content"] = [{"type": "text", "text": "3", "cache_control": {"type": "ephemeral"}}]
     chat(client, messages=[*MESSAGES, first, result])
-    assert "<|im_start|>tool\n3<|im_end|>" in engine.llm.target.tokenizer.decode(engine.last.prompt)
+    assert "<|im_start|>tool\n3<|im_end|>" in engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 @pytest.mark.parametrize("include", [True, False])
@@ -119,7 +119,7 @@ def test_calls_and_results_can_be_sent_back(served):
     first = chat(client).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}
     chat(client, messages=[*MESSAGES, first, result])
-    text = engine.llm.target.tokenizer.decode(engine.last.prompt)
+    text = engine.llm.target.tokenizer.decode(engine.last_prompt)
     assert "<think>I add.</think>Let me see.<tool_call>" in text
     assert "<|im_start|>tool\n3<|im_end|>" in text
 
@@ -223,21 +223,21 @@ def test_named_templates_without_a_default_one_format_only_messages_that_they_ar
             chat(client, tools=None)
         tokenizer.chat_template = {"default": "default"}
         chat(client, tools=None)
-    assert tokenizer.decode(engine.last.prompt) == "default"
+    assert tokenizer.decode(engine.last_prompt) == "default"
 
 
 def test_tool_choice_none_hides_the_tools(served):
     engine, client = served
     chat(client, tool_choice="none")
-    assert "tools:" not in engine.llm.target.tokenizer.decode(engine.last.prompt)
+    assert "tools:" not in engine.llm.target.tokenizer.decode(engine.last_prompt)
 
 
 def test_a_variable_of_the_template_can_be_set_and_one_that_it_does_not_read_is_accepted(served):
     engine, client = served
     chat(client, reasoning_effort="high")
-    assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n<think>")
+    assert engine.llm.target.tokenizer.decode(engine.last_prompt).endswith("assistant\n<think>")
     chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-    assert engine.llm.target.tokenizer.decode(engine.last.prompt).endswith("assistant\n")
+    assert engine.llm.target.tokenizer.decode(engine.last_prompt).endswith("assistant\n")
     for name in ("add_generation_prompt", "tools", "messages", "tokenize"):
         with pytest.raises(openai.BadRequestError, match=f"got {name}, which the server sets"):
             chat(client, extra_body={"chat_template_kwargs": {name: False}})

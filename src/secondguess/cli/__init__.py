@@ -22,6 +22,7 @@ import typer
 from secondguess import __version__
 from secondguess.cli import bench, chat, export, generate, inspect, score, serve, train, tune, verify
 from secondguess.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERNAL_ERROR, INTERRUPTED
+from secondguess.cli.option_groups import with_groups
 from secondguess.errors import MismatchWarning, SecondGuessError
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -32,16 +33,20 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(score.score)
-app.command()(verify.verify)
-app.command()(inspect.inspect)
+COMMANDS = (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    score.score,
+    verify.verify,
+    inspect.inspect,
+    bench.bench,
+    tune.tune,
+    export.export,
+)
+for _command in COMMANDS:
+    app.command()(with_groups(_command))
 app.add_typer(train.app, name="train")
-app.command()(bench.bench)
-app.command()(tune.tune)
-app.command()(export.export)
 
 
 def _show_version(wanted: bool) -> None:
@@ -69,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Exit codes: 0 success; 1 a check failed (`verify`); 2 bad input; 70 a bug in this program;
     130 Ctrl-C; 141 the reader of the output closed the pipe. Errors are printed without a
     traceback; `SECONDGUESS_TRACEBACK=1` raises unexpected exceptions instead.
-
-    Args:
-        arguments: arguments after the program's name; `sys.argv[1:]` by default.
     """
     _replace_closed_streams()
     _escape_unencodable_output()

@@ -9,7 +9,8 @@ from typer import Context
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
-from secondguess.cli.options import model_option, output_option, panel
+from secondguess.cli.option_groups import panel, settings_of
+from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
 from secondguess.names import ALL
@@ -113,7 +114,7 @@ def bench(
     from secondguess.bench.roster import require_draft_model
     from secondguess.files import require_folder
 
-    config = options.settings_of(context, BenchConfig)
+    config = settings_of(context, BenchConfig)
     require_folder(output, "--output")
     if draft_lengths:
         require_draft_model(config)

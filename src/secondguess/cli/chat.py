@@ -6,20 +6,22 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Context
-
 from secondguess.cli import options
-from secondguess.cli.generate import sampling_params, write_rounds
-from secondguess.cli.options import output_option, sampling_option
+from secondguess.cli.generate import write_rounds
+from secondguess.cli.option_groups import option
+from secondguess.cli.options import output_option
 from secondguess.cli.output import JsonWriter, TerminalWriter, Writer, print_note
+from secondguess.cli.progress import load_with_progress
 from secondguess.cli.prompts import Request, decode, read_template
+from secondguess.cli.sampling import SAMPLING, sampling_option
 from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.params import SamplingParams
 
 if TYPE_CHECKING:
     from secondguess.api import LLM
-    from secondguess.sampling import SamplingParams
     from secondguess.stats import Stats
 
 HELP = """\
@@ -29,34 +31,29 @@ HELP = """\
 /quit    leave, as Ctrl-D does
 Ctrl-C ends a reply and keeps what it has. A line that ends with \\ goes on in the next one."""
 
+SAMPLING_OF_REPLIES = SAMPLING.only(
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "draft_length",
+).replace(option("max_tokens", Annotated[int, sampling_option("Maximum number of tokens of a reply.")], 512))
+
 
 def chat(
-    context: Context,
     system: Annotated[
         str | None,
         output_option("Instructions at the beginning of every conversation.", show_default="none"),
     ] = None,
-    chat_template: options.ChatTemplate = None,
+    chat_template: Annotated[Path | None, options.template_option] = None,
     json: options.Json = False,
-    config: options.Config = None,
-    model: options.Model = "builtin",
-    drafter: options.Drafter = None,
-    verifier: options.Verifier = "auto",
-    controller: options.Controller = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantize: options.Quantize = None,
-    drafter_quantize: options.DrafterQuantize = None,
-    runtime: options.Runtime = "auto",
-    max_tokens: Annotated[int, sampling_option("Maximum number of tokens of a reply.")] = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    stop: options.Stop = None,
-    seed: options.RequestSeed = None,
-    draft_length: options.DraftLength = None,
+    *,
+    loading: Annotated[options.Loading, options.LOADING.without("share_history")],
+    params: Annotated[SamplingParams, SAMPLING_OF_REPLIES],
 ) -> int:
     """Chat with a model.
 
@@ -64,13 +61,9 @@ def chat(
     statistics. /help lists the commands. Messages can also come from a pipe, one per
     line; --json prints one object per reply.
     """
-    from secondguess.cli.progress import load_with_progress
-
-    params = sampling_params(context.params)
     template = read_template(chat_template)
-    settings = options.load_settings_and_tuned(context, config)[0]
-    options.refuse_unused(context, settings, [params])
-    llm = load_with_progress(settings)
+    loading.require_use_of([params])
+    llm = load_with_progress(loading.settings)
     _set_template(llm, template)
     conversation = Conversation(llm, params, JsonWriter(llm) if json else TerminalWriter(llm), system)
     interactive = sys.stdin.isatty()
@@ -88,14 +81,7 @@ def chat(
 
 
 class Conversation:
-    """Messages, and the statistics of the replies.
-
-    Args:
-        llm: models.
-        params: sampling settings of the replies.
-        writer: shows the replies.
-        system: content of the first message; None for no such message.
-    """
+    """Messages, and the statistics of the replies."""
 
     def __init__(self, llm: LLM, params: SamplingParams, writer: Writer, system: str | None = None) -> None:
         self._llm = llm
@@ -110,16 +96,9 @@ class Conversation:
         self.stats: list[Stats] = []
 
     def answer(self, text: str, shown: str = "") -> None:
-        """Write the reply to a message, and add both to the conversation.
+        """Write `shown` and the reply to a message, and add both messages to the conversation.
 
-        Args:
-            text: message of the user.
-            shown: text written before the reply.
-
-        Raises:
-            BadInputError: the conversation cannot be formatted or fills the model's context; the
-                message is not added.
-            KeyboardInterrupt: Ctrl-C; raised after the reply so far has been written and added.
+        After Ctrl-C the reply so far has been written and added; after an error the message is not added.
         """
         from secondguess.api import Generation
 
@@ -206,11 +185,7 @@ def _piped_lines() -> Iterator[str]:
 
 
 def _set_template(llm: LLM, template: str | None) -> None:
-    """Give the tokenizer another template.
-
-    Raises:
-        BadInputError: there is no template.
-    """
+    """Give the tokenizer another template; a model without one is refused."""
     from secondguess.prompts import processor_template
 
     tokenizer = llm.target.tokenizer

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Context
-
 from secondguess.cli import options
+from secondguess.cli.option_groups import option
 from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_json, print_note
 
+LOADING = options.LOADING.only("config", "model", "drafter", "dtype", "quantize", "drafter_quantize").replace(
+    # Not checked, so that models which only the other engine can download may be exported.
+    option("model", Annotated[str, model_option(options.MODEL_NAMES)], "builtin"),
+    options.drafter_option("suffix+model:builtin-draft for builtin; else suffix"),
+)
+
 
 def export(
-    context: Context,
     to: Annotated[
         str,
         output_option(
@@ -22,24 +26,12 @@ def export(
         ),
     ],
     json: options.Json = False,
-    config: options.Config = None,
-    # Not checked, so that models which only the other engine can download may be exported.
-    model: Annotated[str, model_option(options.MODEL_NAMES)] = "builtin",
-    drafter: Annotated[
-        str | None,
-        model_option(
-            options.DRAFTER_HELP,
-            callback=options.check_drafter,
-            show_default="suffix+model:builtin-draft for builtin; else suffix",
-        ),
-    ] = None,
     draft_length: Annotated[
         int | None,
         model_option("Tokens to draft in every round.", show_default="of the file, else 5"),
     ] = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    drafter_quantize: options.DrafterQuantize = None,
+    *,
+    loading: Annotated[options.Loading, LOADING],
 ) -> int:
     """Print a target and its drafter as a configuration for another engine.
 
@@ -50,8 +42,7 @@ def export(
     from secondguess.export import export as export_to
     from secondguess.export.base import recommend
 
-    settings, tuned = options.load_settings_and_tuned(context, config)
-    exported = export_to(recommend(LoadSettings(**settings), tuned, draft_length), to)
+    exported = export_to(recommend(LoadSettings(**loading.settings), loading.tuned, draft_length), to)
     if json:
         print_json({"engine": to, "text": exported.text, "notes": exported.notes})
         return 0

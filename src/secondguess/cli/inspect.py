@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context
+from typer import Context
 
 from secondguess.cli import options
+from secondguess.cli.option_groups import option, panel
 from secondguess.cli.output import print_json
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 
@@ -19,32 +20,26 @@ if TYPE_CHECKING:
     from secondguess.pairing import Pair
 
 MIB = 2**20
-memory_option = options.panel("Memory")
+memory_option = panel("Memory")
 RUNTIMES = {
     "native": "native (CPU kernels), if its logits match those of Transformers (checked at loading)",
     "fused": "fused (torch), if its logits match those of Transformers (checked at loading)",
     "graphs": "graphs (CUDA graphs), if its logits match those of Transformers (checked at loading)",
     "transformers": "transformers (the unmodified module)",
 }
+LOADING = options.LOADING.only(
+    "config", "drafter", "dtype", "device", "quantize", "drafter_quantize"
+).replace(
+    option(
+        "model",
+        Annotated[str | None, options.model_argument(f"{options.MODEL_NAMES} --config names one, too.")],
+    )
+)
 
 
 def inspect(
     context: Context,
-    model: Annotated[
-        str | None,
-        Argument(
-            metavar="MODEL",
-            help=f"{options.MODEL_NAMES} --config names one, too.",
-            callback=options.check_model,
-            show_default=False,
-        ),
-    ] = None,
-    config: options.Config = None,
-    drafter: options.Drafter = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantize: options.Quantize = None,
-    drafter_quantize: options.DrafterQuantize = None,
+    loading: Annotated[options.Loading, LOADING],
     rows: Annotated[int, memory_option("Number of sequences that decode together.")] = 1,
     num_tokens: Annotated[
         int | None,
@@ -62,7 +57,7 @@ def inspect(
     memory. A model without support for speculative decoding, or a draft model whose
     tokenizer cannot be compared, is refused with the reason (exit code 2).
     """
-    settings, tuned = options.load_settings_and_tuned(context, config)
+    settings, tuned, config = loading.settings, loading.tuned, context.params["config"]
     if "model" not in settings:
         raise BadInputError(
             "Missing argument 'MODEL': expected a model to inspect, or a --config that names one"
@@ -74,11 +69,11 @@ def inspect(
     from secondguess.pairing import require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
-    loading = dict(settings)
-    if loading.pop("share_history", False) and "drafter" in loading:
-        require_drafter_of_history(DrafterSpec.parse(loading["drafter"]))
-    verifier, controller = make_verifier(loading.pop("verifier", "auto")), loading.pop("controller", None)
-    pair = resolve_pair(**loading)
+    arguments = dict(settings)
+    if arguments.pop("share_history", False) and "drafter" in arguments:
+        require_drafter_of_history(DrafterSpec.parse(arguments["drafter"]))
+    verifier, controller = make_verifier(arguments.pop("verifier", "auto")), arguments.pop("controller", None)
+    pair = resolve_pair(**arguments)
     check_verifier(verifier, pair.drafter)
     choose_controller(controller, pair.drafter)
     target, draft_model, notes = describe(pair.target), None, []

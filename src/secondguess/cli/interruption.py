@@ -25,11 +25,7 @@ class DeferredInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def raise_if_interrupted(self) -> None:
-        """Raise if Ctrl-C was pressed; call it where stopping is safe.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed inside this context.
-        """
+        """Raise KeyboardInterrupt if Ctrl-C was pressed inside this context; call it where stopping is safe."""
         if self._wanted:
             raise KeyboardInterrupt
 

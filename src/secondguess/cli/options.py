@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from importlib import import_module
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Context, Option
+from typer import Argument, Context
 
+from secondguess.cli.option_groups import Group, is_given, option, panel
 from secondguess.cli.output import print_note
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
     from secondguess.configuration import Configuration, TuningRecord
-    from secondguess.sampling import SamplingParams
-    from secondguess.validation import Settings
-
-SettingsT = TypeVar("SettingsT", bound="Settings")
-
-MODEL_OPTIONS = "Models and decoding"
-SAMPLING = "Sampling"
-OUTPUT = "Input and output"
+    from secondguess.params import SamplingParams
 
 DRAFTER_NAMES = (
     "none, model:PATH, ngram, suffix, grid, jacobi, self:int4, early-exit:K, early-exit[:PATH], layer-skip:PATH, "
@@ -59,16 +54,7 @@ check_runtime = validate_with("secondguess.checkpoint.resolve:check_runtime")
 check_engine = validate_with("secondguess.export:check_engine")
 
 
-def panel(title: str) -> Callable[..., Any]:
-    """Return a function like `typer.Option`, for one panel of `--help` and with the help text first."""
-
-    def option(text: str, *names: str, **settings: Any) -> Any:
-        return Option(*names, help=text, rich_help_panel=title, **settings)
-
-    return option
-
-
-model_option, sampling_option, output_option = panel(MODEL_OPTIONS), panel(SAMPLING), panel(OUTPUT)
+model_option, output_option = panel("Models and decoding"), panel("Input and output")
 
 Config = Annotated[
     Path | None,
@@ -84,14 +70,6 @@ DRAFTER_HELP = (
     f"Drafter, which proposes tokens: {DRAFTER_NAMES}; each with ,key=value options; several joined by + are combined "
     "(docs/drafters.md)."
 )
-Drafter = Annotated[
-    str | None,
-    model_option(
-        DRAFTER_HELP,
-        callback=check_drafter,
-        show_default="suffix+model:builtin-draft for builtin; suffix+self:int4 where kernels and memory allow; else suffix",
-    ),
-]
 Verifier = Annotated[
     str,
     model_option(
@@ -104,9 +82,6 @@ CONTROLLER_HELP = (
     "Choice of draft lengths: cost (by measured times), fixed:K (constant), confidence, entropy or learned, each with "
     ",key=value options (docs/controllers.md)."
 )
-Controller = Annotated[
-    str | None, model_option(CONTROLLER_HELP, callback=check_controller, show_default="cost")
-]
 Dtype = Annotated[
     str, model_option("Compute dtype: auto, float64, float32, bfloat16 or float16.", callback=check_dtype)
 ]
@@ -139,38 +114,7 @@ Threads = Annotated[
     int | None,
     model_option("Number of CPU threads.", "--threads", show_default="PyTorch's default"),
 ]
-ChatTemplate = Annotated[
-    Path | None,
-    output_option("Jinja file in place of the tokenizer's chat template.", show_default="none"),
-]
-Temperature = Annotated[float, sampling_option("0 is greedy, 1 the model's own distribution.")]
-TopK = Annotated[int, sampling_option("Keep the K most probable tokens; 0 keeps all.")]
-TopP = Annotated[
-    float, sampling_option("Keep the most probable tokens, up to this total probability; 1 keeps all.")
-]
-MinP = Annotated[
-    float,
-    sampling_option("Keep tokens with at least this share of the top token's probability; 0 keeps all."),
-]
-RepetitionPenalty = Annotated[float, sampling_option("Above 1: avoid tokens of prompt and output.")]
-Stop = Annotated[
-    list[str] | None,
-    sampling_option("End before this string, taken as it is (a line break in bash: $'\\n'); repeatable."),
-]
-RequestSeed = Annotated[
-    int | None,
-    sampling_option(
-        "Reproducible text; with verifier auto or coupled the same with any drafter (docs/runtimes.md, Identical text).",
-        show_default="fresh each time",
-    ),
-]
-DraftLength = Annotated[
-    int | None,
-    sampling_option(
-        "Draft this many tokens before each target pass, in place of the controller's choice; 0 is plain decoding.",
-        show_default="the controller decides",
-    ),
-]
+template_option = output_option("Jinja file in place of the tokenizer's chat template.", show_default="none")
 Json = Annotated[bool, output_option("Print JSON only.", "--json")]
 
 DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize", "share_history")
@@ -178,90 +122,105 @@ DRAFTER_SPECIFIC_SETTINGS = ("controller", "drafter_quantize", "share_history")
 MEASUREMENTS = "measurements"
 
 
-def load_settings_and_tuned(context: Context, config: Path | None) -> tuple[dict[str, Any], TuningRecord]:
-    """Return keyword arguments for `load`, and the measurements stored in the file.
+class Loading:
+    """Options of a command for `load`, with the file of `--config`, which is read when they are asked for.
 
-    Values given on the command line take precedence over keys of the file, and those over the
-    options' defaults. The measurements are empty without a file and for another drafter than the
-    file's.
-
-    Args:
-        context: Typer context of a command whose parameters are named like those of `load`. Where
-            the command lacks a parameter, the file's value is still returned.
-        config: the file of `--config`.
-
-    Raises:
-        BadInputError: the file is invalid, or belongs to another model or to other weights.
-        CheckpointError: the file's model, whose weights are compared, is not found.
+    Values given on the command line take precedence over keys of the file, and those over the options' defaults. Where
+    the command lacks an option, the file's value is still used. The measurements of the file are left out for another
+    drafter than the file's.
     """
-    from secondguess.configuration import LoadSettings, TuningRecord
 
-    names = [name for name in LoadSettings.model_fields if name in context.params]
-    settings, tuned = {name: context.params[name] for name in names}, TuningRecord()
-    if config is not None:
-        given = {name: value for name, value in settings.items() if is_given(context, name)}
-        configuration = _read_config(config, given.get("model"))
-        left_out = _inapplicable_settings(given, configuration)
-        if left_out:
-            chosen_for = configuration.load.drafter or "the model's own drafter"
-            print_note(
-                f"{config}: not using its {', '.join(left_out)}, chosen for {chosen_for}, with {given['drafter']}"
-            )
-        keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
-        settings |= keys | given
-        tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
-    return {name: value for name, value in settings.items() if value is not None}, tuned
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments for `load`; a file that is invalid, or of another model or other weights, is refused."""
+        return self._settings_and_tuned[0]
 
-def refuse_unused(context: Context, settings: Mapping[str, Any], requests: Iterable[SamplingParams]) -> None:
-    """Refuse given options that take effect only together with another one.
+    @property
+    def tuned(self) -> TuningRecord:
+        """Measurements stored in the file; empty without one."""
+        return self._settings_and_tuned[1]
 
-    Args:
-        context: context of a command that generates.
-        settings: keyword arguments for `load`.
-        requests: settings of all requests. A prediction and a grammar are drafted from without a drafter.
+    @cached_property
+    def _settings_and_tuned(self) -> tuple[dict[str, Any], TuningRecord]:
+        from secondguess.configuration import LoadSettings, TuningRecord
 
-    Raises:
-        BadInputError: the message names both options.
-    """
-    from secondguess.drafters.spec import DrafterSpec
-
-    if is_given(context, "history") and not settings.get("share_history"):
-        got = "--history" if context.params["history"] else "--no-history"
-        raise BadInputError(f"expected --share-history together with {got}, got {got} alone")
-    never_drafts = "drafter" in settings and DrafterSpec.parse(settings["drafter"]).never_drafts
-    if never_drafts and not any(each.prediction or each.grammar for each in requests):
-        for name in ("draft_length", "max_draft_length"):
-            if context.params.get(name):
-                option = f"--{name.replace('_', '-')} {context.params[name]}"
-                raise BadInputError(
-                    f"expected a drafter that drafts together with {option}, got --drafter {settings['drafter']}; "
-                    "leave one of them out"
+        given = self._context.params
+        settings = {name: given[name] for name in LoadSettings.model_fields if name in given}
+        tuned, config = TuningRecord(), given["config"]
+        if config is not None:
+            explicit = {name: value for name, value in settings.items() if is_given(self._context, name)}
+            configuration = _read_config(config, explicit.get("model"))
+            left_out = _inapplicable_settings(explicit, configuration)
+            if left_out:
+                chosen_for = configuration.load.drafter or "the model's own drafter"
+                print_note(
+                    f"{config}: not using its {', '.join(left_out)}, chosen for {chosen_for}, with {explicit['drafter']}"
                 )
+            keys = {name: value for name, value in configuration.load.given().items() if name not in left_out}
+            settings |= keys | explicit
+            tuned = tuned if MEASUREMENTS in left_out else configuration.tuned
+        return {name: value for name, value in settings.items() if value is not None}, tuned
+
+    def require_use_of(self, requests: Iterable[SamplingParams]) -> None:
+        """Refuse options of requests that take effect only together with another drafter or with `--share-history`.
+
+        A prediction and a grammar are drafted from without a drafter.
+        """
+        from secondguess.drafters.spec import DrafterSpec
+
+        given = self._context.params
+        if is_given(self._context, "history") and not self.settings.get("share_history"):
+            got = "--history" if given["history"] else "--no-history"
+            raise BadInputError(f"expected --share-history together with {got}, got {got} alone")
+        drafter = self.settings.get("drafter")
+        never_drafts = drafter is not None and DrafterSpec.parse(drafter).never_drafts
+        if never_drafts and not any(request.prediction or request.grammar for request in requests):
+            for name in ("draft_length", "max_draft_length"):
+                if given.get(name):
+                    raise BadInputError(
+                        f"expected a drafter that drafts together with --{name.replace('_', '-')} {given[name]}, "
+                        f"got --drafter {drafter}; leave one of them out"
+                    )
 
 
-def settings_of(context: Context, kind: type[SettingsT], **more: object) -> SettingsT:
-    """Return the settings that a command's parameters of the same names give, and `more`.
-
-    Lists become tuples. A parameter that is None, or an empty list, leaves the default.
-    """
-    given = {name: context.params.get(name) for name in kind.model_fields} | more
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    try:
-        return kind(**{name: value for name, value in (given | lists).items() if value not in (None, ())})
-    except BadInputError as error:
-        message = str(error)
-        for parameter in context.command.params:  # some options are named otherwise than their setting
-            message = re.sub(
-                rf"\bexpected {parameter.name}(\.\d+)? to", f"expected {parameter.opts[0]} to", message
-            )
-        raise BadInputError(message) from None
+def model_argument(text: str) -> Any:
+    """Return what typer knows about the argument MODEL."""
+    return Argument(metavar="MODEL", help=text, callback=check_model, show_default=False)
 
 
-def is_given(context: Context, name: str) -> bool:
-    """Return whether an option was given explicitly, even with its default value."""
-    source = context.get_parameter_source(name)
-    return source is not None and not source.name.startswith("DEFAULT")
+def drafter_option(default: str) -> Parameter:
+    """Return the option `--drafter`; the text describes its default."""
+    info = model_option(DRAFTER_HELP, callback=check_drafter, show_default=default)
+    return option("drafter", Annotated[str | None, info])
+
+
+def controller_option(default: str) -> Parameter:
+    """Return the option `--controller`; the text describes its default."""
+    info = model_option(CONTROLLER_HELP, callback=check_controller, show_default=default)
+    return option("controller", Annotated[str | None, info])
+
+
+LOADING = Group(
+    (
+        option("config", Config),
+        option("model", Model, "builtin"),
+        drafter_option(
+            "suffix+model:builtin-draft for builtin; suffix+self:int4 where kernels and memory allow; else suffix"
+        ),
+        option("verifier", Verifier, "auto"),
+        controller_option("cost"),
+        option("dtype", Dtype, "auto"),
+        option("device", Device, "auto"),
+        option("quantize", Quantize),
+        option("drafter_quantize", DrafterQuantize),
+        option("runtime", Runtime, "auto"),
+        option("share_history", ShareHistory, False),
+    ),
+    Loading,
+)
 
 
 def _read_config(config: Path, model: str | None) -> Configuration:

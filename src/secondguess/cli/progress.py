@@ -22,17 +22,10 @@ SECONDS_PER_LINE = 10.0
 
 @contextmanager
 def progress_bar(what: str, unit: Unit = "steps") -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar inside the context.
+    """Yield a function that shows (done, total, description) in a progress bar.
 
-    Without a terminal, print a line every `SECONDS_PER_LINE` seconds instead, so that logs show
+    Without a terminal, it prints a line every `SECONDS_PER_LINE` seconds instead, so that logs show
     progress and short work prints nothing.
-
-    Args:
-        what: the first description.
-        unit: how progress is shown: as two numbers, as a percentage or in bytes.
-
-    Yields:
-        A function to call with (done, total, description).
     """
     console = Console(stderr=True)
     if not console.is_terminal:

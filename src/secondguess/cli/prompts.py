@@ -57,16 +57,7 @@ def error_source(source: str) -> Iterator[None]:
 
 
 def read_requests(prompt: str | None, prompt_file: Path | None, images: Sequence[Path] = ()) -> list[Request]:
-    """Return the requests given by a prompt argument or a prompt file.
-
-    Args:
-        prompt: the prompt, or `-` for standard input.
-        prompt_file: a file with one JSON object per line.
-        images: files of images that precede the prompt.
-
-    Raises:
-        BadInputError: neither or both are given, a prompt is empty, or a file is invalid.
-    """
+    """Return the requests of a prompt argument (`-` for standard input), with images before it, or of a prompt file."""
     if images and prompt is None:
         raise BadInputError("expected a PROMPT together with --image, got none; ask about the image")
     if prompt_file is not None and prompt is None:
@@ -82,11 +73,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None, images: Sequence
 
 
 def read_input(name: str) -> str:
-    """Return the text of a file, or of standard input for `-`.
-
-    Raises:
-        BadInputError: the file cannot be read, or the text is empty or not in UTF-8.
-    """
+    """Return the text of a file, or of standard input for `-`."""
     source = "standard input" if name == "-" else name
     text = decode(sys.stdin.buffer.read() if name == "-" else _read_bytes(Path(name)), source)
     if not text:
@@ -160,11 +147,7 @@ def _prompt(record: Mapping[str, Any]) -> str | list[dict[str, str]]:
 
 
 def read_logit_bias(entries: list[str]) -> dict[int, float]:
-    """Parse the values of `--logit-bias TOKEN=VALUE` into token id -> bias.
-
-    Raises:
-        BadInputError: a value has another form, or a token is given twice.
-    """
+    """Parse the values of `--logit-bias TOKEN=VALUE` into token id -> bias."""
     bias: dict[int, float] = {}
     for entry in entries:
         token, _, value = entry.partition("=")
@@ -186,20 +169,12 @@ def _token_id(text: str) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        BadInputError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file."""
     return decode(_read_bytes(path), str(path))
 
 
 def read_template(path: Path | None) -> str | None:
-    """Return the chat template of a file; None without a file.
-
-    Raises:
-        BadInputError: the file cannot be read, is empty, or is not in Jinja.
-    """
+    """Return the chat template of a file; None without a file."""
     if path is None:
         return None
     source = read_text(path)
@@ -219,11 +194,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def decode(content: bytes, source: str) -> str:
-    """Return bytes as text; `source` names them in the message of an error.
-
-    Raises:
-        BadInputError: bytes that are not UTF-8.
-    """
+    """Return bytes as text; `source` names them in the message of an error."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

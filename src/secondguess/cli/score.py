@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from typer import Argument, Context
+from typer import Argument
 
 from secondguess.cli import options
-from secondguess.cli.options import model_option, panel
+from secondguess.cli.option_groups import panel
+from secondguess.cli.options import model_option
 from secondguess.cli.output import print_json, print_note
 from secondguess.cli.progress import load_with_progress, progress_bar
 from secondguess.cli.prompts import error_source, read_input
@@ -23,7 +24,6 @@ MANY_CHARACTERS = 5_000_000
 
 
 def score(
-    context: Context,
     files: Annotated[
         list[str],
         Argument(metavar="FILE|-", help="Texts in UTF-8; - reads standard input.", show_default=False),
@@ -43,11 +43,6 @@ def score(
             show_default="as many as memory allows",
         ),
     ] = None,
-    config: options.Config = None,
-    model: options.Model = "builtin",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantize: options.Quantize = None,
     compare: Annotated[
         list[str] | None,
         model_option(
@@ -55,8 +50,11 @@ def score(
             callback=options.check_quantization,
         ),
     ] = None,
-    runtime: options.Runtime = "auto",
     json: options.Json = False,
+    *,
+    loading: Annotated[
+        options.Loading, options.LOADING.only("config", "model", "dtype", "device", "quantize", "runtime")
+    ],
 ) -> int:
     """Show the perplexity of texts under a model.
 
@@ -66,7 +64,7 @@ def score(
     computes the same as plain decoding.
     """
     texts = {name: read_input(name) for name in files}
-    settings = options.load_settings_and_tuned(context, config)[0] | {"drafter": "none"}
+    settings = loading.settings | {"drafter": "none"}
     for name in ("controller", "verifier", "drafter_quantize", "share_history"):
         settings.pop(name, None)
     formats = [settings.pop("quantize", None), *(compare or ())]
@@ -83,15 +81,7 @@ def score(
 
 @dataclass(frozen=True)
 class WeightScore:
-    """Log-probabilities of a text with weights in one format.
-
-    Args:
-        text: name of the text.
-        runtime: name of the runtime, with the format of the weights.
-        num_bytes: size of the text.
-        logprobs: per token.
-        seconds: time taken.
-    """
+    """Log-probabilities of the tokens of a text, with weights in the format that `runtime` names."""
 
     text: str
     runtime: str

@@ -8,53 +8,67 @@ from typing import Annotated
 from typer import Context
 
 from secondguess.cli import options
-from secondguess.cli.options import panel
+from secondguess.cli.option_groups import Group, options_of, panel, settings_of
 from secondguess.cli.output import describe_components, print_note
+from secondguess.cli.progress import load_with_progress
 from secondguess.cli.prompts import read_template
 from secondguess.errors import BadInputError
+from secondguess.server.settings import ServerSettings, read_api_keys
 
 server_option = panel("Server")
 limit_option = panel("Limits per request")
 
+OPTIONS = {
+    "api_keys": server_option(
+        "File with accepted API keys, one per line; see also SECONDGUESS_API_KEYS.",
+        "--api-key-file",
+        show_default="none",
+    ),
+    "model_names": server_option(
+        "Name of the model in requests; repeatable.",
+        "--served-model-name",
+        show_default="that of its folder or file",
+    ),
+    "chat_template": options.template_option,
+    "generation_config": server_option(
+        "Use the sampling settings of the model's generation_config.json where a request has none."
+    ),
+    "cors_origins": server_option(
+        "Origin whose pages may call the server from a browser; repeatable.",
+        "--cors-origin",
+        show_default="none",
+    ),
+    "image_folder": server_option(
+        "Folder of images that requests may name as file: URLs.",
+        exists=True,
+        file_okay=False,
+        show_default="none",
+    ),
+    "max_body_bytes": limit_option(
+        "Size of a request's body.", min=1, show_default="1 MiB and 16 bytes per token of context"
+    ),
+    "max_samples": limit_option("Samples: prompts times n.", min=1),
+    "max_output_tokens": limit_option("Output tokens.", min=1, show_default="the model's context"),
+    "request_seconds": limit_option("Time after which a request fails.", show_default="none"),
+}
+
+
+def _server_settings(context: Context) -> ServerSettings:
+    _require_libraries()
+    keys, template = (context.params[name] for name in ("api_keys", "chat_template"))
+    return settings_of(
+        context, ServerSettings, api_keys=read_api_keys(keys), chat_template=read_template(template)
+    )
+
+
+SERVER = Group(
+    options_of(ServerSettings, OPTIONS, {"api_keys": Path, "chat_template": Path}), _server_settings
+)
+
 
 def serve(
-    context: Context,
     host: Annotated[str, server_option("Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, server_option("Port; 0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        server_option(
-            "File with accepted API keys, one per line; see also SECONDGUESS_API_KEYS.", show_default="none"
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        server_option(
-            "Name of the model in requests; repeatable.", show_default="that of its folder or file"
-        ),
-    ] = None,
-    chat_template: options.ChatTemplate = None,
-    generation_config: Annotated[
-        bool,
-        server_option(
-            "Use the sampling settings of the model's generation_config.json where a request has none."
-        ),
-    ] = True,
-    cors_origin: Annotated[
-        list[str] | None,
-        server_option(
-            "Origin whose pages may call the server from a browser; repeatable.", show_default="none"
-        ),
-    ] = None,
-    image_folder: Annotated[
-        Path | None,
-        server_option(
-            "Folder of images that requests may name as file: URLs.",
-            exists=True,
-            file_okay=False,
-            show_default="none",
-        ),
-    ] = None,
     drain_seconds: Annotated[
         float, server_option("Time to finish requests after the first signal.", min=0, max=86_400)
     ] = 30.0,
@@ -67,33 +81,12 @@ def serve(
             show_default="never",
         ),
     ] = None,
-    max_body_bytes: Annotated[
-        int | None,
-        limit_option(
-            "Size of a request's body.", min=1, show_default="1 MiB and 16 bytes per token of context"
-        ),
-    ] = None,
     max_waiting: Annotated[
         int, server_option("Samples in the queue, from which on requests get status 429.", min=1)
     ] = 256,
-    max_samples: Annotated[int, limit_option("Samples: prompts times n.", min=1)] = 64,
-    max_output_tokens: Annotated[
-        int | None, limit_option("Output tokens.", min=1, show_default="the model's context")
-    ] = None,
-    request_seconds: Annotated[
-        float | None, limit_option("Time after which a request fails.", show_default="none")
-    ] = None,
-    config: options.Config = None,
-    model: options.Model = "builtin",
-    drafter: options.Drafter = None,
-    verifier: options.Verifier = "auto",
-    controller: options.Controller = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    quantize: options.Quantize = None,
-    drafter_quantize: options.DrafterQuantize = None,
-    runtime: options.Runtime = "auto",
-    share_history: options.ShareHistory = False,
+    *,
+    settings: Annotated[ServerSettings, SERVER],
+    loading: Annotated[options.Loading, options.LOADING],
 ) -> int:
     """Serve a model with OpenAI's API.
 
@@ -101,38 +94,28 @@ def serve(
     /v1/models, /tokenize, /detokenize, /health, /ready, /metrics and /docs. The first signal (Ctrl-C, SIGTERM) finishes the
     requests in progress, a second one ends them.
     """
-    _require_libraries()
-    from secondguess.server.settings import ServerSettings, read_api_keys
-
-    settings = options.settings_of(
-        context,
-        ServerSettings,
-        model_names=served_model_name,
-        api_keys=read_api_keys(api_key_file),
-        cors_origins=cors_origin,
-        chat_template=read_template(chat_template),
-    )
     from secondguess.server.run import open_socket, serve_until_signal
 
     # Opened first: a port in use is cheap to find, libraries and weights are expensive to load.
     opened = open_socket(host, port)
     try:
         from secondguess.checkpoint.source import open_source
-        from secondguess.cli.progress import load_with_progress
         from secondguess.engine import Engine
         from secondguess.server.app import create_app
         from secondguess.server.convert import OPENAI_SAMPLING
-        from secondguess.server.model import recommended_sampling
+        from secondguess.server.served_model import recommended_sampling
         from secondguess.server.sleep import SleepingEngine
 
-        loading = options.load_settings_and_tuned(context, config)[0]
+        load_settings = loading.settings
         if settings.generation_config:
-            recommended_sampling(open_source(loading["model"]))  # raises an error before weights are loaded
+            # Raises an error before weights are loaded.
+            recommended_sampling(open_source(load_settings["model"]))
 
         def make_engine() -> Engine:
-            llm = load_with_progress(loading)
+            llm = load_with_progress(load_settings)
             print_note(describe_components(llm))
-            loading["drafter"] = llm.drafter.name  # a default depends on free memory; wake-ups keep the first
+            # A default depends on free memory; wake-ups keep the first.
+            load_settings["drafter"] = llm.drafter.name
             return Engine(llm, max_waiting)
 
         engine = make_engine() if sleep_idle is None else SleepingEngine(make_engine, sleep_idle)

@@ -12,6 +12,7 @@ from typer import BadParameter, Context, Option, Typer
 
 from secondguess.cli import options
 from secondguess.cli.interruption import DeferredInterrupt
+from secondguess.cli.option_groups import is_given, panel
 from secondguess.cli.progress import progress_bar
 from secondguess.errors import BadInputError
 
@@ -33,7 +34,7 @@ _MORE = (
 )
 
 app = Typer(help="Train a drafter for any target.")
-data_option, training_option = options.panel("Training data"), options.panel("Training")
+data_option, training_option = panel("Training data"), panel("Training")
 
 
 def _named_folder(text: str) -> Path:
@@ -176,7 +177,7 @@ def _command(kind: str) -> Callable[..., int]:
 def _refuse_answer_options(context: Context) -> None:
     """Refuse options for generated answers with `--as-is`, which generates none."""
     for name in ANSWER_OPTIONS:
-        if options.is_given(context, name):
+        if is_given(context, name):
             raise BadInputError(
                 f"cannot use --{name.replace('_', '-')}: --as-is generates no answers. Leave one of them out."
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Context
+from typer import Context
 
 from secondguess.cli import options
 from secondguess.cli.bench import PROMPTS_DEFAULT, save_and_print, workload_option
+from secondguess.cli.option_groups import settings_of
 from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
+from secondguess.cli.sampling import TEMPERATURE
 from secondguess.errors import BadInputError
 
 CONFIGURATION = Path("secondguess.toml")
@@ -19,15 +21,7 @@ CONFIGURATION = Path("secondguess.toml")
 
 def tune(
     context: Context,
-    model: Annotated[
-        str,
-        Argument(
-            metavar="MODEL",
-            help=options.MODEL_NAMES,
-            callback=options.check_model,
-            show_default=False,
-        ),
-    ],
+    model: Annotated[str, options.model_argument(options.MODEL_NAMES)],
     drafters: Annotated[
         list[str] | None,
         model_option(
@@ -50,7 +44,7 @@ def tune(
     num_tokens: Annotated[
         int, workload_option("Maximum number of new tokens per prompt.", "--max-tokens")
     ] = 96,
-    temperature: options.Temperature = 0.0,
+    temperature: TEMPERATURE = 0.0,
     batch_sizes: Annotated[
         list[int] | None,
         workload_option(
@@ -81,7 +75,7 @@ def tune(
     from secondguess.bench.config import TuneConfig
 
     sizes = sorted(batch_sizes or ())
-    config = options.settings_of(
+    config = settings_of(
         context, TuneConfig, batch_sizes=sizes, num_threads=1 if threads is None else threads
     )
     _check_output_paths(output, config_out)

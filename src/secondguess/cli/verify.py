@@ -9,6 +9,7 @@ from typer import Context
 
 from secondguess.cli import options
 from secondguess.cli.exit_codes import CHECK_FAILED
+from secondguess.cli.option_groups import is_given, option, panel, settings_of
 from secondguess.cli.options import model_option
 from secondguess.cli.output import print_json
 from secondguess.cli.progress import progress_bar
@@ -18,43 +19,35 @@ if TYPE_CHECKING:
     from secondguess.proof.certificate import CertifiedSystem
     from secondguess.sampling import SamplingParams
 
-test_option = options.panel("Test")
+test_option = panel("Test")
 DTYPE_OF_MODEL = "float32"
 """In bfloat16 the kernels and the module of the reference round differently."""
 OF_MODEL = {"num_samples": 20_000, "limit": 0.04, "batch_size": 64}
 """Defaults with a model, for a run of minutes."""
 
+LOADING = options.LOADING.only(
+    "config", "model", "drafter", "verifier", "controller", "dtype", "device"
+).replace(
+    option(
+        "model",
+        Annotated[
+            str | None,
+            model_option(
+                options.MODEL_NAMES,
+                callback=options.check_model,
+                show_default="a random model with three tokens, whose texts can all be enumerated",
+            ),
+        ],
+    ),
+    options.drafter_option("a perturbed copy of the random model; with --model as in generate"),
+    options.controller_option("fixed:2; with --model cost"),
+    option("dtype", options.Dtype, DTYPE_OF_MODEL),
+)
+
 
 def verify(
     context: Context,
-    config: options.Config = None,
-    model: Annotated[
-        str | None,
-        model_option(
-            options.MODEL_NAMES,
-            callback=options.check_model,
-            show_default="a random model with three tokens, whose texts can all be enumerated",
-        ),
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        model_option(
-            options.DRAFTER_HELP,
-            callback=options.check_drafter,
-            show_default="a perturbed copy of the random model; with --model as in generate",
-        ),
-    ] = None,
-    verifier: options.Verifier = "auto",
-    controller: Annotated[
-        str | None,
-        model_option(
-            options.CONTROLLER_HELP,
-            callback=options.check_controller,
-            show_default="fixed:2; with --model cost",
-        ),
-    ] = None,
-    dtype: options.Dtype = DTYPE_OF_MODEL,
-    device: options.Device = "auto",
+    loading: Annotated[options.Loading, LOADING],
     prompt: Annotated[str, test_option("Prompt, for --model.")] = "def quicksort(items):",
     temperature: Annotated[float, test_option("Temperature of the tested distribution.")] = 1.0,
     num_samples: Annotated[
@@ -93,15 +86,17 @@ def verify(
         from secondguess.proof.certificate import CertifyOptions, certify
         from secondguess.sampling import SamplingParams
 
-        settings, _ = options.load_settings_and_tuned(context, config)
+        settings = loading.settings
         more = {name: value for name, value in OF_MODEL.items() if context.params[name] is None}
-        how = options.settings_of(context, CertifyOptions, **more if "model" in settings else {})
+        how = settings_of(context, CertifyOptions, **more if "model" in settings else {})
         if "model" not in settings:
             for name in ("dtype", "device", "prompt"):
-                if options.is_given(context, name):
+                if is_given(context, name):
                     got = f"--{name} {context.params[name]}"
                     raise BadInputError(f"expected --model together with --{name}, got {got} alone")
-            subject = _random_subject(drafter, verifier, controller)
+            subject = _random_subject(
+                *(context.params[name] for name in ("drafter", "verifier", "controller"))
+            )
         else:
             params = SamplingParams(temperature=temperature, max_tokens=num_tokens)
             settings = {"dtype": DTYPE_OF_MODEL} | settings

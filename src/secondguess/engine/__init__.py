@@ -16,4 +16,3 @@ from secondguess.engine.service import Failed as Failed
 from secondguess.engine.service import Finished as Finished
 from secondguess.engine.service import QueueFullError as QueueFullError
 from secondguess.engine.service import Request as Request
-from secondguess.engine.service import RequestHandle as RequestHandle

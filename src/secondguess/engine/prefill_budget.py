@@ -30,10 +30,7 @@ class PrefillBudget:
     def max_tokens(self, num_decoding: int, spent: float = 0.0, rows_may_arrive: bool = True) -> int:
         """Return the maximum number of tokens to prefill before the next round.
 
-        Args:
-            num_decoding: number of rows that wait for the prefill.
-            spent: seconds that they have waited already.
-            rows_may_arrive: False if no other row can arrive during the prefill.
+        `num_decoding` rows wait for the prefill, and have done so for `spent` seconds; others may arrive during it or not.
         """
         if not self._round_seconds or not (num_decoding or rows_may_arrive):
             return MAX_TOKENS

@@ -39,13 +39,7 @@ class Scheduler(Generic[RowT]):
         return len(self._admitted)
 
     def add(self, row: RowT, longest: int, num_slots: int = 1) -> None:
-        """Append a row to the queue.
-
-        Args:
-            row: the row.
-            longest: number of tokens that it may reach.
-            num_slots: number of cache slots that it takes.
-        """
+        """Append a row, which may reach `longest` tokens in each of its cache slots, to the queue."""
         self._waiting[row] = (longest, num_slots)
 
     def remove(self, row: RowT) -> None:
@@ -54,11 +48,7 @@ class Scheduler(Generic[RowT]):
         self._admitted.pop(row, None)
 
     def admit(self, num_active: int) -> list[RowT]:
-        """Return the rows that join now, in the order of the queue.
-
-        Args:
-            num_active: number of admitted rows that make progress.
-        """
+        """Return the rows that join now, in the order of the queue; `num_active` admitted rows make progress."""
         joining: list[RowT] = []
         longest = max([length for length, _ in self._admitted.values()], default=0)
         num_rows = sum([num_slots for _, num_slots in self._admitted.values()])

@@ -29,12 +29,7 @@ RESERVED_SHARE = 0.1
 
 
 class QueueFullError(SecondGuessError):
-    """More requests are waiting than the engine accepts.
-
-    Args:
-        limit: number of waiting samples from which on requests are refused.
-        retry_after: estimated seconds until there is room.
-    """
+    """More requests are waiting than the engine accepts; there may be room in `retry_after` seconds."""
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
@@ -55,33 +50,8 @@ class DeadlineError(SecondGuessError):
 
 
 @dataclass(frozen=True)
-class Request:
-    """Request for `params.n` samples of one prompt.
-
-    Args:
-        prompt: text, token ids or messages.
-        params: sampling settings.
-        deadline: value of `time.monotonic()` after which the request fails; None for no limit.
-        owner: sender of the request, whose outputs alone it may draft from.
-        follows: True if it belongs to a request of several prompts whose first was accepted, so that
-            the number of waiting rows does not matter.
-    """
-
-    prompt: Prompt
-    params: SamplingParams
-    deadline: float | None = None
-    owner: str = ""
-    follows: bool = False
-
-
-@dataclass(frozen=True)
 class Finished:
-    """Last event of a request: its outputs, by index; those of a cancelled request are incomplete.
-
-    Args:
-        outputs: the outputs.
-        queue_seconds: time that the request waited for admission.
-    """
+    """Last event of a request: its outputs, and the time that it waited; outputs of a cancelled request are incomplete."""
 
     outputs: list[Output]
     queue_seconds: float = 0.0
@@ -116,43 +86,74 @@ class EngineStatus:
     is_asleep: bool = False
 
 
-class RequestHandle:
-    """Handle of a submitted request."""
+class Request:
+    """Request for `params.n` samples of each of its prompts, which decode together, from submission to its last event.
+
+    Args:
+        prompts: texts, token ids or messages.
+        params: sampling settings.
+        deadline: value of `time.monotonic()` after which the request fails; None for no limit.
+        owner: sender of the request, whose outputs alone it may draft from.
+    """
+
+    generation: Generation
 
     def __init__(
         self,
-        generation: Generation,
-        request: Request,
-        on_event: Callable[[Event], None],
-        wake: Callable[[], None],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        deadline: float | None = None,
+        owner: str = "",
     ) -> None:
-        self.generation = generation
+        self.prompts = prompts
+        self.params = params
+        self.deadline = deadline
+        self.owner = owner
         self.is_cancelled = False
-        self._request = request
-        self._on_event = on_event
-        self._wake = wake
+        self._wake: Callable[[], None] = lambda: None
         self._submitted_at = time.monotonic()
 
-    @property
-    def queue_seconds(self) -> float:
-        """Time between submission and admission, or until now."""
-        admitted_at = self.generation.group.admitted_at
-        return (time.monotonic() if admitted_at is None else admitted_at) - self._submitted_at
+    def receive(self, event: Event) -> None:
+        """Take an event, on the engine's thread; it must not block, and its exceptions are logged."""
 
-    @property
-    def is_late(self) -> bool:
-        """True if the deadline has passed."""
-        return self._request.deadline is not None and time.monotonic() > self._request.deadline
+    def begin(self, models: Models, wake: Callable[[], None]) -> None:
+        """Make the rows; `wake` tells the engine that the request is cancelled."""
+        self._wake = wake
+        self._submitted_at = time.monotonic()
+        self.generation = Generation(models, self.prompts, [self.params] * len(self.prompts), self.owner)
+        self.generation.group.is_eager = True
 
     def cancel(self) -> None:
         """Stop decoding after the round in progress; the last event has the text so far."""
         self.is_cancelled = True
         self._wake()
 
-    def send(self, event: Event) -> None:
-        """Call the request's callback; its exceptions are logged."""
+    @property
+    def is_late(self) -> bool:
+        """True if the deadline has passed."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def deliver(self) -> bool:
+        """Receive the events so far; return True if the request has ended."""
+        group = self.generation.group
+        is_done = group.is_done  # read first: the last results precede it
+        while group.results:
+            for piece in group.results.popleft():
+                self._send(piece)
+        if not is_done:
+            return False
+        if isinstance(group.error, Exception):
+            self._send(Failed(group.error))
+        elif group.is_cancelled and self.is_late and not self.is_cancelled:
+            self._send(Failed(DeadlineError("the deadline of the request has passed")))
+        else:
+            waited = (group.admitted_at or time.monotonic()) - self._submitted_at
+            self._send(Finished(self.generation.outputs(), waited))
+        return True
+
+    def _send(self, event: Event) -> None:
         try:
-            self._on_event(event)
+            self.receive(event)
         except Exception:
             logger.exception("the callback of a request failed")
 
@@ -188,7 +189,7 @@ class Engine:
         check_range("max_waiting", max_waiting, 1, 1_000_000)
         self._max_waiting = max_waiting
         self._is_draining = self._is_closed = False
-        self._seconds_per_request, self._last_end = 1.0, time.monotonic()
+        self._seconds_per_request, self.last_end = 1.0, time.monotonic()
         self._reset()
         reserve_cache(llm)
         self.totals = Stats()
@@ -196,16 +197,12 @@ class Engine:
 
     def _reset(self) -> None:
         """Forget all requests and the thread, which a forked process does not have."""
-        self._handles: list[RequestHandle] = []
+        self._requests: list[Request] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
-        """Queue a request.
-
-        Args:
-            request: the request.
-            on_event: called on the engine's thread with each event; it must not block.
+    def submit(self, request: Request) -> None:
+        """Queue a request, which receives its events on the engine's thread.
 
         Raises:
             BadInputError: a request that cannot be decoded.
@@ -213,32 +210,29 @@ class Engine:
             DrainingError: the engine is shutting down.
             OutOfMemoryError: the prompt's KV cache does not fit into memory.
         """
-        self._check_accepting(request)
-        generation = Generation(self.llm, [request.prompt], [request.params], request.owner)
-        generation.group.is_eager = True
-        handle = RequestHandle(generation, request, on_event, self._wake)
+        self._check_accepting()
+        request.begin(self.llm, self._wake)
         with self._changed:
-            self._check_accepting(request)
+            self._check_accepting()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="secondguess-engine", daemon=True)
                 thread.start()  # may fail
                 self._thread = thread
-            if not self._handles:
-                self._last_end = time.monotonic()  # idle time is no time per request
-            self._handles.append(handle)
-            self.llm.shared_batch.submit(generation.group)
+            if not self._requests:
+                self.last_end = time.monotonic()  # idle time is no time per request
+            self._requests.append(request)
+            self.llm.shared_batch.submit(request.generation.group)
             self._changed.notify()
-        return handle
 
-    def _check_accepting(self, request: Request) -> None:
+    def _check_accepting(self) -> None:
         if self._is_draining:
             raise DrainingError("the server is shutting down; retry at another one")
-        if not request.follows and self.llm.shared_batch.num_waiting >= self._max_waiting:
+        if self.llm.shared_batch.num_waiting >= self._max_waiting:
             raise QueueFullError(self._max_waiting, max(self._seconds_per_request, 1.0))
 
     def status(self) -> EngineStatus:
         shared = self.llm.shared_batch
-        return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._handles), self._is_draining)
+        return EngineStatus(shared.num_admitted, shared.num_waiting, len(self._requests), self._is_draining)
 
     @property
     def totals(self) -> Stats:
@@ -267,9 +261,9 @@ class Engine:
         """Accept no more requests, and wait for those in progress; cancel them after `seconds`."""
         with self._changed:
             self._is_draining = True
-            self._changed.wait_for(lambda: not self._handles, seconds)
-            for handle in self._handles:
-                handle.is_cancelled = True
+            self._changed.wait_for(lambda: not self._requests, seconds)
+            for request in self._requests:
+                request.is_cancelled = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -289,51 +283,34 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._handles or self._is_closed)
-                if not self._handles:
+                self._changed.wait_for(lambda: self._requests or self._is_closed)
+                if not self._requests:
                     return
-                handles = list(self._handles)
+                requests = list(self._requests)
             try:
-                for handle in handles:
-                    if handle.is_cancelled or handle.is_late:
-                        self.llm.shared_batch.cancel(handle.generation.group)
+                for request in requests:
+                    if request.is_cancelled or request.is_late:
+                        self.llm.shared_batch.cancel(request.generation.group)
                 self.llm.shared_batch.step()
             except Exception as error:  # errors of rounds end groups, so this is one of releasing rows
                 logger.exception("the engine failed")
-                for handle in handles:
-                    handle.generation.group.error = error
+                for request in requests:
+                    request.generation.group.error = error
                     with suppress(Exception):
-                        self.llm.shared_batch.cancel(handle.generation.group)
-            self._end([handle for handle in handles if self._report(handle)])
+                        self.llm.shared_batch.cancel(request.generation.group)
+            self._end([request for request in requests if request.deliver()])
 
-    def _end(self, ended: Sequence[RequestHandle]) -> None:
+    def _end(self, ended: Sequence[Request]) -> None:
         """Forget requests that have ended."""
         if not ended:
             return
         now = time.monotonic()
-        seconds = (now - self._last_end) / len(ended)
+        seconds = (now - self.last_end) / len(ended)
         self._seconds_per_request += (seconds - self._seconds_per_request) / 8
-        self._last_end = now
+        self.last_end = now
         with self._changed:
-            self._handles = [handle for handle in self._handles if handle not in ended]
+            self._requests = [request for request in self._requests if request not in ended]
             self._changed.notify_all()
-
-    def _report(self, handle: RequestHandle) -> bool:
-        """Send a request's events; return True if it has ended."""
-        group = handle.generation.group
-        is_done = group.is_done  # read first: the last results precede it
-        while group.results:
-            for piece in group.results.popleft():
-                handle.send(piece)
-        if not is_done:
-            return False
-        if isinstance(group.error, Exception):
-            handle.send(Failed(group.error))
-        elif group.is_cancelled and handle.is_late and not handle.is_cancelled:
-            handle.send(Failed(DeadlineError("the deadline of the request has passed")))
-        else:
-            handle.send(Finished(handle.generation.outputs(), handle.queue_seconds))
-        return True
 
 
 _all: WeakSet[Engine] = WeakSet()

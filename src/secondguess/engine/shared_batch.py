@@ -148,8 +148,7 @@ class SharedBatch:
     def take(self, group: RowGroup[ResultT]) -> ResultT | None:
         """Return the result of the group's next round, running rounds as needed; None at its end.
 
-        Raises:
-            Exception: the error of a round that ended the group.
+        Raises the error of a round that ended the group.
         """
         group.num_callers_waiting += 1
         try:

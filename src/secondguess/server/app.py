@@ -16,11 +16,12 @@ from starlette.responses import Response
 from secondguess import __version__
 from secondguess.engine import DrainingError, QueueFullError
 from secondguess.errors import SecondGuessError
-from secondguess.server import chats, completions, infills, model_routes, responses
+from secondguess.server import chat_routes, completion_routes, infill_routes, model_routes
 from secondguess.server.errors import ApiError, api_error, validation_error
 from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.playground import playground_routes
 from secondguess.server.reference import show_reference
+from secondguess.server.responses import routes as response_routes
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
@@ -30,17 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """Return the ASGI application of a server.
-
-    Args:
-        engine: a running engine. The caller closes it after the application has ended.
-        settings: names, keys and limits.
-    """
+    """Return the ASGI application of a running engine, which the caller closes after the application has ended."""
     settings = settings or ServerSettings()
     service = Service(engine, settings)
     app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for module in (completions, infills, chats, responses, model_routes):
+    for module in (completion_routes, infill_routes, chat_routes, response_routes, model_routes):
         app.include_router(module.router)
     app.include_router(playground_routes(), include_in_schema=False)
     app.add_route("/docs", show_reference)

@@ -66,11 +66,7 @@ class BoundedRoute(APIRoute):
 
 
 def _check_unicode(value: Any) -> None:
-    """Refuse half of a surrogate pair, which no text is that a model can read.
-
-    Raises:
-        HTTPException: names the field.
-    """
+    """Refuse half of a surrogate pair, which no text is that a model can read; the error names the field."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -7,24 +7,17 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from secondguess.engine import NewPiece, Output
-from secondguess.server.convert import Job
-from secondguess.server.replies import Head, Json, origin, requested_statistics, usage
+from secondguess.server.jobs import Job
+from secondguess.server.reply_fields import Head, Json, origin, requested_statistics, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
-from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import RequestStream, to_event
+from secondguess.server.service import Service
+from secondguess.server.streams import to_event
 
 RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
 
 
 class ChunkStream(ABC, Generic[RequestT]):
-    """Chunks of a streamed reply: those of each committed piece, the ends, then usage and report.
-
-    Args:
-        service: the service.
-        request: the request.
-        head: fields of all chunks.
-        job: the request as the engine has it.
-    """
+    """Chunks of a streamed reply: those of each committed piece, the ends, then usage and report."""
 
     def __init__(self, service: Service, request: RequestT, head: Head, job: Job) -> None:
         self.request = request
@@ -34,39 +27,32 @@ class ChunkStream(ABC, Generic[RequestT]):
         options = request.stream_options
         self._no_usage = {"usage": None} if options and options.include_usage else {}
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Number of output tokens that are reasoning."""
-        return 0
-
     def begin(self) -> Iterable[Json]:
         """Return the choices that precede all pieces."""
         return ()
 
     @abstractmethod
-    def add(self, index: int, event: NewPiece, more: Json) -> Iterable[Json]:
+    def add(self, event: NewPiece, more: Json) -> Iterable[Json]:
         """Return the choices of a committed piece; `more` has its origin, if the request asks for it."""
 
     @abstractmethod
     def end(self, index: int, output: Output) -> Iterable[Json]:
         """Return the last choices of an output."""
 
-    async def run(self, stream: RequestStream) -> AsyncIterator[bytes]:
+    async def run(self) -> AsyncIterator[bytes]:
         """Yield the chunks as events."""
         for choice in self.begin():
             yield self._chunk([choice])
-        async for prompt_index, event in stream.pieces():
+        async for event in self.job.pieces():
             more = origin(event.piece, self._tokenizer) if self.request.report else {}
-            for choice in self.add(prompt_index * self.job.params.n + event.index, event, more):
+            for choice in self.add(event, more):
                 yield self._chunk([choice])
-        outputs = stream.outputs()
-        check_finished(outputs)
-        for index, output in enumerate(outputs):
+        for index, output in enumerate(self.job.outputs):
             for choice in self.end(index, output):
                 yield self._chunk([choice])
-        last = requested_statistics(self.request, self.job.prompts, outputs)
+        last = requested_statistics(self.request, self.job)
         if self._no_usage:
-            last["usage"] = usage(self.job.prompts, outputs, self.num_reasoning_tokens)
+            last["usage"] = usage(self.job)
         if last:
             yield to_event(self._head.reply([], **last))
 

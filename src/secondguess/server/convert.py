@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from secondguess.core import ImageInputs
 from secondguess.prompts import encode
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.sampling.text import num_incomplete
-from secondguess.server.chat import ChatTemplate, text_of, to_conversation
+from secondguess.server.calls.parsers import (
+    ForcedCallParser,
+    PlainParser,
+    ReplyParser,
+    TemplateParser,
+)
+from secondguess.server.conversations import ChatTemplate, Conversation, text_of, to_conversation
 from secondguess.server.errors import check_limit, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.infill import encode_infill, end_tokens
-from secondguess.server.model import ServedModel, recommended_sampling
-from secondguess.server.prompt_limits import check_characters, limit_of, max_characters, too_long
+from secondguess.server.infill_prompts import encode_infill, end_tokens
+from secondguess.server.jobs import Job
 from secondguess.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +31,7 @@ from secondguess.server.schemas import (
     Sampling,
     SpeculationOptions,
 )
+from secondguess.server.served_model import ServedModel, recommended_sampling
 from secondguess.server.settings import ServerSettings
 from secondguess.server.structure import forces_call, grammar_of_chat, grammar_of_outputs
 
@@ -34,33 +39,6 @@ logger = logging.getLogger(__name__)
 OPENAI_SAMPLING: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
 """Sampling settings of a request to OpenAI's API that has none."""
 RequestType = TypeVar("RequestType", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One HTTP request, ready for the engine.
-
-    Args:
-        prompts: token ids, one list per prompt; each gives `params.n` choices.
-        params: sampling settings.
-        images: inputs of the model for the images of the one prompt of a chat; None for text.
-        echo: text that precedes the output of each prompt.
-        tools: functions that the model may call.
-        forces_call: True if the output is a tool call by its grammar.
-        single_call: True if only the first tool call of an output is returned.
-    """
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    images: ImageInputs | None = None
-    echo: list[str] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    forces_call: bool = False
-    single_call: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
 
 
 class Converter:
@@ -127,7 +105,7 @@ class Converter:
         files = [(file.filename, file.text) for file in request.input_extra or ()]
         prefix = request.input_prefix + request.prompt
         for text in (prefix, request.input_suffix, *(text for _, text in files)):
-            check_characters(self._target, text)
+            self._target.check_characters(text)
         reserved = self._target.context_length // 4 if request.n_predict is None else request.n_predict
         prompts = [encode_infill(self._target, prefix, request.input_suffix, files, reserved)]
         grammar = grammar_of_outputs(request, self._settings.max_schema_bytes)
@@ -162,8 +140,28 @@ class Converter:
             prompts,
             params,
             images=prompt.images,
-            tools=conversation.tools,
-            forces_call=forces_call(request),
+            make_parser=partial(self._parser, request, conversation, prompt.ids, params),
+        )
+
+    def _parser(
+        self, request: ChatRequest, conversation: Conversation, prompt: list[int], params: SamplingParams
+    ) -> ReplyParser:
+        """Return a parser for one sample of a chat."""
+        if forces_call(request):
+            return ForcedCallParser()
+        template = self._template.response_template
+        if template is None:
+            return PlainParser()
+        if not conversation.tools or params.grammar is not None:  # text that looks like a call is none
+            fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+            template = {**template, "fields": fields}
+        return TemplateParser(
+            self._target.tokenizer,
+            template,
+            prompt,
+            conversation.tools,
+            params.stop,
+            params.include_stop_str_in_output,
             single_call=request.parallel_tool_calls is False,
         )
 
@@ -228,7 +226,7 @@ class Converter:
             **_speculation(request),
         }
         if request.prediction is not None:
-            settings["prediction"] = text_of(request.prediction.content)[: max_characters(self._target)]
+            settings["prediction"] = text_of(request.prediction.content)[: self._target.max_characters]
         return SamplingParams(**settings)
 
     def _max_tokens(self, prompts: Sequence[list[int]], wanted: int | None, name: str) -> int:
@@ -236,7 +234,7 @@ class Converter:
         context, limit = self._target.context_length, self._settings.max_output_tokens
         longest = max(map(len, prompts))
         if longest + (wanted != 0) > context:
-            raise too_long(self._target, str(longest))
+            raise self._target.too_long(str(longest))
         if wanted is None:
             return min(context - min(map(len, prompts)), limit or context)
         check_limit(name, wanted, limit or wanted, f"output tokens ({name})")
@@ -244,7 +242,7 @@ class Converter:
             raise refused(
                 name,
                 f"expected {name} of at most {context - longest} after a prompt of {longest} tokens "
-                f"({limit_of(self._target)} {context}), got {wanted}; lower it or shorten the prompt",
+                f"({self._target.limit} {context}), got {wanted}; lower it or shorten the prompt",
                 "invalid_value",
             )
         return wanted
@@ -264,7 +262,7 @@ class Converter:
     def _encode(self, prompt: str | list[int], suffix: str | None) -> list[int]:
         for text in (prompt, suffix):
             if isinstance(text, str):
-                check_characters(self._target, text)
+                self._target.check_characters(text)
         if suffix is None:
             return encode(self._target, prompt)
         if not isinstance(prompt, str):

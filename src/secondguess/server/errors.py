@@ -87,11 +87,7 @@ def refused(param: str, message: str, code: str = "unsupported_value") -> ApiErr
 
 
 def check_limit(param: str, got: int, limit: int, unit: str) -> None:
-    """Refuse a field that is larger than this server allows.
-
-    Raises:
-        ApiError: `got` is more than `limit`.
-    """
+    """Refuse a field of which `got` is more than this server's limit."""
     if got > limit:
         raise refused(
             param, f"expected at most {limit} {unit} per request, got {got}; send less", "invalid_value"
@@ -99,11 +95,7 @@ def check_limit(param: str, got: int, limit: int, unit: str) -> None:
 
 
 def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> ApiError:
-    """Return an exception of the package as the client's error.
-
-    Args:
-        fields: names of the request's fields, to find the one that a message is about.
-    """
+    """Return an exception of the package as the client's error; `fields` are those of the request that it may be about."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -126,11 +118,7 @@ def api_error(error: Exception, fields: Mapping[str, object] | None = None) -> A
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None) -> ApiError:
-    """Return the first of pydantic's error records, with the advice of the field it is about.
-
-    Args:
-        body: the model of the request's body, if it has one.
-    """
+    """Return the first of pydantic's error records on a body, with the advice of the field it is about."""
     fields = {} if body is None else body.model_fields
     # A value of no member of a union has an error for each: one within a field is about the member that it resembles.
     located = [(_resolve(body, each["loc"][1:], each["type"] == "extra_forbidden"), each) for each in errors]
@@ -161,12 +149,7 @@ def _resolve(
 ) -> tuple[list[int | str], list[str]]:
     """Return the names and indices of a location in a body, and the fields that are known there.
 
-    pydantic's location also has the names and tags of members of unions.
-
-    Args:
-        body: model of the request's body.
-        location: parts of the location, without FastAPI's "body".
-        is_unknown: whether the last part is a field that no model has.
+    pydantic's location also has the names and tags of members of unions. `is_unknown`: the last part is no field.
     """
     models = [] if body is None else [body]
     path: list[int | str] = []

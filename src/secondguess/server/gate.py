@@ -48,12 +48,7 @@ class KeyRing:
 class Gate:
     """ASGI middleware: refuses requests without a key or with a large body, and counts replies.
 
-    Args:
-        app: the application.
-        keys: keys of which a request needs one, except at `OPEN_PATHS`.
-        max_body_bytes: maximum size of a body.
-        metrics: counters of replies.
-        is_draining: returns True while the server shuts down; its cancelled requests then get a reply.
+    Requests that are cancelled while the server drains get a reply.
     """
 
     def __init__(

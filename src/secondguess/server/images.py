@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES, read_image
 from secondguess.server.errors import ApiError, check_limit, refused
-from secondguess.server.model import ServedModel
+from secondguess.server.served_model import ServedModel
 from secondguess.server.settings import ServerSettings
 
 
@@ -28,12 +28,7 @@ class ImageReader:
         self._pixels_left = settings.max_image_pixels
 
     def read(self, url: str) -> Any:
-        """Return the image of PIL at a URL.
-
-        Raises:
-            ApiError: a model of text, an address, a file that is not allowed, a broken image, or more
-                images or pixels than a request may have.
-        """
+        """Return the image of PIL at a URL, if the model and the limits of a request allow it."""
         if not self._target.takes_images:
             raise _invalid(
                 f"expected messages of text for {self._target.name}, got an image; images are taken by "

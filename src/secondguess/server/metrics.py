@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from secondguess.engine import Finished, NewPiece
+from secondguess.engine import Failed, Finished, NewPiece
 from secondguess.server.sleep import ServerEngine
 from secondguess.stats import Stats
 
@@ -152,7 +152,7 @@ class Observer:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self.start = time.monotonic()
         self._last: dict[int, float] = {}
 
     def on_piece(self, event: NewPiece) -> None:
@@ -162,7 +162,7 @@ class Observer:
             return
         now = time.monotonic()
         if not self._last:
-            self._metrics.time_to_first_token.observe(now - self._start)
+            self._metrics.time_to_first_token.observe(now - self.start)
         if (before := self._last.get(event.index)) is not None:
             for _ in range(count):
                 self._metrics.inter_token_latency.observe((now - before) / count)
@@ -174,22 +174,21 @@ class Observer:
         self._metrics.prompt_tokens.inc(num_tokens)
         self._metrics.tokens_per_prompt.observe(num_tokens)
 
-    def on_failed(self, num_samples: int) -> None:
-        """Count the samples of a prompt that ended with an error, such as a deadline."""
-        self._metrics.requests(FAILED).inc(num_samples)
-
-    def on_cancelled(self, num_samples: int) -> None:
-        """Count the samples of prompts that had not ended when their request was cancelled."""
-        self._metrics.requests(ABORTED).inc(num_samples)
-
-    def on_outputs(self, event: Finished) -> None:
-        """Count the outputs of a prompt."""
-        self._metrics.queue_time.observe(event.queue_seconds)
-        self._metrics.cached_tokens.inc(event.outputs[0].stats.num_reused)
-        self._metrics.request_latency.observe(time.monotonic() - self._start)
+    def on_end(self, event: Finished | Failed, num_samples: int) -> None:
+        """Count the samples of a request that has ended; one that was cancelled is no measurement."""
+        if isinstance(event, Failed):
+            self._metrics.requests(FAILED).inc(num_samples)
+            return
         for output in event.outputs:
             self._metrics.requests(output.finish_reason or ABORTED).inc()
+        if any(output.finish_reason is None for output in event.outputs):
+            return
+        self._metrics.queue_time.observe(event.queue_seconds)
+        self._metrics.request_latency.observe(time.monotonic() - self.start)
+        for output in event.outputs:
             self._metrics.tokens_per_output.observe(len(output.token_ids))
+            if output.index == 0:  # the samples of a prompt share what was in the cache
+                self._metrics.cached_tokens.inc(output.stats.num_reused)
 
 
 def speculative_decoding(stats: Stats) -> dict[str, Any]:

@@ -6,19 +6,17 @@ import time
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from secondguess.engine import EngineStatus
 from secondguess.prompts import encode
 from secondguess.server.bodies import BoundedRoute
-from secondguess.server.chat import to_messages
+from secondguess.server.conversations import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.prompt_limits import check_characters
-from secondguess.server.replies import Json
+from secondguess.server.reply_fields import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
-from secondguess.server.service import Service
+from secondguess.server.service import Service, ServiceOf
 from secondguess.server.streams import JsonReply
 
 router = APIRouter(tags=["server"], route_class=BoundedRoute)
@@ -26,16 +24,14 @@ STARTED = int(time.time())
 
 
 @router.get("/v1/models")
-async def list_models(http: HttpRequest) -> Response:
+async def list_models(service: ServiceOf) -> Response:
     """List the names of the model."""
-    service: Service = http.app.state.service
     return JsonReply({"object": "list", "data": [_model(service, name) for name in service.model_names]})
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, http: HttpRequest) -> Response:
+async def get_model(name: str, service: ServiceOf) -> Response:
     """Describe a model."""
-    service: Service = http.app.state.service
     service.check_model(name)
     return JsonReply(_model(service, name))
 
@@ -52,16 +48,14 @@ def _model(service: Service, name: str) -> Json:
 
 
 @router.get("/health")
-async def health(http: HttpRequest) -> Response:
+async def health(service: ServiceOf) -> Response:
     """Reply while the process serves requests; `model` is `asleep` while its weights are released."""
-    service: Service = http.app.state.service
     return JsonReply({"status": "ok", "model": _state(service.engine.status())})
 
 
 @router.get("/ready")
-async def ready(http: HttpRequest) -> Response:
+async def ready(service: ServiceOf) -> Response:
     """Reply 200 while new requests are accepted, 503 while the server drains."""
-    service: Service = http.app.state.service
     status = service.engine.status()
     if status.is_draining:
         raise ApiError(
@@ -75,16 +69,14 @@ def _state(status: EngineStatus) -> str:
 
 
 @router.get("/metrics")
-async def metrics(http: HttpRequest) -> Response:
+async def metrics(service: ServiceOf) -> Response:
     """Return metrics in Prometheus' text format."""
-    service: Service = http.app.state.service
     return Response(service.metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.post("/tokenize")
-async def tokenize(request: TokenizeRequest, http: HttpRequest) -> Response:
+async def tokenize(request: TokenizeRequest, service: ServiceOf) -> Response:
     """Return the token ids of a text or a conversation."""
-    service: Service = http.app.state.service
     service.check_model(request.model)
     tokens = await service.run(lambda: _token_ids(service, request))
     return JsonReply({"count": len(tokens), "max_model_len": service.target.context_length, "tokens": tokens})
@@ -99,7 +91,7 @@ def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
         return service.template.encode(to_messages(request.messages, images)).ids
     if not request.prompt:
         return []
-    check_characters(service.target, request.prompt)
+    service.target.check_characters(request.prompt)
     if request.add_special_tokens:
         return encode(service.target, request.prompt)
     ids: list[int] = service.target.tokenizer(
@@ -109,9 +101,8 @@ def _token_ids(service: Service, request: TokenizeRequest) -> list[int]:
 
 
 @router.post("/detokenize")
-async def detokenize(request: DetokenizeRequest, http: HttpRequest) -> Response:
+async def detokenize(request: DetokenizeRequest, service: ServiceOf) -> Response:
     """Return the text of token ids, special tokens included."""
-    service: Service = http.app.state.service
     service.check_model(request.model)
     return JsonReply({"prompt": await service.run(lambda: _text(service, request.tokens))})
 

@@ -66,11 +66,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0 takes a free one.
-
-    Raises:
-        BadInputError: an address that is in use or not of this machine.
-    """
+    """Return a socket that listens at an address; port 0 takes a free one. One in use or of another machine is refused."""
     opened = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

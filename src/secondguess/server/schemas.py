@@ -99,11 +99,7 @@ def unsupported(reason: str) -> Any:
 
 
 class Body(BaseModel):
-    """Part of a request; types are strict, NaN and unknown fields are refused.
-
-    Attributes:
-        accepted: names of fields that cannot change the text; their values are not read.
-    """
+    """Part of a request; types are strict, NaN and unknown fields are refused, the values of `accepted` ones not read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     accepted: ClassVar[frozenset[str]] = frozenset()

@@ -5,34 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from fastapi import Depends
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
-from secondguess.engine import Output
-from secondguess.sampling.text import Piece
-from secondguess.server.chat import ChatTemplate
-from secondguess.server.convert import Converter, Job
-from secondguess.server.errors import RETRY_SECONDS, ApiError
+from secondguess.server.conversations import ChatTemplate
+from secondguess.server.convert import Converter
+from secondguess.server.errors import ApiError
+from secondguess.server.jobs import Job
 from secondguess.server.metrics import Metrics, Observer
-from secondguess.server.model import ServedModel
-from secondguess.server.parsing import (
-    Delta,
-    ForcedCallParser,
-    PlainParser,
-    ReplyParser,
-    SingleCallParser,
-    TemplateParser,
-)
-from secondguess.server.replies import finish_reason
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import Sampling
+from secondguess.server.served_model import ServedModel
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import JsonReply, RequestStream, unless_disconnected
+from secondguess.server.streams import JsonReply, streamed, unless_disconnected
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -60,11 +51,7 @@ class Service:
         """Worker threads of this process, by its id: a forked process has none of its parent's threads."""
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served.
-
-        Raises:
-            ApiError: another name; the message has the valid ones.
-        """
+        """Refuse a model that is not served; the message has the valid names."""
         if name is not None and name not in self.model_names:
             served = ", ".join(self.model_names)
             raise ApiError(
@@ -75,11 +62,7 @@ class Service:
             )
 
     def admit(self, request: Sampling | ResponseRequest, http: HttpRequest) -> str:
-        """Check a request's model, and log who sent it, as far as the request says; return the model's name.
-
-        Raises:
-            ApiError: another model.
-        """
+        """Check a request's model, and log who sent it, as far as the request says; return the model's name."""
         self.check_model(request.model)
         sender = {
             name: value for name in SENDER_FIELDS if (value := getattr(request, name, None)) is not None
@@ -94,94 +77,61 @@ class Service:
             self._pools = {os.getpid(): ThreadPoolExecutor(self.settings.num_threads, "secondguess-server")}
         return await asyncio.get_running_loop().run_in_executor(self._pools[os.getpid()], work)
 
-    async def start(self, http: HttpRequest, convert: Callable[[], Job]) -> tuple[Job, RequestStream]:
+    async def answer(
+        self,
+        http: HttpRequest,
+        request: Sampling | ResponseRequest,
+        convert: Callable[[], Job],
+        build: Callable[[Job], object],
+        events: Callable[[Job], AsyncIterator[bytes]],
+        ends_with_done: bool = True,
+    ) -> Response:
+        """Return the reply to a request, which `build` makes of a finished job, or its `events` if it asks for a stream."""
+        if not request.stream:
+            return await self._whole_reply(http, convert, build)
+        job = await self._start(http, convert)
+        return streamed(job, events(job), ends_with_done)
+
+    async def _start(self, http: HttpRequest, convert: Callable[[], Job]) -> Job:
         """Convert a request and give it to the engine."""
         observer = Observer(self.metrics)
-        stream = RequestStream(self.engine, observer, http.state.owner)
-        seconds = self.settings.request_seconds
-        deadline = None if seconds is None else time.monotonic() + seconds
+        job = await self.run(convert)
+        job.attach(observer, http.state.owner, self.settings.request_seconds)
 
-        def prepare() -> Job:
-            job = convert()
-            stream.submit(job, deadline)
-            return job
+        def submit() -> None:
+            self.engine.submit(job)
+            job.make_parsers()
 
         try:
-            job = await self.run(prepare)
+            await self.run(submit)
         except BaseException:
-            stream.cancel()
+            job.cancel()
             raise
-        for prompt in job.prompts:
+        for prompt in job.token_ids:
             observer.on_prompt(len(prompt))
-        return job, stream
+        return job
 
-    async def reply(
-        self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job, Sequence[Output]], object]
+    async def _whole_reply(
+        self, http: HttpRequest, convert: Callable[[], Job], build: Callable[[Job], object]
     ) -> JsonReply:
-        """Return the whole reply to a request, or cancel it when the client disconnects."""
+        """Return the whole reply, or cancel the request when the client disconnects."""
 
         async def work() -> JsonReply:
-            job, stream = await self.start(http, convert)
+            job = await self._start(http, convert)
             try:
-                outputs = await stream.finish()
+                await job.finish()
             finally:
-                stream.cancel()
-            check_finished(outputs)
-            return await self.run(lambda: JsonReply(build(job, outputs)))
+                job.cancel()
+            return await self.run(lambda: JsonReply(build(job)))
 
         reply = await unless_disconnected(http, asyncio.create_task(work()))
         return reply or JsonReply(None, CLIENT_CLOSED_REQUEST)
 
-    async def parsers(self, job: Job, stream: RequestStream) -> list[ReplyParser]:
-        """Return the parsers of a stream, made on a worker thread; cancel it if that fails."""
-        try:
-            return await self.run(lambda: [self.parser(job) for _ in range(job.num_choices)])
-        except BaseException:
-            stream.cancel()
-            raise
 
-    def parser(self, job: Job) -> ReplyParser:
-        """Return a parser for one sample of a chat."""
-        if job.forces_call:
-            return ForcedCallParser()
-        template = self.template.response_template
-        if template is None:
-            return PlainParser()
-        if not job.tools or job.params.grammar is not None:  # text that looks like a call is none
-            fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
-            template = {**template, "fields": fields}
-        parser = TemplateParser(
-            self.target.tokenizer,
-            template,
-            job.prompts[0],
-            job.tools,
-            job.params.stop,
-            job.params.include_stop_str_in_output,
-        )
-        return SingleCallParser(parser) if job.single_call else parser
-
-    def parse(self, job: Job, output: Output) -> tuple[list[Delta], int]:
-        """Return the parts of a whole reply, and the number of tokens that are reasoning."""
-        parser = self.parser(job)
-        deltas = parser.feed(Piece(output.text, output.token_ids, output.drafted, []))
-        deltas += parser.finish(output.finish_reason == "stop")
-        return deltas, parser.num_reasoning_tokens
+async def _service_of(http: HttpRequest) -> Service:
+    service: Service = http.app.state.service
+    return service
 
 
-def check_finished(outputs: Sequence[Output]) -> None:
-    """Refuse outputs that were cut off by the server rather than by a limit.
-
-    Raises:
-        ApiError: the request was cancelled, for instance because the server stops, or a grammar left no
-            token to go on with.
-    """
-    for output in outputs:
-        if output.finish_reason == "grammar":
-            message = (
-                "expected a grammar within llguidance's limits, and of texts that the model's tokens can write, got one that "
-                f"left no token after {len(output.token_ids) - 1} tokens; simplify it"
-            )
-            raise ApiError(400, message, code="grammar_limit")
-        if finish_reason(output) is None:
-            message = "expected a finished output, got one that was cancelled because the server stops; send the request again"
-            raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)
+ServiceOf = Annotated[Service, Depends(_service_of)]
+"""Parameter of a route: the service of its application."""

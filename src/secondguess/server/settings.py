@@ -19,11 +19,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class ServerSettings(Settings):
-    """Names, keys and limits of a server. All limits hold per HTTP request.
-
-    Raises:
-        BadInputError: an unknown or invalid value.
-    """
+    """Names, keys and limits of a server. All limits hold per HTTP request."""
 
     model_names: tuple[Text, ...] = Field(
         default=(),
@@ -59,8 +55,7 @@ class ServerSettings(Settings):
 def read_api_keys(path: Path | None) -> tuple[str, ...]:
     """Return the keys in a file, one per line, and in the environment variable.
 
-    Raises:
-        BadInputError: a file that cannot be read or has no key: it would leave the server open.
+    A file without a key is refused: it would leave the server open.
     """
     keys = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
     if path is not None:

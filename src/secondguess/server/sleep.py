@@ -11,7 +11,7 @@ from threading import Condition, Thread
 
 import torch
 
-from secondguess.engine import DrainingError, Engine, EngineStatus, Event, Request, RequestHandle
+from secondguess.engine import DrainingError, Engine, EngineStatus, Request
 from secondguess.engine.models import Models
 from secondguess.stats import Stats
 
@@ -19,14 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class SleepingEngine:
-    """Engine with the interface of `Engine`, whose models are loaded only while they are needed.
+    """Engine with the interface of `Engine`, whose models are loaded, by `make`, only while they are needed.
 
     After `idle_seconds` without a request, the models and their caches are released; the next
     request loads them again and waits for it. Cold start and wake-up run the same code.
-
-    Args:
-        make: loads the models and returns their engine.
-        idle_seconds: seconds between the end of the last request and the release.
     """
 
     def __init__(self, make: Callable[[], Engine], idle_seconds: float) -> None:
@@ -47,18 +43,13 @@ class SleepingEngine:
         with self._changed:
             return self._awake().llm
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> RequestHandle:
+    def submit(self, request: Request) -> None:
         """Queue a request, as `Engine.submit` does; loads the models first if they are released."""
-
-        def receive(event: Event) -> None:
-            self._last_used = time.monotonic()
-            on_event(event)
-
         with self._changed:
             engine = self._awake()
             self._num_submitting += 1
         try:
-            return engine.submit(request, receive)
+            engine.submit(request)
         finally:
             with self._changed:
                 self._num_submitting -= 1
@@ -115,7 +106,8 @@ class SleepingEngine:
     def _release_when_idle(self) -> None:
         with self._changed:
             while not self._is_closed:
-                left = self._last_used + self._idle_seconds - time.monotonic()
+                last_end = 0.0 if self._engine is None else self._engine.last_end
+                left = max(self._last_used, last_end) + self._idle_seconds - time.monotonic()
                 if self._engine is None or left > 0:
                     self._changed.wait(self._idle_seconds if self._engine is None else left)
                 elif self._num_submitting or self._engine.status().num_requests:

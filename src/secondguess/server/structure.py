@@ -16,22 +16,13 @@ VALUES = ("const", "enum", "default", "examples")
 
 
 def grammar_of_chat(request: ChatRequest, max_bytes: int) -> Grammar | None:
-    """Return the grammar that the reply to a chat follows; None for free text.
-
-    Raises:
-        ApiError: a schema that is invalid or too large, or more than one structure.
-        BadInputError: an invalid regular expression or grammar.
-    """
+    """Return the grammar that the reply to a chat follows; None for free text. More than one structure is refused."""
     found = {
         "response_format": _of_format(request.response_format, max_bytes),
         "tool_choice": _of_tool_choice(request, max_bytes),
         "structured_outputs": grammar_of_outputs(request, max_bytes),
     }
-    given = {name: grammar for name, grammar in found.items() if grammar is not None}
-    if len(given) > 1:
-        first, second, *_ = given
-        raise refused(second, f"expected one structure of the reply, got {first} and {second}; leave one out")
-    return next(iter(given.values()), None)
+    return _only({name: grammar for name, grammar in found.items() if grammar is not None})
 
 
 def grammar_of_outputs(request: Extensions, max_bytes: int) -> Grammar | None:
@@ -49,12 +40,15 @@ def grammar_of_outputs(request: Extensions, max_bytes: int) -> Grammar | None:
                 f"expected structured_outputs with one field, got {', '.join(own) or 'none'}",
             )
         given["structured_outputs"] = next(iter(own.items()))
+    return _only({name: _of_notation(name, *found, max_bytes) for name, found in given.items()})
+
+
+def _only(given: Mapping[str, Grammar]) -> Grammar | None:
+    """Return the one grammar by the fields that gave it; None for no grammar."""
     if len(given) > 1:
         first, second, *_ = given
         raise refused(second, f"expected one structure of the reply, got {first} and {second}; leave one out")
-    return next(
-        (_of_notation(name, notation, value, max_bytes) for name, (notation, value) in given.items()), None
-    )
+    return next(iter(given.values()), None)
 
 
 def _of_notation(name: str, notation: str, value: Any, max_bytes: int) -> Grammar:

@@ -18,13 +18,8 @@ SEPARATOR = re.compile(r"\s*;?\s*")
 def read_calls(text: str) -> list[dict[str, Any]]:
     """Return the names and arguments of calls.
 
-    Args:
-        text: in JSON, objects or lists of them, of which several are joined by semicolons or spaces; or in Python, a list
-            of calls with literals by keyword.
-
-    Raises:
-        KeyError: a call in JSON lacks its name or its arguments.
-        ValueError: the text has another form.
+    They are in JSON, objects or lists of them, of which several are joined by semicolons or spaces; or in Python, a list
+    of calls with literals by keyword. Other texts raise a ValueError, calls without name or arguments a KeyError.
     """
     return list(_in_python(text) if re.match(r"\[\s*\w", text) else _in_json(text))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from secondguess.server.errors import ApiError, refused
-from secondguess.server.response_schemas import (
+from secondguess.server.responses.schemas import (
     FunctionCall,
     FunctionCallOutput,
     InputImage,

@@ -44,7 +44,7 @@ LISTED_CALLS: ResponseTemplate = {
         }
     },
 }
-"""Response template of calls as `call_texts.read_calls` returns them, written as JSON."""
+"""Response template of calls as `texts.read_calls` returns them, written as JSON."""
 
 
 def _calls(begin: str, end: str, **settings: Any) -> ResponseTemplate:
@@ -60,7 +60,7 @@ def _calls(begin: str, end: str, **settings: Any) -> ResponseTemplate:
 
 
 def _listed_calls(begin: str, end: str = AT_END) -> ResponseTemplate:
-    """Return the field of calls between two patterns, which `call_texts.read_calls` reads."""
+    """Return the field of calls between two patterns, which `texts.read_calls` reads."""
     return {"open_pattern": begin, "close_pattern": end, "repeats": True, "content": "text"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from secondguess.server.errors import refused
-from secondguess.server.model import ServedModel
+from secondguess.server.served_model import ServedModel
 
 FORMATS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -40,15 +40,7 @@ def encode_infill(
 ) -> list[int]:
     """Return the token ids of a prompt that asks for the text between a prefix and a suffix.
 
-    Args:
-        target: the model.
-        prefix: text before the middle.
-        suffix: text after it.
-        files: names and texts of other files or parts of files, which come first; the last ones as far as they fit.
-        max_tokens: positions that stay free for the middle.
-
-    Raises:
-        ApiError: a tokenizer without fill-in-the-middle tokens.
+    Names and texts of other files come first, the last ones as far as `max_tokens` positions stay free for the middle.
     """
     tokenizer: Any = target.tokenizer
     vocab = tokenizer.get_vocab()

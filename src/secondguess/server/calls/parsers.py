@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from secondguess.sampling.text import IncrementalDecoder, Piece, StopSearch
-from secondguess.server.call_texts import read_calls
-from secondguess.server.reply_templates import LISTED_CALLS
+from secondguess.server.calls.templates import LISTED_CALLS
+from secondguess.server.calls.texts import read_calls
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in the tokenizers' response templates."""
@@ -77,6 +77,7 @@ class TemplateParser:
         tools: definitions of the functions, by which arguments get their types.
         stop: stop strings of the request.
         include_stop: the stop string that ends the reply is a part of it.
+        single_call: calls after the first one are left out (`parallel_tool_calls: false`).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class TemplateParser:
         tools: Sequence[Mapping[str, Any]],
         stop: Sequence[str],
         include_stop: bool = False,
+        single_call: bool = False,
     ) -> None:
         self.num_reasoning_tokens = 0
         self._decoder = IncrementalDecoder(_SpecialTokens(tokenizer), prompt)
@@ -107,6 +109,7 @@ class TemplateParser:
         self._unsettled = ""  # text whose events have not come yet
         self._region: str | None = None
         self._has_answer = False  # content or a call has begun
+        self._single_call, self._num_calls = single_call, 0
         self._follow(lambda: self._parser.initial_events)
 
     def feed(self, piece: Piece) -> list[Delta]:
@@ -140,11 +143,7 @@ class TemplateParser:
         return deltas + last
 
     def _last_events(self) -> Sequence[Mapping[str, Any]]:
-        """Return the events of the end of a reply.
-
-        Raises:
-            ValueError: a call between tags has no end; it would lack arguments.
-        """
+        """Return the events of the end of a reply; ValueError for a call between tags without an end: it lacks arguments."""
         events: list[dict[str, Any]] = self._parser.finalize()[1]
         closed = [event["field"] for event in events if event["type"] == "region_close"]
         if self._is_structured_by_tags and "tool_calls" in closed:
@@ -193,7 +192,9 @@ class TemplateParser:
             if name != "tool_calls" and not (name in REASONING_FIELDS and event["value"]):
                 return []  # content ends where the text after it, not settled yet, opens a region
             if name == "tool_calls":
-                deltas = [_tool_call(call, self._tools) for call in self._calls_of(event["value"])]
+                calls = [_tool_call(call, self._tools) for call in self._calls_of(event["value"])]
+                deltas = calls[: 1 - min(1, self._num_calls)] if self._single_call else calls
+                self._num_calls += len(deltas)
         elif not event.get("dirty") and (name == "content" or name in REASONING_FIELDS):
             deltas = [Delta("content" if name == "content" else "reasoning", event["text"])]
         else:
@@ -244,46 +245,12 @@ class ForcedCallParser:
         return [] if stopped else [Delta("arguments", self._held)]
 
 
-class SingleCallParser:
-    """Reply of which only the first tool call is returned (`parallel_tool_calls: false`).
-
-    Args:
-        parser: parser of the whole reply.
-    """
-
-    def __init__(self, parser: TemplateParser) -> None:
-        self._parser = parser
-        self._has_call = False
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._parser.num_reasoning_tokens
-
-    def feed(self, piece: Piece) -> list[Delta]:
-        return list(self._first_call(self._parser.feed(piece)))
-
-    def finish(self, stopped: bool) -> list[Delta]:
-        return list(self._first_call(self._parser.finish(stopped)))
-
-    def _first_call(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
-        """Yield the deltas without calls after the first one."""
-        for delta in deltas:
-            is_call = delta.field == "tool_call"
-            if not (is_call and self._has_call):
-                yield delta
-            self._has_call |= is_call
-
-
-ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser | SingleCallParser
+ReplyParser: TypeAlias = PlainParser | TemplateParser | ForcedCallParser
 """Parser of one sample's reply."""
 
 
 def _tool_call(value: Mapping[str, Any], tools: Set[str]) -> Delta:
-    """Return a tool call.
-
-    Raises:
-        ValueError: it calls none of the tools, or its arguments are no JSON object in valid Unicode.
-    """
+    """Return a call of one of the tools, whose arguments are a JSON object in valid Unicode; ValueError for others."""
     name, arguments = value["function"]["name"], value["function"]["arguments"]
     if name not in tools:
         raise ValueError(f"a call of {name}")

@@ -12,8 +12,9 @@ from typing import Any
 from secondguess.core import TokenLogprob
 from secondguess.engine import Output
 from secondguess.sampling.text import REPLACEMENT, Piece, text_of_tokens
+from secondguess.server.calls.parsers import Delta
+from secondguess.server.jobs import FINISH_REASONS, Job
 from secondguess.server.metrics import speculative_decoding
-from secondguess.server.parsing import Delta
 from secondguess.server.schemas import Sampling
 
 Json = dict[str, Any]
@@ -21,24 +22,16 @@ Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0
 """Value that OpenAI's API gives in place of minus infinity, which JSON lacks."""
 
-_FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
-
 
 def finish_reason(output: Output, has_tool_calls: bool = False) -> str | None:
     """Return OpenAI's finish reason; a full context is `length`. None if generation was cut."""
-    reason = _FINISH_REASONS.get(str(output.finish_reason))
+    reason = FINISH_REASONS.get(str(output.finish_reason))
     return "tool_calls" if has_tool_calls and reason == "stop" else reason
 
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that a reply and all its chunks share.
-
-    Args:
-        object_name: value of `object`.
-        model: name of the model, as the request gave it.
-        prefix: beginning of the identifier.
-    """
+    """Fields that a reply and all its chunks share."""
 
     object_name: str
     model: str
@@ -58,33 +51,35 @@ class Head:
         }
 
 
-def usage(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], num_reasoning: int = 0) -> Json:
+def usage(job: Job) -> Json:
     """Return the usage of a request.
 
     The prediction tokens are those of the request's `prediction`, never the drafter's.
     """
-    num_prompt, num_output = sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)
-    # Counted once per prompt, not for each of its samples.
-    num_cached = sum(each.stats.num_reused for each in outputs[:: len(outputs) // len(prompts)])
+    outputs, num_prompt = job.outputs, sum(map(len, job.token_ids))
+    num_output = sum(len(output.token_ids) for output in outputs)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens_details": {"cached_tokens": _num_cached(job)},
         "completion_tokens_details": {
-            "reasoning_tokens": num_reasoning,
+            "reasoning_tokens": job.num_reasoning_tokens,
             "accepted_prediction_tokens": sum(each.stats.accepted_prediction_tokens for each in outputs),
             "rejected_prediction_tokens": sum(each.stats.rejected_prediction_tokens for each in outputs),
         },
     }
 
 
-def requested_statistics(
-    request: Sampling, prompts: Sequence[Sequence[int]], outputs: Sequence[Output]
-) -> Json:
+def _num_cached(job: Job) -> int:
+    """Return the number of prompt tokens that were in the cache: once per prompt, not for each of its samples."""
+    return sum(output.stats.num_reused for output in job.outputs[:: job.params.n])
+
+
+def requested_statistics(request: Sampling, job: Job) -> Json:
     """Return the fields that `report` and `timings_per_token` add to a reply."""
-    found = report(outputs) if request.report else {}
-    return found | {"timings": timings(prompts, outputs)} if request.timings_per_token else found
+    found = report(job.outputs) if request.report else {}
+    return found | {"timings": timings(job)} if request.timings_per_token else found
 
 
 def report(outputs: Sequence[Output]) -> Json:
@@ -102,15 +97,14 @@ def report(outputs: Sequence[Output]) -> Json:
     return {"metrics": {"speculative_decoding": single}, "secondguess": {"samples": statistics}}
 
 
-def timings(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> Json:
+def timings(job: Job) -> Json:
     """Return times in milliseconds and per token, as llama.cpp's server reports them, summed over outputs."""
-    stats = [output.stats for output in outputs]
-    num_cached = sum(each.num_reused for each in stats[:: len(outputs) // len(prompts)])
+    stats, num_cached = [output.stats for output in job.outputs], _num_cached(job)
     prefill = sum(each.seconds["prefill"] for each in stats)
     spent = {
-        "prompt": (sum(map(len, prompts)) - num_cached, prefill),
+        "prompt": (sum(map(len, job.token_ids)) - num_cached, prefill),
         "predicted": (
-            sum(len(output.token_ids) for output in outputs),
+            sum(len(output.token_ids) for output in job.outputs),
             sum(sum(each.seconds.values()) for each in stats) - prefill,
         ),
     }
@@ -197,11 +191,7 @@ def _token_logprob(text: str, logprob: float) -> Json:
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """Return log-probabilities in the form of completions.
-
-    Args:
-        offset: number of characters before the first token.
-    """
+    """Return log-probabilities in the form of completions; `offset` characters precede the first token."""
     offsets = []
     for each in logprobs:
         offsets.append(offset)

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from secondguess.engine import Output
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
-from secondguess.server.convert import Job
-from secondguess.server.replies import Json, finish_reason, timings
+from secondguess.server.jobs import Job
+from secondguess.server.reply_fields import Json, finish_reason, timings
 from secondguess.server.schemas import InfillRequest
-from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import RequestStream, streamed, to_event
+from secondguess.server.service import Service, ServiceOf
+from secondguess.server.streams import to_event
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
 
 @router.post("/infill")
-async def create_infill(request: InfillRequest, http: HttpRequest) -> Response:
+async def create_infill(request: InfillRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Write the text between a prefix and a suffix."""
-    service: Service = http.app.state.service
-    model = service.admit(request, http)
-    convert = partial(service.convert.infill, request)
-    build = partial(_reply, service, request, model)
-    if request.stream:
-        job, generation = await service.start(http, convert)
-        events = _events(generation, partial(build, job))
-        return streamed(generation, events, ends_with_done=False)
-    return await service.reply(http, convert, build)
+    build = partial(_reply, service, request, service.admit(request, http))
+    return await service.answer(
+        http,
+        request,
+        partial(service.convert.infill, request),
+        build,
+        partial(_events, build),
+        ends_with_done=False,
+    )
 
 
-async def _events(stream: RequestStream, build: Any) -> AsyncIterator[bytes]:
+async def _events(build: Callable[[Job], Json], job: Job) -> AsyncIterator[bytes]:
     """Yield the pieces of a middle, then the reply without its text."""
-    async for _, event in stream.pieces():
+    async for event in job.pieces():
         if event.piece.text:
             yield to_event({"index": 0, "content": event.piece.text, "stop": False})
-    outputs = stream.outputs()
-    check_finished(outputs)
-    yield to_event({**build(outputs), "content": ""})
+    yield to_event({**build(job), "content": ""})
 
 
-def _reply(service: Service, request: InfillRequest, model: str, job: Job, outputs: Sequence[Output]) -> Json:
+def _reply(service: Service, request: InfillRequest, model: str, job: Job) -> Json:
     """Return the reply in llama.cpp's form, or the fields of it that the request names."""
-    (output,) = outputs
+    (output,) = job.outputs
     word = output.stop_string
     if not word and output.token_ids:  # the text lacks special tokens
         last = text_of_token(service.target.tokenizer, output.token_ids[-1])
@@ -62,10 +58,10 @@ def _reply(service: Service, request: InfillRequest, model: str, job: Job, outpu
         "stop_type": "limit" if is_cut else "word" if word else "eos",
         "stopping_word": "" if is_cut else word,
         "tokens_predicted": len(output.token_ids),
-        "tokens_evaluated": len(job.prompts[0]),
+        "tokens_evaluated": len(job.token_ids[0]),
         "tokens_cached": output.stats.num_reused,
         "truncated": False,
-        "timings": timings(job.prompts, outputs),
+        "timings": timings(job),
     }
     if not request.response_fields:
         return reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from fastapi import APIRouter
@@ -14,8 +14,8 @@ from secondguess.engine.generation import with_texts
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.chunks import ChunkStream
-from secondguess.server.convert import Job
-from secondguess.server.replies import (
+from secondguess.server.jobs import Job
+from secondguess.server.reply_fields import (
     Head,
     Json,
     completion_logprobs,
@@ -26,36 +26,33 @@ from secondguess.server.replies import (
     usage,
 )
 from secondguess.server.schemas import CompletionRequest
-from secondguess.server.service import Service
-from secondguess.server.streams import streamed
+from secondguess.server.service import Service, ServiceOf
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 
 
 @router.post("/v1/completions")
-async def create_completion(request: CompletionRequest, http: HttpRequest) -> Response:
+async def create_completion(request: CompletionRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Continue one or several prompts."""
-    service: Service = http.app.state.service
-    model = service.admit(request, http)
-    head = Head("text_completion", model, "cmpl")
-    convert = partial(service.convert.completion, request)
-    if request.stream:
-        job, generation = await service.start(http, convert)
-        return streamed(generation, _Chunks(service, request, head, job).run(generation))
-    return await service.reply(http, convert, partial(_completion, service, request, head))
+    head = Head("text_completion", service.admit(request, http), "cmpl")
+    return await service.answer(
+        http,
+        request,
+        partial(service.convert.completion, request),
+        partial(_completion, service, request, head),
+        lambda job: _Chunks(service, request, head, job).run(),
+    )
 
 
-def _completion(
-    service: Service, request: CompletionRequest, head: Head, job: Job, outputs: Sequence[Output]
-) -> Json:
+def _completion(service: Service, request: CompletionRequest, head: Head, job: Job) -> Json:
     choices = []
-    for index, output in enumerate(outputs):
+    for index, output in enumerate(job.outputs):
         prompt_index, tokenizer = index // job.params.n, service.target.tokenizer
         echo = job.echo[prompt_index] if job.echo else ""
         of_prompt = [with_texts(token, tokenizer) for token in output.prompt_logprobs]
         logprobs = None
         if request.logprobs is not None and job.echo:
-            first = text_of_token(tokenizer, job.prompts[prompt_index][0])
+            first = text_of_token(tokenizer, job.token_ids[prompt_index][0])
             logprobs = echoed_logprobs(first, [*of_prompt, *output.logprobs])
         elif request.logprobs is not None:
             logprobs = completion_logprobs(output.logprobs, 0)
@@ -63,8 +60,8 @@ def _completion(
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [None, *map(logprobs_by_token, of_prompt)]
         choices.append(choice)
-    more = requested_statistics(request, job.prompts, outputs)
-    return head.reply(choices, usage=usage(job.prompts, outputs), **more)
+    more = requested_statistics(request, job)
+    return head.reply(choices, usage=usage(job), **more)
 
 
 class _Chunks(ChunkStream[CompletionRequest]):
@@ -75,12 +72,12 @@ class _Chunks(ChunkStream[CompletionRequest]):
         for index in range(self.job.num_choices if self.job.echo else 0):
             yield _choice(index, self.job.echo[index // self.job.params.n])
 
-    def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
+    def add(self, event: NewPiece, more: Json) -> Iterator[Json]:
         if event.piece.text or event.logprobs:
             wanted = self.request.logprobs is not None
-            logprobs = completion_logprobs(event.logprobs, self._offsets[index]) if wanted else None
-            self._offsets[index] += sum(len(each.text) for each in event.logprobs)
-            yield _choice(index, event.piece.text, logprobs) | more
+            logprobs = completion_logprobs(event.logprobs, self._offsets[event.index]) if wanted else None
+            self._offsets[event.index] += sum(len(token.text) for token in event.logprobs)
+            yield _choice(event.index, event.piece.text, logprobs) | more
 
     def end(self, index: int, output: Output) -> Iterator[Json]:
         yield _choice(index, "", None, finish_reason(output))

@@ -6,18 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from secondguess.core import TokenLogprob
-from secondguess.server.parsing import Delta, new_id
-from secondguess.server.replies import chat_logprob
+from secondguess.server.calls.parsers import Delta, new_id
+from secondguess.server.reply_fields import chat_logprob
 
 Json = dict[str, Any]
 
 
 class OutputItems:
-    """Items of one reply: reasoning, messages and function calls, in order.
-
-    Args:
-        with_logprobs: report log-probabilities with the text.
-    """
+    """Items of one reply: reasoning, messages and function calls, in order."""
 
     def __init__(self, with_logprobs: bool = False) -> None:
         self.items: list[Json] = []

@@ -14,11 +14,9 @@ from typing import Any
 import numpy
 
 from secondguess.prompts import EncodedPrompt, processor_template, with_list_contents
+from secondguess.server.calls.templates import response_template
 from secondguess.server.errors import ApiError, refused
 from secondguess.server.images import ImageReader
-from secondguess.server.model import ServedModel
-from secondguess.server.prompt_limits import check_characters
-from secondguess.server.reply_templates import response_template
 from secondguess.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -28,6 +26,7 @@ from secondguess.server.schemas import (
     TextPart,
     UserMessage,
 )
+from secondguess.server.served_model import ServedModel
 
 Content = str | Sequence[TextPart | ImagePart | RefusalPart] | None
 Messages = list[dict[str, Any]]
@@ -62,12 +61,7 @@ class Conversation:
 
 
 class ChatTemplate:
-    """Chat template of a model.
-
-    Args:
-        target: the model.
-        template: Jinja source in place of the tokenizer's; None for the tokenizer's.
-    """
+    """Chat template of a model: that of its tokenizer, or another one in Jinja."""
 
     def __init__(self, target: ServedModel, template: str | None = None) -> None:
         self._target = target
@@ -92,13 +86,7 @@ class ChatTemplate:
         return described or response_template("\n".join(texts))
 
     def encode(self, conversation: Conversation) -> EncodedPrompt:
-        """Return the token ids of a conversation, up to the beginning of the next reply.
-
-        Raises:
-            ApiError: a model without a template, variables that it does not read, or messages that
-                it cannot format.
-            CheckpointError: images for a model whose processor is missing.
-        """
+        """Return the token ids of a conversation, up to the beginning of the next reply."""
         formatter = self._target.checkpoint.processor if conversation.has_images else self._tokenizer
         source = self._source(formatter, bool(conversation.tools))
         own = {"messages", *signature(formatter.apply_chat_template).parameters} - {"documents"}
@@ -139,7 +127,7 @@ class ChatTemplate:
                 "messages",
                 "template_error",
             ) from error
-        check_characters(self._target, text)
+        self._target.check_characters(text)
         if conversation.continues and not conversation.has_images:
             content = conversation.messages[-1]["content"]
             # Templates that trim a message would let the model write its last spaces again.
@@ -217,11 +205,7 @@ def _check_continued(request: ChatRequest) -> None:
 
 
 def to_messages(messages: Sequence[Message], images: ImageReader) -> Conversation:
-    """Return the conversation of messages, of which the chat template then formats one of several forms.
-
-    Raises:
-        ApiError: a message without content, or an image that is refused.
-    """
+    """Return the conversation of messages, of which the chat template then formats one of several forms."""
     found = [_to_message(message, index) for index, message in enumerate(messages)]
     contents = [message.content for message in messages]
     has_images = any(
@@ -259,10 +243,6 @@ def _readable(render: Callable[[Messages], str], messages: Messages) -> Messages
     """Return messages in the first form that a template can format without leaving all calls out.
 
     If each form that it can format leaves them out, or if it can format none, this is the first such form.
-
-    Args:
-        render: formats messages by the template.
-        messages: those of a `Conversation`.
     """
     if not any("tool_calls" in message for message in messages):
         return messages
@@ -277,15 +257,11 @@ def _readable(render: Callable[[Messages], str], messages: Messages) -> Messages
 
 
 def _forms(messages: Messages, suffix: str = "") -> Iterator[Messages]:
-    """Yield messages in the forms that templates read, the most common one first.
+    """Yield messages in the forms that templates read, the most common one first; `suffix` is added to names of functions.
 
     Arguments of calls are objects, or JSON for templates that join them to other text. An empty content
     beside calls is text, or null for templates that write calls only then. Identifiers of calls are as they came, or
     of nine characters for templates that refuse others, such as Mistral's.
-
-    Args:
-        messages: those of a `Conversation`.
-        suffix: text that is added to the names of called functions.
     """
     for known in (messages, [_with_short_ids(message) for message in messages]):
         for empty in EMPTY:

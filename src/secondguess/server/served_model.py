@@ -13,6 +13,10 @@ from secondguess.engine.models import Models, fits_memory
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.params import MIN_TEMPERATURE
 from secondguess.sampling import SamplingParams
+from secondguess.server.errors import ApiError
+
+CHARACTERS_PER_TOKEN = 16
+"""Several times the mean of any text. Texts with more for each token of the context are examined."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,8 @@ class ServedModel:
     def from_llm(cls, llm: Models, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
-        A longer request than that would not fit either when all others have ended.
-
-        Args:
-            name: as for clients; None for that of the checkpoint, without the folder of a path.
+        A longer request than that would not fit either when all others have ended. Clients know it by `name`, or by that of the
+        checkpoint, without the folder of a path.
         """
         target, runtime = llm.target, llm.target.runtime
         longest = runtime.context_length
@@ -55,6 +57,38 @@ class ServedModel:
                 longest //= 2
         sizes = longest, runtime.num_input_tokens, runtime.takes_images
         return cls(name or short_name(target.name), target.checkpoint, target.tokenizer, *sizes, is_limited)
+
+    @property
+    def limit(self) -> str:
+        """Words that precede the largest number of tokens in a message."""
+        if self.is_limited_by_memory:
+            return "the memory that was free when the server started holds"
+        return "the model's context is"
+
+    @property
+    def max_characters(self) -> int:
+        """Number of characters that fill the context several times in nearly every text."""
+        return CHARACTERS_PER_TOKEN * self.context_length
+
+    def check_characters(self, text: str) -> None:
+        """Refuse a text whose first `max_characters` have too many tokens, wherever they end in the whole text.
+
+        Not all of it is tokenized, which takes a hundred bytes per character.
+        """
+        if len(text) <= self.max_characters:
+            return
+        num_tokens = len(self.encode(text[: self.max_characters]))
+        if num_tokens > 2 * self.context_length:
+            first = f"of which the first {self.max_characters} have {num_tokens} tokens"
+            raise self.too_long(f"{len(text)} characters, {first}")
+
+    def too_long(self, got: str) -> ApiError:
+        """Return the error of a prompt that leaves no position free."""
+        message = (
+            f"expected a prompt of at most {self.context_length - 1} tokens ({self.limit} {self.context_length} and one "
+            f"position must stay free), got {got}; shorten it"
+        )
+        return ApiError(400, message, "prompt", "context_length_exceeded")
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, as `LoadedModel.encode` does."""
@@ -74,12 +108,9 @@ def short_name(name: str) -> str:
 
 
 def recommended_sampling(source: Source | None) -> dict[str, float]:
-    """Return the sampling settings in a checkpoint's `generation_config.json`.
+    """Return the sampling settings in a checkpoint's `generation_config.json`, if they are in range.
 
     They are read as other servers do: a `top_k` of -1 means none, and a tiny temperature greedy decoding.
-
-    Raises:
-        CheckpointError: if one is out of range, or the file cannot be read.
     """
     if source is None:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from fastapi import APIRouter
@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.bodies import BoundedRoute
+from secondguess.server.calls.parsers import Delta
 from secondguess.server.chunks import ChunkStream
-from secondguess.server.convert import Job
-from secondguess.server.parsing import Delta, ReplyParser
-from secondguess.server.replies import (
+from secondguess.server.jobs import Job
+from secondguess.server.reply_fields import (
     Head,
     Json,
     chat_logprobs,
@@ -25,65 +25,53 @@ from secondguess.server.replies import (
     usage,
 )
 from secondguess.server.schemas import ChatRequest
-from secondguess.server.service import Service
-from secondguess.server.streams import streamed
+from secondguess.server.service import ServiceOf
 
 router = APIRouter(tags=["chat"], route_class=BoundedRoute)
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(request: ChatRequest, http: HttpRequest) -> Response:
+async def create_chat_completion(request: ChatRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Answer a conversation."""
-    service: Service = http.app.state.service
-    model = service.admit(request, http)
-    convert = partial(service.convert.chat, request)
-    if request.stream:
-        head = Head("chat.completion.chunk", model, "chatcmpl")
-        job, generation = await service.start(http, convert)
-        parsers = await service.parsers(job, generation)
-        return streamed(generation, _Chunks(service, request, head, job, parsers).run(generation))
-    head = Head("chat.completion", model, "chatcmpl")
-    return await service.reply(http, convert, partial(_chat_completion, service, request, head))
+    name = "chat.completion.chunk" if request.stream else "chat.completion"
+    head = Head(name, service.admit(request, http), "chatcmpl")
+    return await service.answer(
+        http,
+        request,
+        partial(service.convert.chat, request),
+        partial(_chat_completion, request, head),
+        lambda job: _Chunks(service, request, head, job).run(),
+    )
 
 
-def _chat_completion(
-    service: Service, request: ChatRequest, head: Head, job: Job, outputs: Sequence[Output]
-) -> Json:
-    choices, num_reasoning = [], 0
-    for index, output in enumerate(outputs):
-        deltas, count = service.parse(job, output)
-        num_reasoning += count
-        found = message(deltas)
+def _chat_completion(request: ChatRequest, head: Head, job: Job) -> Json:
+    choices = []
+    for index, output in enumerate(job.outputs):
+        found = message(job.parse(index))
         choice = {
             "index": index,
             "message": found,
             "finish_reason": finish_reason(output, "tool_calls" in found),
         }
         choices.append(choice | {"logprobs": chat_logprobs(output.logprobs) if request.logprobs else None})
-    more = requested_statistics(request, job.prompts, outputs)
+    more = requested_statistics(request, job)
     if request.metadata is not None:
         more["metadata"] = request.metadata
-    return head.reply(choices, usage=usage(job.prompts, outputs, num_reasoning), **more)
+    return head.reply(choices, usage=usage(job), **more)
 
 
 class _Chunks(ChunkStream[ChatRequest]):
     """Chunks of a streamed chat: one or several per committed piece."""
 
-    def __init__(
-        self, service: Service, request: ChatRequest, head: Head, job: Job, parsers: Sequence[ReplyParser]
-    ) -> None:
-        super().__init__(service, request, head, job)
-        self._parsers = parsers
-        self._has_begun = [False] * len(parsers)
-        self._num_calls = [0] * len(parsers)
+    def begin(self) -> Iterable[Json]:
+        self._has_begun = [False] * self.job.num_choices
+        self._num_calls = [0] * self.job.num_choices
+        return ()
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return sum(parser.num_reasoning_tokens for parser in self._parsers)
-
-    def add(self, index: int, event: NewPiece, more: Json) -> Iterator[Json]:
+    def add(self, event: NewPiece, more: Json) -> Iterator[Json]:
         """Yield the choices of a piece; the first has its log-probabilities and, if it is content, `more`."""
-        deltas = self._parsers[index].feed(event.piece)
+        index = event.index
+        deltas = self.job.parsers[index].feed(event.piece)
         if {delta.field for delta in deltas} == {"content"}:  # parsers may return one per token
             deltas = [Delta("content", "".join(delta.text for delta in deltas))]
         is_content = deltas == [Delta("content", event.piece.text)]
@@ -96,7 +84,7 @@ class _Chunks(ChunkStream[ChatRequest]):
             fields = {}
 
     def end(self, index: int, output: Output) -> Iterator[Json]:
-        for delta in self._parsers[index].finish(output.finish_reason == "stop"):
+        for delta in self.job.parsers[index].finish(output.finish_reason == "stop"):
             if delta.text or delta.field == "tool_call":
                 yield self._choice(index, delta)
         yield self._choice(index, None) | {"finish_reason": finish_reason(output, self._num_calls[index] > 0)}

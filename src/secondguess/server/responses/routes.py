@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,19 +13,18 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from secondguess.engine import Output
 from secondguess.errors import BadInputError
 from secondguess.server.bodies import BoundedRoute
-from secondguess.server.convert import Job
+from secondguess.server.calls.parsers import new_id
 from secondguess.server.errors import ApiError, api_error
-from secondguess.server.parsing import ReplyParser, new_id
-from secondguess.server.replies import finish_reason, report, usage
-from secondguess.server.response_input import to_chat, wants_logprobs, with_response_names
-from secondguess.server.response_output import OutputItems
-from secondguess.server.response_schemas import ResponseRequest
+from secondguess.server.jobs import Job
+from secondguess.server.reply_fields import finish_reason, report, usage
+from secondguess.server.responses.input import to_chat, wants_logprobs, with_response_names
+from secondguess.server.responses.output import OutputItems
+from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest
-from secondguess.server.service import Service, check_finished
-from secondguess.server.streams import RequestStream, streamed, to_event
+from secondguess.server.service import Service, ServiceOf
+from secondguess.server.streams import to_event
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,18 @@ router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 
 
 @router.post("/v1/responses")
-async def create_response(request: ResponseRequest, http: HttpRequest) -> Response:
+async def create_response(request: ResponseRequest, http: HttpRequest, service: ServiceOf) -> Response:
     """Answer a conversation with items: reasoning, messages and function calls."""
-    service: Service = http.app.state.service
     request = service.convert.with_defaults(request)
     model = service.admit(request, http)
-    convert = partial(_convert, service, request)
-    if not request.stream:
-        return await service.reply(http, convert, partial(_response, service, request, model))
-    job, stream = await service.start(http, convert)
-    (parser,) = await service.parsers(job, stream)
-    events = _Events(request, model, parser).run(job, stream)
-    return streamed(stream, events, ends_with_done=False)
+    return await service.answer(
+        http,
+        request,
+        partial(_convert, service, request),
+        partial(_response, request, model),
+        lambda job: _Events(request, model).run(job),
+        ends_with_done=False,
+    )
 
 
 def _convert(service: Service, request: ResponseRequest) -> Job:
@@ -55,14 +54,11 @@ def _convert(service: Service, request: ResponseRequest) -> Job:
         raise with_response_names(api_error(error, ChatRequest.model_fields)) from error
 
 
-def _response(
-    service: Service, request: ResponseRequest, model: str, job: Job, outputs: Sequence[Output]
-) -> Json:
+def _response(request: ResponseRequest, model: str, job: Job) -> Json:
     items = OutputItems(wants_logprobs(request))
-    deltas, num_reasoning = service.parse(job, outputs[0])
-    for _ in items.add(deltas, outputs[0].logprobs):
+    for _ in items.add(job.parse(0), job.outputs[0].logprobs):
         pass
-    return _Reply(request, model).finished(items, job, outputs, num_reasoning)[1]
+    return _Reply(request, model).finished(items, job)[1]
 
 
 @dataclass(frozen=True)
@@ -109,42 +105,38 @@ class _Reply:
             **more,
         }
 
-    def finished(
-        self, items: OutputItems, job: Job, outputs: Sequence[Output], num_reasoning: int
-    ) -> tuple[list[Json], Json]:
+    def finished(self, items: OutputItems, job: Job) -> tuple[list[Json], Json]:
         """Return the last events of the items, and the reply with all of them."""
-        is_cut = finish_reason(outputs[0]) == "length"
+        is_cut = finish_reason(job.outputs[0]) == "length"
         status = "incomplete" if is_cut else "completed"
         events = list(items.close(status))
-        more: Json = {"usage": _usage(job, outputs, num_reasoning)}
+        more: Json = {"usage": _usage(job)}
         if is_cut:
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             more["completed_at"] = int(time.time())
         return events, self.object(
-            status, items.items, **more, **(report(outputs) if self.request.report else {})
+            status, items.items, **more, **(report(job.outputs) if self.request.report else {})
         )
 
 
 class _Events:
     """Events of a streamed response, numbered in order."""
 
-    def __init__(self, request: ResponseRequest, model: str, parser: ReplyParser) -> None:
+    def __init__(self, request: ResponseRequest, model: str) -> None:
         self._reply = _Reply(request, model)
-        self._parser = parser
         self._items = OutputItems(wants_logprobs(request))
         self._number = 0
 
-    async def run(self, job: Job, stream: RequestStream) -> AsyncIterator[bytes]:
+    async def run(self, job: Job) -> AsyncIterator[bytes]:
         """Yield the events; an error becomes `response.failed`."""
+        (parser,) = job.parsers
         for state in ("created", "in_progress"):
             yield self._event_of_state(state, self._reply.object("in_progress", ()))
         try:
-            async for _, event in stream.pieces():
-                for found in self._items.add(self._parser.feed(event.piece), event.logprobs):
+            async for event in job.pieces():
+                for found in self._items.add(parser.feed(event.piece), event.logprobs):
                     yield self._event(found)
-            outputs = stream.outputs()
-            check_finished(outputs)
         except Exception as error:
             failed = api_error(error)
             if failed.status == 500:
@@ -152,9 +144,9 @@ class _Events:
             what = {"code": "server_error", "message": failed.message}
             yield self._event_of_state("failed", self._reply.object("failed", self._items.items, error=what))
             return
-        for found in self._items.add(self._parser.finish(outputs[0].finish_reason == "stop")):
+        for found in self._items.add(parser.finish(job.outputs[0].finish_reason == "stop")):
             yield self._event(found)
-        events, reply = self._reply.finished(self._items, job, outputs, self._parser.num_reasoning_tokens)
+        events, reply = self._reply.finished(self._items, job)
         for found in events:
             yield self._event(found)
         yield self._event_of_state(reply["status"], reply)
@@ -167,12 +159,12 @@ class _Events:
         return to_event({**fields, "sequence_number": self._number - 1}, fields["type"])
 
 
-def _usage(job: Job, outputs: Sequence[Output], num_reasoning: int) -> Json:
-    counted = usage(job.prompts, outputs, num_reasoning)
+def _usage(job: Job) -> Json:
+    counted = usage(job)
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "output_tokens_details": {"reasoning_tokens": job.num_reasoning_tokens},
         "total_tokens": counted["total_tokens"],
     }

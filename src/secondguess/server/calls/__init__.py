@@ -1,0 +1,1 @@
+"""Replies of models split into content, reasoning and tool calls."""

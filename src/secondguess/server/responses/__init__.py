@@ -1,0 +1,1 @@
+"""`/v1/responses`: a chat whose reply consists of items; nothing is stored between requests."""
