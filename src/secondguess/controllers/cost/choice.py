@@ -72,21 +72,15 @@ class Chooser:
         """Return for how many rows a part may draft: four times as many as before, as the cost is unknown at first."""
         return max(4 * self.times.most_rows(part), 1)
 
-    def draft_cost(self, part: int, count: int, num_levels: int) -> float:
-        """Return the time of drafts for `count` rows, in plain rounds."""
-        line = self.times.draft_line(part, count)
-        return 0.0 if line is None else line.at(num_levels)
-
     def price(self, proposals: Sequence[Proposal], num_nodes: int) -> float:
         """Return the tokens per row that could be gained in the time of drafts with so many nodes in all."""
-        drafting = 0.0
+        time = self.times.pass_cost(self.num_rows, num_nodes)
         if proposals:
-            width = round(sum([proposal.width for proposal in proposals]) / len(proposals))
-            drafting = self.draft_cost(proposals[0].candidate.part, len(proposals), width)
-        prefill = sum([proposal.prefill for proposal in proposals])
-        return (
-            self.num_rows * self.rate * (drafting + prefill + self.times.pass_cost(self.num_rows, num_nodes))
-        )
+            line = self.times.draft_line(proposals[0].candidate.part, len(proposals))
+            if line is not None:
+                time += line.at(round(sum([proposal.width for proposal in proposals]) / len(proposals)))
+            time += sum([proposal.prefill for proposal in proposals])
+        return self.num_rows * self.rate * time
 
     def evaluate(self, proposal: Proposal) -> None:
         """Set the net gain of a proposal, and the length of a lookup."""

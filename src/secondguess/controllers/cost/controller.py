@@ -33,8 +33,8 @@ TRIAL_LENGTH = 2
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512
 """Rounds between trials while nothing pays: doubled by each trial that lost time."""
 RATE_DECAY = 1 - 1 / 16
-"""Decay of the rate of tokens."""
 PLAIN_RATE_DECAY = 1 - 1 / 8
+"""Decay of the rate of tokens in a round with drafts and in a plain one."""
 MAX_SHARED_ROUNDS = 64
 """Largest number of rounds over which a drafter's prefill is charged, as a row may end early."""
 
@@ -115,8 +115,9 @@ class CostController(Controller):
         self._proposals, self._is_trial = [], False
         self.measures_plain = self.times.needs_plain(len(rows), mean_length(rows))
         if not (self.measures_plain or self.budget.is_spent):
-            key = len(rows) if len(rows) > 1 else next((c.kind for c in candidates[0] if c.longest > 0), None)
-            self._rate = self._rates[key]
+            kind = next((candidate.kind for candidate in candidates[0] if candidate.longest), None)
+            # Tokens inside a match are worth less than others, as decoding is fast there anyway.
+            self._rate = self._rates[kind if len(rows) == 1 else len(rows)]
             self._chooser = Chooser(self.times, len(rows), self._rate.value)
             self._proposals = self._choose(rows, candidates)
         plans = [Plan(0, 0)] * len(rows)
@@ -136,10 +137,9 @@ class CostController(Controller):
         if not chosen and best:
             (first, *_) = trial = first_with_ties(best, 1, rows)
             price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows) + first.prefill
+            is_due = self._trials[first.candidate.part].is_due()
             # The expected price may be wrong, which only a trial can show.
-            if self._trials[first.candidate.part].is_due() and self.budget.balance >= min(
-                price, FIRST_BUDGET
-            ):
+            if is_due and self.budget.balance >= min(price, FIRST_BUDGET):
                 chosen, self._is_trial = trial, True
         for proposal in chosen:
             is_new = not proposal.survivals and self.times.is_new(proposal.candidate.part)

@@ -7,9 +7,8 @@ times stay valid; if rounds with drafts deviate from what is expected, plain rou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
-from typing import TypeVar
 
 from secondguess.core import Row
 
@@ -36,12 +35,10 @@ FIRST_TOKEN_COST = 0.004
 FIRST_STEP_SHARE = 0.6
 """Share of the time per step that is attributed to the step, and not to the draft, while one length was seen."""
 
-ValueT = TypeVar("ValueT")
 
-
-def nearest(known: Mapping[int, ValueT], size: int) -> ValueT | None:
-    """Return the value of the nearest key; None if there is none."""
-    return known[min(known, key=lambda other: abs(other - size))] if known else None
+def nearest(sizes: Iterable[int], size: int) -> int:
+    """Return the nearest of some sizes; 0 if there is none."""
+    return min(sizes, key=lambda other: abs(other - size), default=0)
 
 
 class Line:
@@ -182,7 +179,7 @@ class RoundTimes:
         Args:
             context: mean number of tokens per row.
         """
-        size = min(self._plain, key=lambda other: abs(other - num_rows), default=0)
+        size = nearest(self._plain, num_rows)
         if not size or max(size, num_rows) > SIZE_TOLERANCE * min(size, num_rows):
             return True
         known = self._plain[size]
@@ -229,7 +226,7 @@ class RoundTimes:
         """Return what drafts of so many nodes add to the target's pass over all rows, in plain rounds."""
         if not num_nodes:
             return 0.0
-        size = min(self._passes, key=lambda other: abs(other - num_rows), default=0)
+        size = nearest(self._passes, num_rows)
         if not size:
             return first_node_cost(num_rows) * num_nodes
         cost = self._passes[size].at(num_nodes)
@@ -241,7 +238,8 @@ class RoundTimes:
 
     def draft_line(self, part: int, num_rows: int) -> Line | None:
         """Return the time of drafts of a part by levels, in plain rounds; None while unknown."""
-        return nearest(self._drafts.get(part, {}), num_rows)
+        lines = self._drafts.get(part, {})
+        return lines.get(nearest(lines, num_rows))
 
     def prefill_cost(self, part: int, num_tokens: int) -> float:
         """Return the time of a drafter's prefill, in plain rounds."""
@@ -258,9 +256,7 @@ class RoundTimes:
 
     def add_pass(self, num_rows: int, num_nodes: int, seconds: float) -> float:
         """Add the target's part of a round with drafts; return its time in plain rounds, clipped if it was disturbed."""
-        known = self._plain.get(num_rows)
-        if known is not None:
-            known.age += 1
+        self._plain[nearest(self._plain, num_rows)].age += 1
         costs = self._passes.setdefault(num_rows, PassCosts(num_rows))
         time = seconds / self.plain(num_rows)
         self._notice(self._pass_ratios, time / (1 + self.pass_cost(num_rows, num_nodes)))
@@ -281,10 +277,8 @@ class RoundTimes:
         if line.count >= NUM_TIMED:
             self._notice(self._draft_ratios, (time + 0.1) / (line.at(num_levels) + 0.1))
             time = line.clip(time, line.at(num_levels))
-        elif line.count == 1 and time < line.at(
-            num_levels
-        ):  # The first draft allocates memory and fills caches.
-            line.forget()
+        elif line.count == 1 and time < line.at(num_levels):
+            line.forget()  # The first draft allocates memory and fills caches.
         line.add(num_levels, time)
         return time
 
