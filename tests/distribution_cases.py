@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grammar_cases import tiny_matcher
+from recursive_rejection import RecursiveVerifier
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.controller import CostController, CostOptions
@@ -212,6 +213,8 @@ def play(
     **row_settings: object,
 ) -> list[Branch]:
     """Return all branches of the decoding loop's first rounds after the prompt."""
+    if verifier == RecursiveVerifier.name:
+        verifier = RecursiveVerifier()
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
     decider = make_controller(controller) if isinstance(controller, str) else controller
     components = Components(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)

@@ -185,7 +185,7 @@ def test_a_vocabulary_of_four_tokens_keeps_the_distribution(verifier):
 
 
 @pytest.mark.parametrize("pair", ["binary", "zeros", "equal-at-times", "sharp"])
-@pytest.mark.parametrize("verifier", ["coupled", "auto", "traversal", "recursive"])
+@pytest.mark.parametrize("verifier", ["coupled", "auto", "traversal"])
 def test_deterministic_trees_keep_the_distribution_and_accept_their_probability(verifier, pair):
     pair = PAIRS[pair]
     branches = play(pair, make_pair_drafter("tree", pair), verifier, "fixed:3")
@@ -297,10 +297,9 @@ def test_draft_models_with_another_vocabulary_keep_the_distribution_over_two_rou
         assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
-@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_trees_of_a_draft_model_with_another_vocabulary_keep_the_distribution(verifier):
+def test_trees_of_a_draft_model_with_another_vocabulary_keep_the_distribution():
     pair = PAIRS["ternary"]
-    branches = play(pair, make_other_drafter("partly", "intersection", "2x1"), verifier, "fixed:2")
+    branches = play(pair, make_other_drafter("partly", "intersection", "2x1"), "traversal", "fixed:2")
     assert mean_accepted(branches) > 0
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
 
@@ -370,9 +369,7 @@ def test_output_distribution_over_two_rounds_equals_the_targets(verifier, contro
     assert dist_error(branches, after_prompt(pair.target), num_tokens=4) < ROUNDING
 
 
-@pytest.mark.parametrize(
-    "verifier", ["greedy", "auto", "block", "rejection", "coupled", "traversal", "recursive"]
-)
+@pytest.mark.parametrize("verifier", ["greedy", "auto", "block", "rejection", "coupled", "traversal"])
 @pytest.mark.parametrize("drafter", ["sampled", "deterministic"])
 def test_temperature_zero_generates_the_most_probable_tokens(drafter, verifier):
     pair = PAIRS["ternary"]
@@ -411,8 +408,8 @@ def test_sampling_settings_apply_inside_a_draft(verifier, drafter, setting):
         *itertools.product(
             ["sampled", "deterministic"], ["rejection", "block", "auto", "coupled"], ["fixed:2"]
         ),
-        *itertools.product(["small-tree"], ["auto", "traversal", "recursive", "coupled"], ["fixed:2"]),
-        *itertools.product(["sampled-tree"], ["auto", "traversal", "recursive"], ["fixed:1"]),
+        *itertools.product(["small-tree"], ["auto", "traversal", "coupled"], ["fixed:2"]),
+        *itertools.product(["sampled-tree"], ["auto", "traversal"], ["fixed:1"]),
     ],
 )
 def test_a_grammar_holds_inside_a_draft(drafter, verifier, controller, temperature, regex):

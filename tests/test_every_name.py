@@ -52,7 +52,6 @@ NAMES = {
         "greedy": "test_lossless.py::test_greedy_output_of_every_verifier_equals_plain_decoding",
         "rejection": DISTRIBUTION,
         "block": DISTRIBUTION,
-        "recursive": TREES,
         "traversal": TREES,
         "coupled": "test_distributions.py::test_output_distribution_of_coupled_rows_equals_the_targets",
     },

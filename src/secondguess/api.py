@@ -283,8 +283,8 @@ def load(
             with the target is used. By default, the built-in target uses `suffix` and its own draft
             model; a target that can be copied on a CPU `suffix+self:int4`, if memory holds the copy; any
             other target `suffix`, which needs no model.
-        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
-            `traversal` or `coupled`.
+        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `traversal` or
+            `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
             options (see `docs/controllers.md`).
         dtype: `float64`, `float32`, `bfloat16`, `float16` (or torch's own), or `auto`: bfloat16 where the processor
@@ -411,5 +411,5 @@ def check_verifier(verifier: Verifier, drafter: Drafter | DrafterSpec) -> None:
     if drafter.can_draft_trees and not verifier.supports_trees:
         raise BadInputError(
             f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
-            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
+            "single paths only; use verifier 'auto', 'traversal' or 'coupled', or a drafter of chains"
         )
