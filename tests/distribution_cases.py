@@ -27,8 +27,7 @@ from secondguess.drafters.jacobi import JacobiDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
-from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
-from secondguess.drafters.vocabulary.pair import Method
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.proof.enumeration import (
     Branch,
     TextProbs,
@@ -147,7 +146,7 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     """Return a drafter.
 
     `sampled`, `deterministic` (without probabilities), `jacobi`, `shared` (for rows with a history), a `tree` or
-    `small-tree` of tokens, `intersection` or `string` (of another vocabulary, for targets of three tokens), or `either` in turn.
+    `small-tree` of tokens, `text` (of a model with another vocabulary, for targets of three tokens), or `either` in turn.
     """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
@@ -157,10 +156,8 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return JacobiDrafter()
     if kind == "shared":
         return make_shared_drafter()
-    if kind == "intersection":
-        return make_other_drafter("partly", kind)
-    if kind == "string":
-        return make_other_drafter("straddling", kind)
+    if kind == "text":
+        return make_other_drafter("straddling")
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
@@ -170,12 +167,12 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 
 
-def make_other_drafter(shared: str, method: Method, tree: str = "") -> TranslatingDrafter:
+def make_other_drafter(shared: str) -> TranslatingDrafter:
     """Return a draft model with another vocabulary, for a target of three tokens; see `VOCABULARIES`."""
-    vocabularies = tiny_pair(*VOCABULARIES[shared], method)
+    vocabularies = tiny_pair(*VOCABULARIES[shared])
     size = len(VOCABULARIES[shared][1])  # without a token for unknown text, which would never be drafted
     runtime = TableModel(size, random_probs(size, 40, zeros=0.3))
-    return make_translating_drafter(runtime, "model:table", 3, vocabularies, TreeOptions(tree).shape)
+    return TranslatingDrafter(runtime, "model:table", 3, vocabularies)
 
 
 def make_shared_drafter() -> SuffixDrafter:

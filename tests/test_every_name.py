@@ -15,7 +15,6 @@ from secondguess.cli import app
 from secondguess.cli.train import LOSSES, SUMMARIES
 from secondguess.controllers import CONTROLLERS
 from secondguess.drafters import DRAFTERS
-from secondguess.drafters.vocabulary.pair import METHODS
 from secondguess.export import ENGINES
 from secondguess.params import GrammarKind
 from secondguess.runtime.weight_format import QUANTIZATIONS
@@ -89,10 +88,6 @@ NAMES = {
     "quantizations": dict.fromkeys(
         ("int8", "int4"), "runtime/test_native.py::test_quantised_weights_differ_by_rounding"
     ),
-    "vocabulary methods": dict.fromkeys(
-        ("intersection", "string"),
-        "test_distributions.py::test_draft_models_with_another_vocabulary_keep_the_distribution",
-    ),
     "grammars": {
         "regex": "test_distributions.py::test_a_grammar_holds_inside_a_draft",
         "lark": "sampling/test_grammar.py::test_a_limit_during_decoding_ends_the_text_with_its_own_reason",
@@ -117,7 +112,7 @@ NAMES = {
 REGISTRIES = {
     "drafters": DRAFTERS, "verifiers": VERIFIERS, "controllers": CONTROLLERS, "engines": ENGINES, "losses": LOSSES,
     "commands": COMMANDS, "trained": (*SUMMARIES, "layer-skip"), "runtimes": set(RUNTIMES) - {"auto"},
-    "quantizations": QUANTIZATIONS, "vocabulary methods": METHODS, "grammars": get_args(GrammarKind),
+    "quantizations": QUANTIZATIONS, "grammars": get_args(GrammarKind),
     "encodings": DECODED, "datasets": DATA_SETS,
 }  # fmt: skip
 
