@@ -118,7 +118,6 @@ REGISTRIES = {
 
 FORMATS = {
     "secondguess.toml": "test_configuration.py::test_the_documented_file_is_valid",
-    "learned controller": "controllers/test_learned.py::test_a_saved_predictor_is_loaded_unchanged",
     "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
     "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",

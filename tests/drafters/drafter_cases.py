@@ -100,9 +100,9 @@ CONTROLLERS = [
     "confidence:6,threshold=0.9",
     "entropy:6",
     "cost",
-    "learned,length=6",
+    "learned:6",
 ]
-ADAPTIVE = ("cost", "entropy")
+ADAPTIVE = ("cost", "entropy", "learned")
 """Controllers that learn from the other rows of a batch, so that draft lengths depend on these rows."""
 
 

@@ -4,7 +4,6 @@ python -m builtin_pair run runs/pair --minutes 120 --corpus corpus --exclude-pro
 python -m builtin_pair export runs/pair elsewhere  # latest checkpoint, also during a run
 python -m builtin_pair install runs/pair src/secondguess/builtin
 python -m builtin_pair install-head heads/eagle src/secondguess/builtin/eagle
-python -m builtin_pair acceptance predictor.json --model TARGET --drafter model:PATH  # for --controller learned:FILE
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from builtin_pair.acceptance import AcceptanceRecipe, train_acceptance
 from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, install_pair, train_pair
 from secondguess.errors import SecondGuessError
-from secondguess.files import write_atomically
 
 
 def _report(line: str) -> None:
@@ -47,10 +44,6 @@ def _arguments() -> argparse.Namespace:
         command = commands.add_parser(name)
         command.add_argument("directory", type=Path)
         command.add_argument("destination", type=Path)
-    acceptance = commands.add_parser("acceptance", help="train a predictor of acceptance")
-    acceptance.add_argument("file", type=Path)
-    for setting in ("model", "drafter", "prompts"):
-        acceptance.add_argument(f"--{setting}", default=getattr(AcceptanceRecipe, setting))
     return parser.parse_args()
 
 
@@ -72,11 +65,6 @@ def main() -> int:
     try:
         if arguments.command == "run":
             _run(arguments)
-        elif arguments.command == "acceptance":
-            recipe = AcceptanceRecipe(arguments.model, arguments.drafter, arguments.prompts)
-            predictor = train_acceptance(recipe, _report)
-            with write_atomically(arguments.file) as stream:
-                stream.write(predictor.to_json().encode())
         elif arguments.command == "install":
             install_pair(arguments.directory, arguments.destination)
         elif arguments.command == "install-head":

@@ -163,7 +163,6 @@ def test_a_scaled_recipe_keeps_the_proportions() -> None:
         (["run", "run", "--minutes", "-1"], "minutes above 0"),
         (["run", "run", "--seed", "-1"], "--seed between 0"),
         (["run", "run", "--exclude-prompts", "nowhere"], "none at nowhere"),
-        (["acceptance", "out.json", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_bad_input_prints_one_line_and_returns_2(
