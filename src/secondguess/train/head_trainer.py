@@ -135,7 +135,7 @@ class HeadTrainer:
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
-        self.optimizers = _optimizers(trainable, recipe.learning_rate)
+        self.optimizers = make_optimizers(trainable, recipe.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
             self._load()
@@ -327,7 +327,7 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
     log.write(json.dumps(content).encode() + b"\n")
 
 
-def _optimizers(trainable: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(trainable: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices between hidden states, and AdamW for the other weights."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
