@@ -226,7 +226,7 @@ def test_an_empty_folder_name_is_not_the_current_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("secondguess.train.head_training.train_head", lambda *_: pytest.fail("trained"))
-    monkeypatch.setattr("secondguess.train.skip_training.search_layers", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("secondguess.train.skip_search.search_layers", lambda *_: pytest.fail("searched"))
     done = secondguess_command("train", kind, "--out", "")
     assert (done.code, done.out) == (2, "")
     assert "'--out': expected a folder, got ''" in done.err
