@@ -34,15 +34,7 @@ GIGABYTE = 1_000_000_000
 
 
 class LiveCapture:
-    """Capture that runs the target on every batch when it is requested.
-
-    Args:
-        target: runtime that can return hidden states.
-        layers: layers to return in addition to the last.
-
-    Raises:
-        UnsupportedModelError: a runtime that returns no hidden states.
-    """
+    """Capture that runs the target on every batch when it is requested; it always returns the last layer, too."""
 
     def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
         self.target = target
@@ -69,20 +61,8 @@ class StoredCapture:
     """Capture that runs the target on the first use of a text and keeps the states on disk.
 
     There is one memory-mapped file per layer, so that runs of several heads on the same texts can
-    share the folder.
-
-    Args:
-        folder: folder of the files; states of other texts or in another dtype are removed.
-        texts: texts to which the states belong.
-        layers: layers to store in addition to the last.
-        target: runtime that computes the states.
-        dtype: dtype of the files, `float16` or `bfloat16`.
-        gigabytes: maximum size of the files.
-        others: texts of another capture, whose states count towards the same maximum.
-
-    Raises:
-        BadInputError: files larger than `gigabytes` or than the free disk space.
-        OSError: the disk is full in spite of that.
+    share the folder; states of other texts or in another dtype are removed. `gigabytes` limits the files
+    together with those of `others`, the texts of another capture.
     """
 
     def __init__(
@@ -183,11 +163,7 @@ def _allocated(path: Path) -> int:
 
 
 def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """Return a file as a tensor; a new file contains zeros.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Return a file as a tensor; a new file contains zeros."""
     if sys.platform == "linux":
         # A write to a map of a file without its blocks would end the process where the disk is full.
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -213,9 +189,6 @@ def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
     """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
 
     They still compute in the target's dtype.
-
-    Raises:
-        UnsupportedModelError: an LM head that does not propagate gradients.
     """
     embedding_and_head = target.embedding_and_head()
     for part in (embedding_and_head.embed, embedding_and_head.normalise, embedding_and_head.unembed):

@@ -86,25 +86,9 @@ class RunState:
 class HeadTrainer:
     """Training run with its state; `run` continues it to the end of its budget.
 
-    Args:
-        trainable: module to train, on the target's device.
-        target: embeddings, final norm and LM head of the target, with float32 outputs.
-        texts: training texts and held-out texts.
-        capture, held_out_capture: sources of the target's hidden states for them.
-        objective: loss of one drafted position.
-        recipe: learning rate, batch size and weights of the losses by depth.
-        budget: minutes, steps or both.
-        folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
-        seed: seed of the order of the texts and of the head's random numbers.
-        evaluate_steps: steps between evaluations on the held-out texts.
-        patience: evaluations without improvement after which the run ends; 0 for no early end.
-        progress: called after every step.
-        pause: called between steps; may raise KeyboardInterrupt to stop, and a checkpoint is
-            written then.
-
-    Raises:
-        BadInputError: a head without trainable weights.
-        CheckpointError: a checkpoint that cannot be read or belongs to another head.
+    `folder` has `checkpoint.pt` and `log.jsonl`; a run found there is continued. The run ends early after
+    `patience` evaluations without improvement (0: never). `pause` is called between steps; if it raises
+    KeyboardInterrupt, a checkpoint is written.
     """
 
     def __init__(
@@ -149,10 +133,6 @@ class HeadTrainer:
         """Train until the budget is spent or the score stops improving.
 
         The head then has the weights with the best score.
-
-        Raises:
-            CheckpointError: a loss that is not finite.
-            KeyboardInterrupt: raised by `pause`; a checkpoint has been written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._cut_log()
@@ -310,11 +290,7 @@ class HeadTrainer:
 
 
 def _save(content: dict[str, Any], stream: BinaryIO) -> None:
-    """Call `torch.save`.
-
-    Raises:
-        OSError: a write that failed, for which torch raises a `RuntimeError`.
-    """
+    """Call `torch.save`."""
     try:
         torch.save(content, stream)
     except RuntimeError as error:
@@ -364,10 +340,7 @@ def held_out_acceptance(
 
 
 def acceptance_length(accepted: Sequence[float]) -> float:
-    """Return the expected acceptance length (tau) of a chain.
-
-    Args:
-        accepted: by depth, probability that the node is accepted if all before it are.
+    """Return the expected acceptance length (tau) of a chain, from the acceptance rate by depth.
 
     >>> acceptance_length([0.5, 0.5])
     1.75
