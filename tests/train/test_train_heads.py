@@ -42,7 +42,7 @@ def test_a_trained_draft_model_has_a_card_and_drafts(
     done = secondguess_command(*arguments, *SMALL, "--capture-gb", 0.1)
     assert done.code == 0, done.err
     assert "speedup" in done.out
-    assert (out / "run" / "states" / "layer-1.states").is_file()
+    assert any((out / "run" / "states").glob("*.safetensors"))
     provenance = read_provenance(out)
     assert provenance is not None
     assert provenance.fingerprint == hash_weights(tiny_checkpoint)
