@@ -435,15 +435,8 @@ def test_a_rows_own_sources_keep_the_distribution(regex, controller):
     assert mean_accepted(branches) > 0
 
 
-@pytest.mark.parametrize(
-    ("prediction", "texts"),
-    [
-        pytest.param([0, 1, 2, 0, 1, 0], ["", "", "", ""], id="0, 3, 2, 0 replaces 1 by 3"),
-        pytest.param([0, 1, 2, 0, 0, 1, 2], [" ", "a", "a", " a"], id="0, 3, 0, 0 replaces 1, 2 by 3"),
-    ],
-)
-def test_a_prediction_that_learns_replacements_keeps_the_distribution(prediction, texts):
-    """The replacement is drafted in the third round."""
+def test_a_prediction_that_is_resumed_after_mismatches_keeps_the_distribution():
+    """In the second and third round it is resumed where the output so far matches it, or a token later."""
     pair, predictions = PAIRS_WITH_END["four"], []
 
     class Recorded(Prediction):
@@ -452,13 +445,13 @@ def test_a_prediction_that_learns_replacements_keeps_the_distribution(prediction
             return predictions[-1]
 
     def make_rows():
-        return [Row(list(PROMPT), SAMPLED, sources=(Recorded(prediction, texts.__getitem__),))]
+        return [Row(list(PROMPT), SAMPLED, sources=(Recorded([0, 1, 2, 0, 1, 0]),))]
 
     parts = TableModel(4, pair.target), make_pair_drafter("deterministic", pair), make_verifier("auto")
     components = Components(*parts, with_observations("fixed:1"))
     (branches,) = enumerate_rounds(components, make_rows, num_rounds=3)
     assert dist_error(branches, plain_dist(pair, SAMPLED), num_tokens=5) < ROUNDING
-    assert [3] in predictions
+    assert {(0,), (1,), (2,)} <= set(map(tuple, predictions))
 
 
 @pytest.mark.parametrize("drafter", ["sampled", "deterministic", "small-tree", "either"])
