@@ -31,10 +31,6 @@ class TranslatingDrafter(TokenDrafter):
     draw the same token. Others are greedy. The verifier keeps the target's distribution either way.
     Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
     (String-level exact match, SLEM, in the paper.)
-
-    Args:
-        runtime, name, vocab_size: as in `TokenDrafter`.
-        pair: the two vocabularies.
     """
 
     is_of_package = True
@@ -162,12 +158,9 @@ class TranslatingDrafter(TokenDrafter):
     def _race(
         self, params: Sequence[SamplingParams], logits: Tensor, noises: Sequence[Noise], depths: Sequence[int]
     ) -> list[int]:
-        """Return the draft model's tokens that are drawn by races at depths in the target's tokens.
+        """Return the draft model's tokens that are drawn by races for logits `[row, vocab]`.
 
-        Args:
-            params: settings of the rows; those that name tokens of the target do not apply.
-            logits: `[row, vocab]`.
-            depths: number of the target's tokens before.
+        Depths count tokens of the target. Settings that name its tokens do not apply.
         """
         dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])
         return [

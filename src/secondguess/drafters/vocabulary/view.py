@@ -25,9 +25,6 @@ class DraftView:
 
     Special tokens of the target that the draft model lacks are left out.
 
-    Args:
-        pair: the two vocabularies.
-
     Attributes:
         tokens: tokens of the draft model.
         num_read: number of the row's tokens in it.
@@ -47,11 +44,7 @@ class DraftView:
         return not self._characters.getstate()[0]
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """Read the new tokens of the row.
-
-        Returns:
-            A number of leading tokens of `self.tokens` that are the same as before the call.
-        """
+        """Read the new tokens of the row; return how many leading tokens of `self.tokens` did not change."""
         unchanged = self._tail_start
         for token in tokens[self.num_read :]:
             data = self._target.bytes_of(token, begins=not self._has_text)
