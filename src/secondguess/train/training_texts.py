@@ -16,7 +16,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
 from secondguess.sampling import SamplingParams
-from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.train.stdlib_prompts import standard_library_prompts
 from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts
 from secondguess.workloads.files import (
     CHAT_KEYS,
@@ -118,7 +118,7 @@ def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
 
 def default_documents(num_prompts: int) -> list[Document]:
     """Return prompts from the installed standard library."""
-    return [Document(text, STANDARD_LIBRARY) for text in standard_library_prompts(num_prompts).prompts]
+    return [Document(text, "stdlib") for text in standard_library_prompts(num_prompts)]
 
 
 def _document(record: Record, path: Path) -> Document:
