@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grammar_cases import tiny_matcher
+from recursive_rejection import RecursiveVerifier
 from secondguess.beyond.images.jacobi import JacobiDrafter
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
@@ -26,8 +27,7 @@ from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import TreeOptions
-from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
-from secondguess.drafters.vocabulary.pair import Method
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.proof.enumeration import (
     Branch,
     TextProbs,
@@ -146,7 +146,7 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     """Return a drafter.
 
     `sampled`, `deterministic` (without probabilities), `jacobi`, `shared` (for rows with a history), a `tree` or
-    `small-tree` of tokens, `intersection` or `string` (of another vocabulary, for targets of three tokens), or `either` in turn.
+    `small-tree` of tokens, `text` (of a model with another vocabulary, for targets of three tokens), or `either` in turn.
     """
     if kind == "sampled":
         return ModelDrafter(TableModel(pair.vocab_size, pair.drafter), "model:table", pair.vocab_size)
@@ -156,10 +156,8 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
         return JacobiDrafter()
     if kind == "shared":
         return make_shared_drafter()
-    if kind == "intersection":
-        return make_other_drafter("partly", kind)
-    if kind == "string":
-        return make_other_drafter("straddling", kind)
+    if kind == "text":
+        return make_other_drafter("straddling")
     if kind == "either":
         parts = [SometimesScripted(script), make_pair_drafter("sampled", pair)]
         return CombinedDrafter(parts, pair.vocab_size)
@@ -169,12 +167,12 @@ def make_pair_drafter(kind: str, pair: Pair) -> Drafter:
     return TreeDrafter(tokens=[0, 1, 1, 0, 1], parents=[-1, -1, 0, 1, 1])
 
 
-def make_other_drafter(shared: str, method: Method, tree: str = "") -> TranslatingDrafter:
+def make_other_drafter(shared: str) -> TranslatingDrafter:
     """Return a draft model with another vocabulary, for a target of three tokens; see `VOCABULARIES`."""
-    vocabularies = tiny_pair(*VOCABULARIES[shared], method)
+    vocabularies = tiny_pair(*VOCABULARIES[shared])
     size = len(VOCABULARIES[shared][1])  # without a token for unknown text, which would never be drafted
     runtime = TableModel(size, random_probs(size, 40, zeros=0.3))
-    return make_translating_drafter(runtime, "model:table", 3, vocabularies, TreeOptions(tree).shape)
+    return TranslatingDrafter(runtime, "model:table", 3, vocabularies)
 
 
 def make_shared_drafter() -> SuffixDrafter:
@@ -212,6 +210,8 @@ def play(
     **row_settings: object,
 ) -> list[Branch]:
     """Return all branches of the decoding loop's first rounds after the prompt."""
+    if verifier == RecursiveVerifier.name:
+        verifier = RecursiveVerifier()
     rule = make_verifier(verifier) if isinstance(verifier, str) else verifier
     decider = make_controller(controller) if isinstance(controller, str) else controller
     components = Components(TableModel(pair.vocab_size, pair.target), drafter, rule, decider)
@@ -288,6 +288,10 @@ def coupled_text_dist(
 
 class EvenTimes(RoundTimes):
     """Round times that are the same at every batch size: an enumeration puts all branches into one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_plain(1, 5, 1.0)
 
     def needs_plain(self, num_rows: int, context: float) -> bool:
         return False

@@ -19,8 +19,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.ngram import NgramDrafter, NgramOptions
 from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
-from secondguess.drafters.vocabulary.drafters import TranslatingDrafter, make_translating_drafter
-from secondguess.drafters.vocabulary.pair import Method
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -57,7 +56,7 @@ OTHER_TOKENS = ["f", "x", "b", "c", "e", "bc", "d"]
 """Tokens of a draft model for a target whose tokens are the letters from `a` to `f`."""
 
 
-def other_drafter(method: Method, tokens: Sequence[str] = OTHER_TOKENS) -> TranslatingDrafter:
+def other_drafter(tokens: Sequence[str] = OTHER_TOKENS) -> TranslatingDrafter:
     """Return a draft model with another vocabulary, which knows the target's distribution."""
 
     def dist(context: tuple[int, ...]) -> torch.Tensor:
@@ -68,8 +67,8 @@ def other_drafter(method: Method, tokens: Sequence[str] = OTHER_TOKENS) -> Trans
         )
         return own / own.sum()
 
-    pair = tiny_pair("abcdef", tokens, method)
-    return make_translating_drafter(TableModel(len(tokens), dist), "model:table", VOCAB_SIZE, pair, None)
+    pair = tiny_pair("abcdef", tokens)
+    return TranslatingDrafter(TableModel(len(tokens), dist), "model:table", VOCAB_SIZE, pair)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -81,8 +80,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model alike": lambda: model_drafter(noisy_dist(TARGET_DIST, seed=5)),
     "model itself": lambda: model_drafter(TARGET_DIST),
     "model worst": lambda: model_drafter(worst_dist(TARGET_DIST)),
-    "model of shared tokens": lambda: other_drafter("intersection"),
-    "model of text": lambda: other_drafter("string"),
+    "model of text": other_drafter,
     "suffix or model": lambda: CombinedDrafter(
         [SuffixDrafter(SuffixOptions(min=3)), model_drafter(noisy_dist(TARGET_DIST, seed=5))], VOCAB_SIZE
     ),
@@ -102,9 +100,9 @@ CONTROLLERS = [
     "confidence:6,threshold=0.9",
     "entropy:6",
     "cost",
-    "learned,length=6",
+    "learned:6",
 ]
-ADAPTIVE = ("cost", "entropy")
+ADAPTIVE = ("cost", "entropy", "learned")
 """Controllers that learn from the other rows of a batch, so that draft lengths depend on these rows."""
 
 

@@ -15,7 +15,6 @@ from secondguess.cli import app
 from secondguess.cli.train import LOSSES, SUMMARIES
 from secondguess.controllers import CONTROLLERS
 from secondguess.drafters import DRAFTERS
-from secondguess.drafters.vocabulary.pair import METHODS
 from secondguess.export import ENGINES
 from secondguess.params import GrammarKind
 from secondguess.runtime.weight_format import QUANTIZATIONS
@@ -52,7 +51,6 @@ NAMES = {
         "greedy": "test_lossless.py::test_greedy_output_of_every_verifier_equals_plain_decoding",
         "rejection": DISTRIBUTION,
         "block": DISTRIBUTION,
-        "recursive": TREES,
         "traversal": TREES,
         "coupled": "test_distributions.py::test_output_distribution_of_coupled_rows_equals_the_targets",
     },
@@ -90,10 +88,6 @@ NAMES = {
     "quantizations": dict.fromkeys(
         ("int8", "int4"), "runtime/test_native.py::test_quantised_weights_differ_by_rounding"
     ),
-    "vocabulary methods": dict.fromkeys(
-        ("intersection", "string"),
-        "test_distributions.py::test_draft_models_with_another_vocabulary_keep_the_distribution",
-    ),
     "grammars": {
         "regex": "test_distributions.py::test_a_grammar_holds_inside_a_draft",
         "lark": "sampling/test_grammar.py::test_a_limit_during_decoding_ends_the_text_with_its_own_reason",
@@ -118,13 +112,12 @@ NAMES = {
 REGISTRIES = {
     "drafters": DRAFTERS, "verifiers": VERIFIERS, "controllers": CONTROLLERS, "engines": ENGINES, "losses": LOSSES,
     "commands": COMMANDS, "trained": (*SUMMARIES, "layer-skip"), "runtimes": set(RUNTIMES) - {"auto"},
-    "quantizations": QUANTIZATIONS, "vocabulary methods": METHODS, "grammars": get_args(GrammarKind),
+    "quantizations": QUANTIZATIONS, "grammars": get_args(GrammarKind),
     "encodings": DECODED, "datasets": DATA_SETS,
 }  # fmt: skip
 
 FORMATS = {
     "secondguess.toml": "test_configuration.py::test_the_documented_file_is_valid",
-    "learned controller": "controllers/test_learned.py::test_a_saved_predictor_is_loaded_unchanged",
     "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
     "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",

@@ -142,11 +142,6 @@ def models(kind):
     }
 
 
-def part_of_word(token):
-    """A token's text: those with odd numbers continue a word."""
-    return "a" if token % 2 else " a"
-
-
 def make_row(prompt, params, verifier):
     """A row with the sources that its settings ask for; a grammar's end token is the last of the vocabulary."""
     row = Row(
@@ -159,7 +154,7 @@ def make_row(prompt, params, verifier):
     if row.grammar is not None:
         row.end_tokens, row.sources = frozenset([VOCAB_SIZE - 1]), (ForcedTokens(row.grammar),)
     if params.prediction is not None:
-        row.sources = (*row.sources, Prediction(params.prediction, part_of_word))
+        row.sources = (*row.sources, Prediction(params.prediction))
     return row
 
 

@@ -53,7 +53,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
-from secondguess.drafters.vocabulary.drafters import IntersectionDrafter, StringDrafter
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
@@ -545,51 +545,15 @@ def sampled_draft_treated_as_certain(patch: Patch) -> None:
     )
 
 
-def intersection_is_not_renormalised(patch: Patch) -> None:
-    """The draft model's own probabilities of shared tokens, which do not sum to one."""
-    restrict, propose, totals = IntersectionDrafter._restrict, IntersectionDrafter.propose, []
-
-    def restricted(self, logits):
-        totals.append(logits.softmax(-1)[..., self._shared].sum(-1))
-        return restrict(self, logits)
-
-    def proposed(self, rows, budgets, noise):
-        totals.clear()
-        draft = propose(self, rows, budgets, noise)
-        return replace(draft, probs=draft.probs * torch.stack(totals, 1)[:, : draft.num_nodes, None])
-
-    patch.setattr(IntersectionDrafter, "_restrict", restricted)
-    patch.setattr(IntersectionDrafter, "propose", proposed)
-
-
-def intersection_of_what_was_sampled_without_it(patch: Patch) -> None:
-    """The draft model samples any of its tokens, and another one is read as the first that is shared."""
-    restrict, propose, claimed = IntersectionDrafter._restrict, IntersectionDrafter.propose, []
-
-    def restricted(self, logits):
-        claimed.append(restrict(self, logits).softmax(-1))
-        drawn = restrict(self, logits.log_softmax(-1)).exp()
-        drawn[..., self._vocabulary.token_ids[0]] += 1 - drawn.sum(-1)
-        return drawn.log()
-
-    def proposed(self, rows, budgets, noise):
-        claimed.clear()
-        draft = propose(self, rows, budgets, noise)
-        return replace(draft, probs=torch.stack(claimed, 1)[:, : draft.num_nodes].nan_to_num())
-
-    patch.setattr(IntersectionDrafter, "_restrict", restricted)
-    patch.setattr(IntersectionDrafter, "propose", proposed)
-
-
 def draft_of_text_treated_as_sampled(patch: Patch) -> None:
-    original = StringDrafter.propose
+    original = TranslatingDrafter.propose
 
     def propose(self, rows, budgets, noise):
         draft = original(self, rows, budgets, noise)
         even = torch.full((*draft.tokens.shape, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
         return replace(draft, probs=even)
 
-    patch.setattr(StringDrafter, "propose", propose)
+    patch.setattr(TranslatingDrafter, "propose", propose)
 
 
 def probabilities_passed_to_tokens_encoded_again(patch: Patch) -> None:
@@ -623,7 +587,7 @@ def probabilities_passed_to_tokens_encoded_again(patch: Patch) -> None:
                 probs[index, place, tokens[place]] = chance
         return Draft.chains(encoded, probs)
 
-    patch.setattr(StringDrafter, "propose", propose)
+    patch.setattr(TranslatingDrafter, "propose", propose)
 
 
 def lenience(patch: Patch) -> None:
@@ -1135,11 +1099,9 @@ MUTANTS = [
     Mutant(shared_outputs_are_drafted_with_their_counts, dist("rejection", "shared", history="")),
     Mutant(shared_outputs_are_replayed, dist("block", "shared", history="")),
     Mutant(sampled_draft_treated_as_certain, dist("rejection")),
-    Mutant(intersection_is_not_renormalised, dist("block", "intersection")),
-    Mutant(intersection_of_what_was_sampled_without_it, dist("block", "intersection")),
-    Mutant(draft_of_text_treated_as_sampled, dist("rejection", "string")),
-    Mutant(probabilities_passed_to_tokens_encoded_again, dist("rejection", "string")),
-    Mutant(probabilities_passed_to_tokens_encoded_again, dist("block", "string"), "token-timing-block"),
+    Mutant(draft_of_text_treated_as_sampled, dist("rejection", "text")),
+    Mutant(probabilities_passed_to_tokens_encoded_again, dist("rejection", "text")),
+    Mutant(probabilities_passed_to_tokens_encoded_again, dist("block", "text"), "token-timing-block"),
     Mutant(lenience, dist("rejection")),
     Mutant(clipped_residual, dist("rejection", pairs=("rare",))),
     Mutant(top_p_after_the_ratio, dist("rejection", params=TRUNCATED)),

@@ -111,10 +111,9 @@ def test_growing_trees_keep_the_distribution(widths, pair, without_replacement):
     assert tree_error(PAIRS[pair], "traversal", widths, without_replacement, min_prob=0.3) < ROUNDING
 
 
-@pytest.mark.parametrize("verifier", ["recursive", "auto"])
 @DISTINCT
-def test_growing_trees_under_other_verifiers_keep_the_distribution(verifier, without_replacement):
-    assert tree_error(PAIRS["ternary"], verifier, (2, 1), without_replacement, min_prob=0.3) < ROUNDING
+def test_growing_trees_under_auto_keep_the_distribution(without_replacement):
+    assert tree_error(PAIRS["ternary"], "auto", (2, 1), without_replacement, min_prob=0.3) < ROUNDING
 
 
 @pytest.mark.parametrize("controller", ["cost:2", "confidence:2,threshold=0.5", "entropy:2,threshold=0.4"])
@@ -175,7 +174,7 @@ def test_growing_trees_have_different_forms(monkeypatch):
     assert forms == {(-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, -1, 0, 1)}
 
 
-@pytest.mark.parametrize("verifier", ["traversal", "recursive", "auto"])
+@pytest.mark.parametrize("verifier", ["traversal", "auto"])
 @DISTINCT
 def test_output_distribution_over_two_rounds_equals_the_targets(verifier, without_replacement):
     assert (
@@ -206,25 +205,22 @@ def test_tree_verifiers_equal_chain_verifiers_on_chains(drafter, tree_rule, chai
 
 
 @pytest.mark.parametrize("setting", ["top-p", "frequency"])
-@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_sampling_settings_apply_inside_a_tree(verifier, setting):
+def test_sampling_settings_apply_inside_a_tree(setting):
     pair, params = PAIRS["ternary"], SETTINGS[setting]
-    branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, params)
+    branches = play(pair, make_tree_drafter(pair, (1, 2), True), "traversal", ROOMY, params)
     assert dist_error(branches, plain_dist(pair, params), num_tokens=3) < ROUNDING
 
 
-@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_an_end_token_inside_a_tree_ends_the_row(verifier):
+def test_an_end_token_inside_a_tree_ends_the_row():
     pair, ends = PAIRS["ternary"], frozenset({1})
-    branches = play(pair, make_tree_drafter(pair, (1, 2), True), verifier, ROOMY, end_tokens=ends)
+    branches = play(pair, make_tree_drafter(pair, (1, 2), True), "traversal", ROOMY, end_tokens=ends)
     assert dist_error(branches, after_prompt(pair.target), 3, ends) < ROUNDING
 
 
-@pytest.mark.parametrize("verifier", ["traversal", "recursive"])
-def test_equal_deterministic_siblings_are_accepted_once(verifier):
+def test_equal_deterministic_siblings_are_accepted_once():
     """The second of two equal deterministic siblings has no probability left, nor have its descendants."""
     pair = PAIRS["ternary"]
-    branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), verifier, ROOMY)
+    branches = play(pair, TreeDrafter([1, 1, 0], [-1, -1, 1]), "traversal", ROOMY)
     assert dist_error(branches, after_prompt(pair.target), num_tokens=3) < ROUNDING
     assert mean_accepted(branches) == pytest.approx(float(pair.target(PROMPT)[1]), abs=ROUNDING)
 

@@ -9,7 +9,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from checkpoints import TRAINING_TEXT
-from secondguess.drafters.vocabulary.pair import Method, VocabularyPair
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 
 WORDS = sorted({word for text in TRAINING_TEXT for word in text.split()})
@@ -122,5 +122,5 @@ def tiny_vocabulary(tokens: Sequence[str]) -> Vocabulary:
     return Vocabulary(tokenizer)
 
 
-def tiny_pair(target: Sequence[str], draft: Sequence[str], method: Method) -> VocabularyPair:
-    return VocabularyPair.from_vocabularies(tiny_vocabulary(target), tiny_vocabulary(draft), method)
+def tiny_pair(target: Sequence[str], draft: Sequence[str]) -> VocabularyPair:
+    return VocabularyPair.from_vocabularies(tiny_vocabulary(target), tiny_vocabulary(draft))

@@ -281,8 +281,8 @@ def load(
             with the target is used. By default, the built-in target uses `suffix` and its own draft
             model; a target that can be copied on a CPU `suffix+self:int4`, if memory holds the copy; any
             other target `suffix`, which needs no model.
-        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `recursive`,
-            `traversal` or `coupled`.
+        verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `traversal` or
+            `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
             options (see `docs/controllers.md`).
         dtype: `float64`, `float32`, `bfloat16`, `float16` (or torch's own), or `auto`: bfloat16 where the processor

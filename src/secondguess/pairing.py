@@ -15,7 +15,7 @@ from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, PartSpec
-from secondguess.drafters.vocabulary.pair import VocabularyPair, read_method
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
 from secondguess.heads.folders import find_head_folder
@@ -133,25 +133,23 @@ def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name
 
     Args:
         target, draft_model: the models; no weights are read.
-        drafter: name of the drafter. Its option `vocab` overrides the choice of the method.
+        drafter: name of the drafter.
 
     Raises:
-        BadInputError: vocabularies, or trees, that the method cannot draft with.
+        BadInputError: a tree, which a model with another tokenizer cannot draft.
         CheckpointError: a tokenizer that is missing, or cannot be compared.
     """
-    method = read_method(drafter)
-    if method is None and target.has_same_tokenizer(draft_model):
+    if target.has_same_tokenizer(draft_model):
         return None
     target_vocabulary, draft_vocabulary = (
         Vocabulary.from_tokenizer(each.tokenizer, each.name) for each in (target, draft_model)
     )
-    pair = VocabularyPair.from_vocabularies(target_vocabulary, draft_vocabulary, method)
-    if pair.method == "string" and "tree" in drafter.options:
+    if "tree" in drafter.options:
         raise BadInputError(
-            f"expected a draft of one path for vocab=string, which {draft_model.name} needs for {target.name}, got "
-            f"{drafter}; leave out the tree, or give vocab=intersection"
+            f"expected a draft of one path for {draft_model.name}, whose tokenizer is not that of {target.name}, got "
+            f"{drafter}; leave out the tree"
         )
-    return pair
+    return VocabularyPair.from_vocabularies(target_vocabulary, draft_vocabulary)
 
 
 def require_model_to_quantize(drafter_quantize: str | None, drafter: str, has_model: bool) -> None:
@@ -216,5 +214,5 @@ def check_verifier(verifier: Verifier, drafter: Drafter | DrafterSpec) -> None:
     if drafter.can_draft_trees and not verifier.supports_trees:
         raise BadInputError(
             f"expected a verifier that supports trees for the drafter {drafter.name}, got {verifier.name!r}, which verifies "
-            "single paths only; use verifier 'auto', 'recursive', 'traversal' or 'coupled', or a drafter of chains"
+            "single paths only; use verifier 'auto', 'traversal' or 'coupled', or a drafter of chains"
         )

@@ -95,7 +95,7 @@ def reached(monkeypatch):
     replace("secondguess.server.run.serve_until_signal", None)
     replace("secondguess.train.head_training.train_head", SimpleNamespace(figures={}))
     found = SimpleNamespace(skipped=[1], acceptance=0.5, cost_ratio=0.5, speedup=1.0)
-    replace("secondguess.train.skip_training.search_layers", found)
+    replace("secondguess.train.skip_search.search_layers", found)
     return seen
 
 

@@ -1,11 +1,10 @@
-"""The controller `learned`, and the file of its predictor."""
+"""The controller `learned`: a logistic regression that is fitted during decoding."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import math
+import random
+from collections.abc import Sequence
 
 import numpy
 import pytest
@@ -13,48 +12,12 @@ import torch
 
 from secondguess.controllers import make_controller
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.controllers.learned import LearnedController, LearnedOptions
-from secondguess.controllers.predictor import (
-    FEATURES,
-    HIGHEST_TEMPERATURE,
-    KIND,
-    MAX_FILE_BYTES,
-    SCHEMA,
-    PathFeatures,
-    Predictor,
-)
-from secondguess.core import Candidate, Plan, Row
+from secondguess.controllers.learned import LearnedController, LearnedOptions, node_features
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.errors import BadInputError
 from secondguess.sampling import SamplingParams
 
-LOGIT = FEATURES.index("logit_confidence")
-
-
-def trusting(scales: Sequence[float] = (1.0,), shifts: Sequence[float] = (0.0,)) -> dict[str, Any]:
-    """A predictor whose logit is that of the confidence: silu(z) - silu(-z) = z, passed on by the second layer."""
-    signs = [[sign * float(name == FEATURES[LOGIT]) for name in FEATURES] for sign in (1, -1)]
-    return {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "provenance": {"made": "by hand"},
-        "features": list(FEATURES),
-        "calibration": {"scales": list(scales), "shifts": list(shifts)},
-        "layers": [
-            {"biases": [0.0, 0.0], "weights": signs},
-            {"biases": [0.0, 0.0], "weights": [[0.0, 0.0], [0.0, 0.0]]},
-            {"biases": [0.0], "weights": [[1.0, -1.0]]},
-        ],
-    }
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str | dict[str, Any]], Path]:
-    def write(content: str | dict[str, Any]) -> Path:
-        path = tmp_path / "predictor.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return path
-
-    return write
+NO_TIME = RoundTime(0.0, 0.0, 1.0)
 
 
 def probs_with(*confidences: float) -> DraftProbs:
@@ -68,11 +31,30 @@ def rows_of(num_rows: int, temperature: float = 0.0, coupled: bool = False) -> l
     return [Row([1], params, seed=index, coupled=coupled) for index in range(num_rows)]
 
 
+def plan(controller: LearnedController, num_rows: int, deterministic: bool = False) -> list[Plan]:
+    return controller.plan(rows_of(num_rows), [(Candidate(deterministic=deterministic),)] * num_rows)
+
+
 def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]) -> int:
+    plan(controller, 1)
     for depth, confidence in enumerate(confidences):
         if not controller.keep_drafting(rows_of(1), probs_with(confidence), depth)[0]:
             return depth + 1
     return len(confidences)
+
+
+def learn(controller: LearnedController, confidences: Sequence[float], num_accepted: int) -> None:
+    """Draft a chain of nodes for one row, of which the target accepts some."""
+    plan(controller, 1)
+    for depth, confidence in enumerate(confidences):
+        controller.keep_drafting(rows_of(1), probs_with(confidence), depth)
+    verdict = Verdict.from_chain([num_accepted], [0])
+    controller.learn(rows_of(1), Draft.chains([[0] * len(confidences)]), verdict, NO_TIME)
+
+
+def predicted(controller: LearnedController, confidence: float) -> float:
+    (runner_up,), (entropy,) = probs_with(confidence).runners_up, probs_with(confidence).entropies
+    return controller.acceptance_prob(node_features(rows_of(1)[0], 0, confidence, runner_up, entropy))
 
 
 @pytest.mark.parametrize(
@@ -86,93 +68,90 @@ def nodes_until_stop(controller: LearnedController, confidences: Sequence[float]
         ([0.9] * 8, 0.0, 1),
     ],
 )
-def test_learned_stops_after_the_node_that_makes_a_rejection_likely(
-    write: Callable[[Any], Path], confidences: list[float], threshold: float, expected: int
+def test_a_fresh_controller_takes_the_confidence_for_the_acceptance_probability(
+    confidences: list[float], threshold: float, expected: int
 ) -> None:
-    path = write(trusting())
-    controller = LearnedController(LearnedOptions(threshold=threshold), str(path))
+    controller = LearnedController(LearnedOptions(threshold=threshold))
     # Twice: a round begins anew.
     assert [nodes_until_stop(controller, confidences) for _ in range(2)] == [expected, expected]
 
 
-def test_learned_continues_at_exactly_the_threshold(write: Callable[[Any], Path]) -> None:
-    deterministic = trusting((1.0,), (50.0,))
-    controller = LearnedController(LearnedOptions(threshold=0.0), str(write(deterministic)))
-    assert controller.keep_drafting(rows_of(1), probs_with(0.9), 0) == [True]
-
-
-def test_each_row_has_its_own_product(write: Callable[[Any], Path]) -> None:
-    controller = LearnedController(LearnedOptions(threshold=0.4), str(write(trusting())))
+def test_each_row_has_its_own_product() -> None:
+    controller = LearnedController(LearnedOptions(threshold=0.4))
     rows = rows_of(3)
+    plan(controller, 3)
     assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 0.4), 0) == [True, True, False]
     # The third row has stopped; what stands in its line must not matter to the others.
     assert controller.keep_drafting(rows, probs_with(0.9, 0.7, 1.0), 1)[:2] == [True, False]
     assert controller.keep_drafting(rows, probs_with(0.75, 1.0, 0.1), 2)[:1] == [True]
 
 
-def test_the_calibration_is_that_of_the_depth(write: Callable[[Any], Path]) -> None:
-    # From the second depth on every node counts as lost.
-    doubting = trusting((1.0, 1.0), (0.0, -50.0))
-    controller = LearnedController(LearnedOptions(threshold=0.9), str(write(doubting)))
-    assert nodes_until_stop(controller, [0.9] * 8) == 2
-    predictor = Predictor(doubting)
-    features = PathFeatures().level_features(rows_of(1), probs_with(0.9), 0)
-    assert predictor.acceptance_probs(features, 0) == pytest.approx([0.9])
-    assert predictor.acceptance_probs(features, 1)[0] < 1e-12
-    assert predictor.acceptance_probs(features, 5) == predictor.acceptance_probs(features, 1)
+def test_the_length_is_the_budget() -> None:
+    assert plan(LearnedController(LearnedOptions(length=6)), 2) == [Plan(0, 6)] * 2
 
 
-def test_the_length_is_the_budget(write: Callable[[Any], Path]) -> None:
-    controller = LearnedController(LearnedOptions(length=6), str(write(trusting())))
-    assert controller.plan(rows_of(2), [(Candidate(),)] * 2) == [Plan(0, 6)] * 2
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
+def test_the_predictions_approach_the_observed_acceptance(power: float) -> None:
+    """The drafter is too modest, calibrated, or overconfident: a node is accepted with a power of its confidence."""
+    controller, choice = LearnedController(), random.Random(1)
+    for _ in range(3000):
+        confidence = choice.choice([0.3, 0.5, 0.7, 0.9])
+        learn(controller, [confidence], int(choice.random() < confidence**power))
+    for confidence in (0.3, 0.5, 0.7, 0.9):
+        assert predicted(controller, confidence) == pytest.approx(confidence**power, abs=0.06)
+
+
+def test_an_overconfident_drafter_drafts_less_after_few_rounds() -> None:
+    controller = LearnedController(LearnedOptions(threshold=0.5))
+    before = nodes_until_stop(controller, [0.9] * 8)
+    for _ in range(20):
+        learn(controller, [0.9], 0)
+    assert nodes_until_stop(controller, [0.9] * 8) == 1 < before
+
+
+def test_nodes_after_a_rejected_one_are_ignored() -> None:
+    one, other = LearnedController(), LearnedController()
+    learn(one, [0.8], 0)
+    learn(other, [0.8, 0.5, 0.9], 0)
+    assert predicted(one, 0.5) == predicted(other, 0.5) != predicted(LearnedController(), 0.5)
+
+
+def test_lookup_rows_are_not_learned_from() -> None:
+    controller = LearnedController()
+    plan(controller, 1, deterministic=True)
+    assert controller.keep_drafting(rows_of(1), probs_with(0.1), 0) == [True]
+    controller.learn(rows_of(1), Draft.chains([[0]]), Verdict.from_chain([0], [0]), NO_TIME)
+    assert predicted(controller, 0.5) == pytest.approx(0.5)
 
 
 def test_decisions_do_not_depend_on_token_ids() -> None:
     controller = LearnedController(LearnedOptions(length=6, threshold=0.5))
     draft_probs = torch.softmax(torch.randn(12, 3, 10, generator=torch.Generator().manual_seed(0)) * 2, -1)
-    rows = rows_of(3, temperature=1.0)
-    plain = [
-        controller.keep_drafting(rows, DraftProbs(dist.log()), depth)
-        for depth, dist in enumerate(draft_probs)
-    ]
-    renamed = [
-        controller.keep_drafting(rows, DraftProbs(dist[:, torch.randperm(10)].log()), depth)
-        for depth, dist in enumerate(draft_probs)
-    ]
-    assert plain == renamed
+    rows, decisions = rows_of(3, temperature=1.0), []
+    for order in (torch.arange(10), torch.randperm(10)):
+        plan(controller, 3)
+        decisions.append(
+            [
+                controller.keep_drafting(rows, DraftProbs(dist[:, order].log()), depth)
+                for depth, dist in enumerate(draft_probs)
+            ]
+        )
+    assert decisions[0] == decisions[1]
 
 
-def test_features_describe_the_path() -> None:
-    path, confidences = PathFeatures(), (0.9, 0.5, 1.0, 0.7)
-    rows = rows_of(1, temperature=0.7, coupled=True)
-    levels = [
-        path.level_features(rows, probs_with(confidence), depth)
-        for depth, confidence in enumerate(confidences)
-    ]
-    lines = [dict(zip(FEATURES, line, strict=True)) for (line,) in levels]
-    assert numpy.isfinite(levels).all()
-    assert [line["log_survival"] for line in lines[:3]] == pytest.approx(numpy.log([1, 0.9, 0.45]))
-    assert [line["log_depth"] for line in lines] == pytest.approx(numpy.log([1, 2, 3, 4]))
-    half = lines[1]
-    assert half["log_confidence"] == pytest.approx(numpy.log(0.5))
-    assert half["logit_confidence"] == pytest.approx(0, abs=1e-12)
-    assert half["log_runner_up"] == pytest.approx(numpy.log(0.5 / 9))
-    assert half["entropy"] == pytest.approx(0.5 * numpy.log(2) + 0.5 * numpy.log(18))
-    assert (half["temperature"], half["coupled"]) == (0.7, 1.0)
-    # Depth 0 begins a new draft.
-    assert path.level_features(rows, probs_with(confidences[0]), 0) == levels[0]
-
-
-def test_temperatures_above_those_of_training_are_alike() -> None:
-    def features(temperature: float) -> list[list[float]]:
-        return PathFeatures().level_features(rows_of(1, temperature), probs_with(0.5), 0)
-
-    assert features(5.0) == features(HIGHEST_TEMPERATURE) != features(1.0)
+def test_features_are_finite_and_those_of_the_request() -> None:
+    row = rows_of(1, temperature=0.7, coupled=True)[0]
+    features = node_features(row, 3, 0.5, 0.25, 1.2)
+    assert features[1:6] == pytest.approx([0, math.log(0.25), 1.2, math.log(4), 0.5])
+    assert features[6:] == pytest.approx([0.7, 1.0])
+    for confidence, runner_up in ((1.0, 0.0), (0.0, 0.0)):
+        assert numpy.isfinite(node_features(row, 0, confidence, runner_up, 0.0)).all()
 
 
 def test_coupling_is_not_a_feature_at_temperature_0() -> None:
-    def features(temperature: float, coupled: bool) -> list[list[float]]:
-        return PathFeatures().level_features(rows_of(1, temperature, coupled), probs_with(0.5), 0)
+    def features(temperature: float, coupled: bool) -> list[float]:
+        (row,) = rows_of(1, temperature, coupled)
+        return node_features(row, 0, 0.5, 0.2, 1.0).tolist()
 
     assert features(0.0, True) == features(0.0, False)
     assert features(1.0, True) != features(1.0, False)
@@ -195,106 +174,23 @@ def test_draft_distributions_summarise_the_softmax_of_logits(width: int, dtype: 
         assert summary.entropies == pytest.approx(torch.special.entr(draft_probs).sum(-1).tolist(), abs=1e-5)
 
 
-def test_the_builtin_predictor_is_complete_and_names_its_source() -> None:
-    controller = make_controller("learned")
-    assert controller.name == "learned,length=8,threshold=0.3"
-    assert make_controller(controller.name).name == controller.name
-    from secondguess.builtin import acceptance_path
-
-    predictor = Predictor.read(acceptance_path())
-    provenance = predictor.provenance
-    errors = provenance["held_out_calibration_error"]
-    assert isinstance(errors, dict)
-    assert errors["calibrated"] < errors["weight_undone"] < errors["as_trained"]
-    assert provenance["workload"] == "stdlib"
-
-
-def test_the_builtin_predictor_has_its_recorded_predictions() -> None:
-    from secondguess.builtin import acceptance_path
-
-    predictor = Predictor.read(acceptance_path())
-    features = [[-0.1, 2.25, -3.0, 0.4, 0.0, 0.0, 0.0, 0.0], [-1.2, -0.84, -1.5, 2.5, 1.1, -0.7, 1.0, 1.0]]
-    expected = {
-        0: [0.9468724495374009, 0.5480883504491036],
-        2: [0.9654966885064402, 0.5489717953430588],
-        20: [0.9858840383780505, 0.5308600451981916],
-    }
-    for depth, acceptance_probs in expected.items():
-        assert predictor.acceptance_probs(features, depth) == pytest.approx(acceptance_probs, abs=1e-12)
-
-
-def test_the_builtin_predictor_belongs_to_the_builtin_pair() -> None:
-    from secondguess.builtin import acceptance_path, builtin_paths
-    from secondguess.workloads.provenance import hash_weights
-
-    provenance, paths = Predictor.read(acceptance_path()).provenance, builtin_paths()
-    assert provenance["model_sha256"] == hash_weights(paths.target)
-    assert provenance["drafter_sha256"] == hash_weights(paths.drafter)
-
-
-def test_a_saved_predictor_is_loaded_unchanged(write: Callable[[Any], Path]) -> None:
-    record = trusting((1.5, 0.5), (0.25, -1.0))
-    path = write(Predictor(record).to_json())
-    assert Predictor.read(path).record == record
-    name = f"learned:{path},length=5,threshold=0.45"
-    assert make_controller(name).name == name
-
-
-def changed(**entries: object) -> dict[str, Any]:
-    return trusting() | entries
-
-
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("text", "name"),
     [
-        ("", "it is broken"),
-        ("{", "it is broken"),
-        ("[" * 100_000, "it is broken"),
-        ("[]", "it is broken"),
-        ('{"weights": [1, 2]}', "it is broken"),
-        (changed(kind="a recipe"), "expected kind 'secondguess acceptance predictor', got 'a recipe'"),
-        (changed(schema=2), "expected schema 1, got 2"),
-        (changed(features=[*FEATURES, "token"]), r"expected features \['log_confidence'"),
-        (changed(layers=[]), "it is broken"),
-        (changed(layers=[{"biases": [0.0], "weights": [[1.0]]}] * 3), r"numbers of shape \(1, 8\)"),
-        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0] * 8]}] * 3), r"shape \(2, 8\)"),
-        (changed(layers=[{"biases": [0.0, 1.0], "weights": [[1.0], [1.0, 2.0]]}] * 3), "it is broken"),
-        (changed(layers=[{"biases": ["x"], "weights": [[1.0] * 8]}] * 3), "finite numbers of shape"),
-        (changed(layers=[{"biases": [float("nan")], "weights": [[1.0] * 8]}] * 3), "finite numbers of shape"),
-        (changed(calibration={"scales": [1.0]}), "it is broken"),
-        (changed(calibration={"scales": [], "shifts": []}), r"numbers of shape \(1,\)"),
-        (changed(calibration={"scales": [1.0, 1.0], "shifts": [0.0]}), r"numbers of shape \(2,\)"),
-        (changed(calibration={"scales": [0], "shifts": [0]}), "positive scales"),
-        (changed(calibration={"scales": [True], "shifts": [0]}), "finite numbers of shape"),
-        (changed(provenance=None), "it is broken"),
-        (" " * (MAX_FILE_BYTES + 1), "at most"),
+        ("learned", "learned:8,threshold=0.5"),
+        ("learned:3,threshold=0.25", "learned:3,threshold=0.25"),
+        ("learned,length=3", "learned:3,threshold=0.5"),
     ],
 )
-def test_broken_and_foreign_files_are_refused(
-    write: Callable[[Any], Path], content: str | dict[str, Any], words: str
-) -> None:
-    path = write(content)
-    with pytest.raises(BadInputError, match=words) as refusal:
-        make_controller(f"learned:{path}")
-    assert str(path) in str(refusal.value)
-    assert "builtin_pair acceptance" in str(refusal.value)
-
-
-def test_a_record_without_an_entry_is_refused(write: Callable[[Any], Path]) -> None:
-    for entry in trusting():
-        record = trusting()
-        del record[entry]
-        with pytest.raises(BadInputError, match=f"expected a predictor file, got .*{entry!r}"):
-            make_controller(f"learned:{write(record)}")
+def test_names_of_learned(text: str, name: str) -> None:
+    assert make_controller(text).name == name
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learned:nowhere.json", "got nowhere.json: No such file"),
-        ("learned:12", "the option length=K"),
-        ("learned:", "Is a directory"),
-        ("learned,length=65", "between 0 and 64"),
+        ("learned:predictor.json", "a whole number"),
+        ("learned:65", "between 0 and 64"),
         ("learned,length=2.5", "a whole number"),
         ("learned,threshold=1.5", "between 0 and 1, got 1.5"),
         ("learned,threshold=nan", "between 0 and 1"),

@@ -307,7 +307,7 @@ def two_token_dists(is_native: bool) -> dict[tuple[int, ...], torch.Tensor]:
 @every_head
 @pytest.mark.parametrize(
     ("widths", "num_rounds", "verifier"),
-    [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "recursive")],
+    [((), 2, "auto"), ((2,), 2, "auto"), ((2, 1), 1, "traversal")],
     ids=["chain", "siblings", "tree"],
 )
 def test_output_distribution_equals_the_targets(

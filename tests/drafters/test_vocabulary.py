@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.drafters.vocabulary.view import MAX_TAIL_CHARACTERS, DraftView
-from secondguess.errors import BadInputError, CheckpointError
+from secondguess.errors import CheckpointError
 from vocabulary_cases import (
     LOSSLESS,
     TOKENIZERS,
@@ -21,7 +21,6 @@ from vocabulary_cases import (
     byte_level,
     sentencepiece,
     tiny_pair,
-    tiny_vocabulary,
     trained,
     vocabulary,
 )
@@ -31,9 +30,9 @@ every_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
 PHRASES = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
 
 
-def view_of(target: str, draft: str, method: str = "string") -> DraftView:
-    pair = VocabularyPair.from_vocabularies(vocabulary(target), vocabulary(draft), method)  # type: ignore[arg-type]
-    return DraftView(pair.target, pair.draft, pair.special, pair.direct)
+def view_of(target: str, draft: str) -> DraftView:
+    pair = VocabularyPair.from_vocabularies(vocabulary(target), vocabulary(draft))
+    return DraftView(pair)
 
 
 def in_commits(tokens: list[int], cuts: list[int]) -> list[list[int]]:
@@ -116,17 +115,14 @@ def test_a_tokenizer_without_tokenizer_json_is_refused() -> None:
         Vocabulary.from_tokenizer(SimpleNamespace(is_fast=False), "some/model")
 
 
-@pytest.mark.parametrize("method", ["intersection", "string"])
 @pytest.mark.parametrize("draft", LOSSLESS)
 @pytest.mark.parametrize("target", LOSSLESS)
 @few
 @given(text=st.text() | PHRASES | st.text("语言模型 🙂é\n", max_size=40), cuts=st.lists(st.integers(0, 60)))
-def test_the_view_decodes_to_the_text_of_the_row(
-    target: str, draft: str, method: str, text: str, cuts: list[int]
-) -> None:
+def test_the_view_decodes_to_the_text_of_the_row(target: str, draft: str, text: str, cuts: list[int]) -> None:
     """The row is committed in any pieces, which may end within a character."""
     tokens = trained(target).encode(text).ids
-    view = view_of(target, draft, method)
+    view = view_of(target, draft)
     for committed in in_commits(tokens, cuts):
         before = list(view.tokens)
         num_unchanged = view.follow(committed)
@@ -149,27 +145,6 @@ def test_the_view_has_the_tokens_of_the_whole_text(kind: str, text: str, cuts: l
     assert trained(kind).decode(view.tokens) == trained(kind).decode(expected)
     if kind in ("byte-level", "wordpiece"):  # others may write a long word in another way, part by part
         assert view.tokens == [*vocabulary(kind).prefix, *expected]
-
-
-def test_shared_tokens_are_read_one_to_one_behind_the_prompt() -> None:
-    """The draft model would write `ab` as one token; the target did not."""
-    pair = tiny_pair(["a", "b", "c"], ["b", "c", "a", "ab"], "intersection")
-    view = DraftView(pair.target, pair.draft, pair.special, pair.direct)
-    view.follow([0, 1])
-    assert view.tokens == [3]
-    view.follow([0, 1, 0])
-    assert view.follow([0, 1, 0, 1, 2]) == 2
-    assert view.tokens == [3, 2, 0, 1]
-
-
-def test_tokens_that_are_not_shared_are_encoded_again_with_what_follows() -> None:
-    pair = tiny_pair(["a", "b", "ab", "c", "bc"], ["c", "b", "a", "cb"], "intersection")
-    view = DraftView(pair.target, pair.draft, pair.special, pair.direct)
-    view.follow([0])
-    view.follow([0, 4])
-    assert view.tokens == [2, 1, 0]
-    view.follow([0, 4, 4])
-    assert view.tokens == [2, 1, 3, 0]
 
 
 def test_half_a_character_is_held_back() -> None:
@@ -200,10 +175,8 @@ def test_special_tokens_are_translated_by_content_or_left_out() -> None:
     """A chat in the target's template; the draft model has `<|turn|>` and another end of text."""
     target = chat_tokenizer(byte_level(end="<|stop|>"), ["<|turn|>", "<|user|>"])
     draft = chat_tokenizer(sentencepiece(), ["<|turn|>"])
-    pair = VocabularyPair.from_vocabularies(
-        Vocabulary(target, end_token=0), Vocabulary(draft, end_token=2), "string"
-    )
-    view = DraftView(pair.target, pair.draft, pair.special, pair.direct)
+    pair = VocabularyPair.from_vocabularies(Vocabulary(target, end_token=0), Vocabulary(draft, end_token=2))
+    view = DraftView(pair)
     view.follow(target.encode("<|user|>\nself<|turn|>items<|stop|>").ids)
     pieces = [draft.id_to_token(token) for token in view.tokens]
     assert pieces[0] == "<s>"
@@ -242,8 +215,7 @@ def test_the_cost_of_a_commit_does_not_depend_on_the_length_of_the_text(
 def test_normalisers_do_not_strip_the_text_at_a_commit() -> None:
     draft = sentencepiece()
     draft.normalizer = normalizers.Sequence([normalizers.Strip(), draft.normalizer])
-    known, target = Vocabulary(draft), vocabulary("byte-level")
-    view = DraftView(target, known, {}, {})
+    view = DraftView(VocabularyPair.from_vocabularies(vocabulary("byte-level"), Vocabulary(draft)))
     tokens = trained("byte-level").encode("return self").ids
     for end in range(1, len(tokens) + 1):
         view.follow(tokens[:end])
@@ -259,33 +231,21 @@ def test_a_prefix_space_is_written_only_where_the_text_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "method", "shares"),
+    ("draft", "shares"),
     [
-        (["c", "a", "b", "d"], "intersection", (1.0, 1.0, 1.0)),  # the same tokens with other ids
-        (["a", "b", "c", "x", "y"], "string", (0.75, 0.6, None)),
-        (["x", "y", "xy"], "string", (0.0, 0.0, 0.0)),
+        (["c", "a", "b", "d"], (1.0, 1.0)),  # the same tokens with other ids
+        (["a", "b", "c", "x", "y"], (0.75, 0.6)),
+        (["x", "y", "xy"], (0.0, 0.0)),
     ],
 )
-def test_the_method_is_chosen_by_the_share_of_a_text(draft, method, shares) -> None:  # type: ignore[no-untyped-def]
-    pair = VocabularyPair.from_vocabularies(tiny_vocabulary(["a", "b", "c", "d"]), tiny_vocabulary(draft))
-    if shares[2] is None:
-        assert 0.5 < pair.text_share < 1
-    else:
-        assert (pair.method, pair.text_share) == (method, shares[2])
-    assert (pair.target_share, pair.draft_share) == shares[:2]
-
-
-def test_a_method_can_be_chosen_but_not_an_empty_intersection() -> None:
-    assert tiny_pair(["a", "b"], ["b", "a"], "string").method == "string"
-    with pytest.raises(BadInputError, match="vocab=string"):
-        tiny_pair(["a"], ["b"], "intersection")
+def test_shares_are_those_of_tokens_with_the_same_bytes(draft, shares) -> None:  # type: ignore[no-untyped-def]
+    pair = tiny_pair(["a", "b", "c", "d"], draft)
+    assert (pair.target_share, pair.draft_share) == shares
 
 
 def test_of_two_tokens_with_the_same_bytes_the_usual_one_is_shared() -> None:
     """SentencePiece has `a` and its byte token `<0x61>`, which no text is encoded to."""
-    pair = VocabularyPair.from_vocabularies(
-        vocabulary("sentencepiece"), vocabulary("byte-level"), "intersection"
-    )
+    pair = VocabularyPair.from_vocabularies(vocabulary("sentencepiece"), vocabulary("byte-level"))
     letter, byte = (trained("sentencepiece").token_to_id(token) for token in ("a", "<0x61>"))
     assert pair.shared[letter] == trained("byte-level").token_to_id("a")
     assert byte not in pair.shared
@@ -296,5 +256,5 @@ def test_spaces_and_continued_words_are_the_same_in_all_kinds() -> None:
     wanted = {"byte-level": "Ġself", "sentencepiece": "▁self", "unigram": "▁self", "wordpiece": "self"}
     ids = {kind: trained(kind).token_to_id(token) for kind, token in wanted.items()}
     for kind in list(wanted)[1:]:
-        pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary(kind), "intersection")
+        pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary(kind))
         assert pair.shared[ids["byte-level"]] == ids[kind]

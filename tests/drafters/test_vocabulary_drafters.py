@@ -12,19 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import random_llama
-from drafter_cases import GREEDY, OTHER_TOKENS, PROMPTS, VOCAB_SIZE, other_drafter, run
+from drafter_cases import GREEDY, OTHER_TOKENS, PROMPTS, VOCAB_SIZE, model_drafter, other_drafter, run
 from secondguess import LLM, load
 from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
-from secondguess.drafters.trees import TreeOptions
-from secondguess.drafters.vocabulary.drafters import (
-    IntersectionDrafter,
-    StringDrafter,
-    TranslatingDrafter,
-    make_translating_drafter,
-)
-from secondguess.drafters.vocabulary.pair import Method, VocabularyPair
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
 from secondguess.proof.fakes import NextTokenDist, TableModel, random_probs
@@ -59,34 +53,8 @@ def one_after_another(*tokens: int, vocab_size: int) -> NextTokenDist:
     return dist
 
 
-def test_nodes_are_drawn_from_the_renormalised_distribution_of_shared_tokens() -> None:
-    pair = tiny_pair(["a", "b", "c"], ["x", "c", "b", "y"], "intersection")
-    dist = random_probs(4, seed=2)
-    drafter = make_translating_drafter(TableModel(4, dist), "model:table", 3, pair, None)
-    draft = propose(drafter, [Row([1], SAMPLED)], 2)
-    assert draft.probs is not None
-    own = dist((2,))
-    expected = torch.stack([torch.zeros_like(own[0]), own[2], own[1]])
-    torch.testing.assert_close(draft.probs[0, 0], expected / expected.sum())
-    own = dist((2, {1: 2, 2: 1}[int(draft.tokens[0, 0])]))
-    expected = torch.stack([torch.zeros_like(own[0]), own[2], own[1]])
-    torch.testing.assert_close(draft.probs[0, 1], expected / expected.sum())
-
-
-def test_trees_have_shared_tokens_only() -> None:
-    pair = tiny_pair(["a", "b", "c", "d"], ["x", "c", "b", "y"], "intersection")
-    shape = TreeOptions("2x1").shape
-    drafter = make_translating_drafter(TableModel(4, random_probs(4, seed=2)), "model:table", 4, pair, shape)
-    draft = propose(drafter, [Row([1], SAMPLED)], 2)
-    assert draft.probs is not None
-    assert draft.parents.tolist() == [[-1, -1, 0, 1]]
-    assert set(draft.tokens.flatten().tolist()) <= {1, 2}
-    assert not draft.probs[..., [0, 3]].any()
-
-
-@pytest.mark.parametrize("method", ["intersection", "string"])
-def test_a_model_with_the_targets_distribution_is_often_accepted(method: Method) -> None:
-    result = run(other_drafter(method, [*OTHER_TOKENS, "a"]), params=SAMPLED)
+def test_a_model_with_the_targets_distribution_is_often_accepted() -> None:
+    result = run(other_drafter([*OTHER_TOKENS, "a"]), params=SAMPLED)
     rate = sum(stats.num_accepted for stats in result.stats) / sum(
         stats.num_drafted for stats in result.stats
     )
@@ -97,14 +65,14 @@ def test_drafts_of_text_are_drawn_by_the_race_of_a_coupled_row() -> None:
     """A draft model with the target's distribution draws the target's tokens, under ids of its own."""
     rates = []
     for coupled in (True, False):
-        (stats, *_) = run(other_drafter("string", "fedcba"), PROMPTS[:1], SAMPLED, coupled=coupled).stats
+        (stats, *_) = run(other_drafter("fedcba"), PROMPTS[:1], SAMPLED, coupled=coupled).stats
         rates.append(stats.num_accepted / stats.num_drafted)
     assert rates[0] == 1
     assert rates[1] < 0.7
 
 
 def test_drafts_of_text_make_unseeded_rows_coupled() -> None:
-    text, samples = other_drafter("string"), other_drafter("intersection")
+    text, samples = other_drafter(), model_drafter(random_probs(VOCAB_SIZE, 1))
     lookup = SuffixDrafter(SuffixOptions())
     assert [
         CombinedDrafter(parts, VOCAB_SIZE).draws_by_race
@@ -114,49 +82,47 @@ def test_drafts_of_text_make_unseeded_rows_coupled() -> None:
         assert make_verifier(name).uses_coupling(seeded=False, draws_by_race=True) == coupled
 
 
-@pytest.mark.parametrize("method", ["intersection", "string"])
-def test_the_draft_model_reads_each_token_about_once(method: Method) -> None:
-    drafter = other_drafter(method)
+def test_the_draft_model_reads_each_token_about_once() -> None:
+    drafter = other_drafter()
     result = run(drafter, PROMPTS[:1], GREEDY)
     assert isinstance(drafter.runtime, TableModel)
     assert drafter.runtime.num_scored_tokens <= 2 * result.stats[0].num_drafted + 14
 
 
 def test_a_draft_is_the_text_of_the_draft_model() -> None:
-    pair = tiny_pair(["a", "b", "c", "ab"], ["c", "b", "a"], "string")
+    pair = tiny_pair(["a", "b", "c", "ab"], ["c", "b", "a"])
     dist = one_after_another(2, 1, 0, vocab_size=3)
-    drafter = make_translating_drafter(TableModel(3, dist), "model:table", 4, pair, None)
+    drafter = TranslatingDrafter(TableModel(3, dist), "model:table", 4, pair)
     draft = propose(drafter, [Row([2, 3, 2], SAMPLED)], 3)  # c, ab, c: four tokens of the draft model
     assert draft.probs is None
     assert draft.tokens.tolist() == [
         [1, 2]
     ]  # of the text "bcab": b, c, and ab, which may become another token
-    assert isinstance(drafter, StringDrafter)
 
 
 def test_a_last_token_that_may_become_a_longer_one_is_held_back() -> None:
-    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"], "string")
+    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"])
     dist = one_after_another(2, 2, vocab_size=3)
-    drafter = make_translating_drafter(TableModel(3, dist), "model:table", 3, pair, None)
+    drafter = TranslatingDrafter(TableModel(3, dist), "model:table", 3, pair)
     draft = propose(drafter, [Row([1], SAMPLED)], 2)
     assert draft.tokens.tolist() == [[1, 2]]  # of the text "baba": b, ab, and a, which may become ab
 
 
 def test_the_end_of_the_text_is_drafted() -> None:
     target, draft = byte_level(end="<|stop|>"), sentencepiece()
-    pair = VocabularyPair.from_vocabularies(Vocabulary(target, 0), Vocabulary(draft, 2), "string")
+    pair = VocabularyPair.from_vocabularies(Vocabulary(target, 0), Vocabulary(draft, 2))
     size = len(pair.draft.tokens)
     dist = one_after_another(2, vocab_size=size)
-    drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
+    drafter = TranslatingDrafter(TableModel(size, dist), "model:table", 320, pair)
     row = Row(target.encode("self").ids, SAMPLED)
     assert propose(drafter, [row], 4).tokens.tolist() == [[0]]
 
 
 def test_nothing_is_drafted_within_a_character() -> None:
-    pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary("sentencepiece"), "string")
+    pair = VocabularyPair.from_vocabularies(vocabulary("byte-level"), vocabulary("sentencepiece"))
     size = len(pair.draft.tokens)
     dist = one_after_another(*trained("sentencepiece").encode("def").ids[1:], vocab_size=size)
-    drafter = make_translating_drafter(TableModel(size, dist), "model:table", 320, pair, None)
+    drafter = TranslatingDrafter(TableModel(size, dist), "model:table", 320, pair)
     tokens = trained("byte-level").encode("é").ids
     assert len(tokens) == 2
     row = Row(tokens[:1], SAMPLED)
@@ -166,13 +132,12 @@ def test_nothing_is_drafted_within_a_character() -> None:
     assert propose(drafter, [row], 2).num_nodes > 0
 
 
-@pytest.mark.parametrize("method", ["intersection", "string"])
-def test_the_last_token_is_read_again_behind_a_token_without_text(method: Method) -> None:
+def test_the_last_token_is_read_again_behind_a_token_without_text() -> None:
     target = byte_level()
     target.add_special_tokens(["<|turn|>"])
-    pair = VocabularyPair.from_vocabularies(Vocabulary(target), vocabulary("sentencepiece"), method)
+    pair = VocabularyPair.from_vocabularies(Vocabulary(target), vocabulary("sentencepiece"))
     runtime = TableModel(len(pair.draft.tokens), random_probs(len(pair.draft.tokens), 1))
-    drafter = make_translating_drafter(runtime, "model:table", 321, pair, None)
+    drafter = TranslatingDrafter(runtime, "model:table", 321, pair)
     row = Row(target.encode("self<|turn|>").ids, GREEDY)
     propose(drafter, [row], 1)
     row.tokens.append(row.tokens[-1])
@@ -181,29 +146,19 @@ def test_the_last_token_is_read_again_behind_a_token_without_text(method: Method
     assert runtime.num_scored_tokens == num_scored + 1
 
 
-@pytest.mark.parametrize("method", ["intersection", "string"])
-def test_drafting_stops_where_the_draft_models_context_is_full(method: Method) -> None:
+def test_drafting_stops_where_the_draft_models_context_is_full() -> None:
     class StrictContext(TableModel):
         def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
             assert all(len(row.tokens) <= self.context_length for row in rows)
             return super().score(rows, draft)
 
-    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"], method)
+    pair = tiny_pair(["a", "b", "ab"], ["b", "a", "ba"])
     runtime = StrictContext(3, random_probs(3, 1), context_length=9)
-    drafter = make_translating_drafter(runtime, "model:table", 3, pair, None)
+    drafter = TranslatingDrafter(runtime, "model:table", 3, pair)
     result = run(drafter, [[0, 1]], SamplingParams(max_tokens=20), dist=random_probs(3, 1), vocab_size=3)
     assert result.stats[0].num_drafted > 0
     assert len(result.outputs[0]) == 20
     assert not runtime.num_live_rows
-
-
-def test_the_names_tell_the_method() -> None:
-    assert [other_drafter("intersection").name, other_drafter("string").name] == [
-        "model:table,vocab=intersection",
-        "model:table,vocab=string",
-    ]
-    assert isinstance(other_drafter("intersection"), IntersectionDrafter)
-    assert other_drafter("string").vocab_size == VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -246,38 +201,26 @@ def plain_texts(tiny_checkpoint: Path) -> list[str]:
     return texts_and_num_drafted(load(tiny_checkpoint, "none", dtype="float32"))[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        ("byte-level", "intersection"),
-        ("byte-level", "string"),
-        ("sentencepiece", "intersection"),
-        ("sentencepiece", "string"),
-        ("unigram", "intersection"),
-        ("wordpiece", "string"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "unigram", "wordpiece"])
 def test_texts_of_a_target_are_the_same_with_drafters_of_other_tokenizers(
     tiny_checkpoint: Path,
     other_model: Callable[[str], Path],
     plain_texts: list[str],
     kind: str,
-    method: Method,
 ) -> None:
-    name = f"model:{other_model(kind)},vocab={method}"
+    name = f"model:{other_model(kind)}"
     drafting = load(tiny_checkpoint, name, dtype="float32", controller="fixed:3")
     texts, num_drafted = texts_and_num_drafted(drafting)
     assert texts == plain_texts
     assert num_drafted > 0
 
 
-@pytest.mark.parametrize(("method", "coupled"), [("string", True), ("intersection", False)])
 def test_requests_without_a_seed_are_coupled_for_drafts_of_text(
-    tiny_checkpoint: Path, other_model: Callable[[str], Path], method: Method, coupled: bool
+    tiny_checkpoint: Path, other_model: Callable[[str], Path]
 ) -> None:
-    drafting = load(tiny_checkpoint, f"model:{other_model('byte-level')},vocab={method}", dtype="float32")
+    drafting = load(tiny_checkpoint, f"model:{other_model('byte-level')}", dtype="float32")
     output = drafting.generate("ab", max_tokens=4, temperature=1.0)
-    assert (output.exactness == Exactness.DRAFTER_INVARIANT) == coupled  # type: ignore[union-attr]
+    assert output.exactness == Exactness.DRAFTER_INVARIANT  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")
@@ -285,32 +228,20 @@ def builtin_texts() -> list[str]:
     return texts_and_num_drafted(load("builtin", "none"))[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("byte-level", "intersection"), ("sentencepiece", "string"), ("wordpiece", "string")]
-)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "wordpiece"])
 def test_texts_of_the_builtin_target_are_the_same_with_drafters_of_other_tokenizers(
-    other_model: Callable[[str], Path], builtin_texts: list[str], kind: str, method: Method
+    other_model: Callable[[str], Path], builtin_texts: list[str], kind: str
 ) -> None:
-    drafting = load("builtin", f"model:{other_model(kind)},vocab={method}", controller="fixed:3")
+    drafting = load("builtin", f"model:{other_model(kind)}", controller="fixed:3")
     texts, num_drafted = texts_and_num_drafted(drafting)
     assert texts == builtin_texts
     assert num_drafted > 0
 
 
-def test_the_method_is_chosen_when_models_are_loaded(
-    tiny_checkpoint: Path, other_model: Callable[[str], Path]
-) -> None:
-    drafter = load(tiny_checkpoint, f"model:{other_model('byte-level')}", dtype="float32").drafter
-    assert drafter.name == f"model:{other_model('byte-level')},vocab=intersection"
-    drafter = load(tiny_checkpoint, f"model:{other_model('wordpiece')}", dtype="float32").drafter
-    assert drafter.name == f"model:{other_model('wordpiece')},vocab=string"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (",vocab=union", "vocab=intersection or string"),
-        (",vocab=string,tree=2x1", "leave out the tree"),
+        (",vocab=string", "tree"),
         (",tree=2x1", "leave out the tree"),
     ],
 )
@@ -337,4 +268,4 @@ def test_inspect_gives_the_verdict(
     other = json.loads(record(other_model("wordpiece"), "--json"))["drafter"]["vocabulary"]
     assert other["method"] == "string"
     assert 0 < other["target_share"] < other["draft_share"] < 1
-    assert "vocab=string (shared are" in record(other_model("wordpiece"))  # type: ignore[operator]
+    assert "another tokenizer: drafts are text (shared are" in record(other_model("wordpiece"))  # type: ignore[operator]

@@ -23,7 +23,7 @@ from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.drafters.self import SelfDrafter
-from secondguess.drafters.vocabulary.drafters import StringDrafter, make_translating_drafter
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.base import ChainRequest
@@ -80,9 +80,9 @@ def mtp(folder: Path) -> Pair:
 def other_tokenizer(folder: Path, kind: str = "byte-level") -> Pair:
     """Return a draft model whose drafts are text; its first token ends it."""
     runtime = native(folder, "llama")
-    vocabularies = VocabularyPair.from_vocabularies(vocabulary(kind), vocabulary("byte-level"), "string")
+    vocabularies = VocabularyPair.from_vocabularies(vocabulary(kind), vocabulary("byte-level"))
     assert (max(vocabularies.lengths(320)) > 1) == (kind == "sentencepiece")
-    return make_translating_drafter(runtime, "model:draft", 320, vocabularies, None), None
+    return TranslatingDrafter(runtime, "model:draft", 320, vocabularies), None
 
 
 CASES: dict[str, Callable[[Path], Pair]] = {
@@ -132,7 +132,7 @@ def test_chains_of_batches_drawn_at_once_have_the_bits_of_those_drawn_token_by_t
     """Rows of unequal lengths at all temperatures, some of which draft nothing."""
     pairs = [CASES[name](folder) for _ in range(2)]
     # depths of drafts of text are in other tokens than the draft
-    depths_are_nodes, num_compared = not isinstance(pairs[0][0], StringDrafter), 0
+    depths_are_nodes, num_compared = not isinstance(pairs[0][0], TranslatingDrafter), 0
     for case in range(60):
         found = []
         for is_at_once, pair in zip((True, False), pairs, strict=True):

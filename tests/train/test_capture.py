@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,28 +131,20 @@ def test_the_budget_holds_for_training_and_held_out_texts_together(target, tmp_p
         StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, gigabytes, TEXTS)
 
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="no space is reserved on other systems")
-
-
-@linux_only
 def test_stored_states_need_no_disk_space_again(target, tmp_path: Path, monkeypatch) -> None:
-    StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
+    stored = StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
+    stored.training_batch(Batch.from_texts(list(enumerate(TEXTS))))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
     StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
     with pytest.raises(BadInputError, match=r"GB of disk .* got 0; leave out --capture-gb"):
         StoredCapture(tmp_path / "others", TEXTS, (), target.runtime, torch.float16, 1.0)
 
 
-@linux_only
-def test_a_full_disk_is_reported_before_states_are_written(target, tmp_path: Path, monkeypatch) -> None:
-    """A write to a mapped file would end the process."""
-
-    def refuse(file: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", refuse)
-    with pytest.raises(OSError, match=r"No space left on device: .*layer-1.states"):
-        StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16, 1.0)
+def test_a_text_may_be_in_a_batch_twice(target, tmp_path: Path, num_read) -> None:
+    stored = StoredCapture(tmp_path, TEXTS, (), target.runtime, torch.float16, 1.0)
+    hidden = stored.training_batch(Batch.from_texts([(3, TEXTS[3]), (3, TEXTS[3])])).hidden[-1]
+    assert torch.equal(hidden[0], hidden[1])
+    assert num_read == [1]
 
 
 def test_states_beyond_the_range_of_float16_are_refused(target, tmp_path: Path, monkeypatch) -> None:

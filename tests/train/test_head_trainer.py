@@ -34,7 +34,7 @@ from secondguess.train import head_trainer
 from secondguess.train.capture import LiveCapture, frozen_float32_embedding_and_head
 from secondguess.train.head_trainer import (
     HeadTrainer,
-    Progress,
+    TrainerSettings,
     acceptance_length,
 )
 from secondguess.train.losses import objective
@@ -108,7 +108,7 @@ def make(target) -> Callable[..., HeadTrainer]:
     def trainer(
         folder: Path,
         steps: int = 12,
-        progress: Callable[[Progress], None] = lambda progress: None,
+        progress: Callable[[float, str], None] = lambda share, words: None,
         pause: Callable[[], None] = lambda: None,
         recipe: Recipe = RECIPE,
         loss: Objective = KL,
@@ -124,17 +124,11 @@ def make(target) -> Callable[..., HeadTrainer]:
             trainable,
             embedding_and_head,
             TEXTS,
-            capture,
-            capture,
-            loss,
-            recipe,
-            Budget(steps=steps),
+            (capture, capture),
+            TrainerSettings(recipe, loss, Budget(steps=steps), 0, evaluate_steps, patience),
             folder,
-            seed=0,
-            evaluate_steps=evaluate_steps,
-            patience=patience,
-            progress=progress,
-            pause=pause,
+            progress,
+            pause,
         )
 
     return trainer
@@ -155,13 +149,15 @@ def interrupt_after(steps: int) -> Callable[[], None]:
 
 
 def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> None:
-    told: list[Progress] = []
-    state = make(tmp_path, 60, progress=told.append).run()
-    assert [progress.step for progress in told] == list(range(1, 61))
-    assert told[-1].loss < 0.7 * told[0].loss
-    assert told[-1].share == 1.0
-    assert told[-1].seconds_left == 0.0
-    assert all(len(progress.accepted) == 2 for progress in told)
+    told: list[tuple[float, str]] = []
+    state = make(tmp_path, 60, progress=lambda *step: told.append(step)).run()
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 61))
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    assert all(len(line["accepted"]) == 2 for line in steps)
+    assert [share for share, _ in told] == pytest.approx([step / 60 for step in range(1, 61)])
+    assert told[-1][1].startswith(f"step 60: loss {steps[-1]['loss']:.3f}, acceptance by position 0.")
+    assert told[-1][1].endswith(" 0 s left")
     held_out = [line for line in lines(tmp_path) if "held_out_accepted" in line]
     assert [line["step"] for line in held_out] == list(range(4, 61, 4))
     assert state.best_accepted == max((line["held_out_accepted"] for line in held_out), key=acceptance_length)
@@ -248,14 +244,13 @@ def test_training_without_improvement_ends_early_with_the_best_weights(
 
 
 def test_the_weight_of_a_depth_is_the_share_of_steps_that_train_it(make, tmp_path: Path) -> None:
-    depths: list[int] = []
     make(
         tmp_path / "half",
         200,
-        lambda progress: depths.append(len(progress.accepted)),
         recipe=replace(RECIPE, depths=(1.0, 0.5)),
         evaluate_steps=1000,
     ).run()
+    depths = [len(line["accepted"]) for line in lines(tmp_path / "half") if "loss" in line]
     assert set(depths) == {1, 2}
     assert depths.count(2) == pytest.approx(100, abs=30)
     first = make(tmp_path / "first", recipe=replace(RECIPE, depths=(1.0, 0.0)))
@@ -269,9 +264,7 @@ def test_the_weight_of_a_depth_is_the_share_of_steps_that_train_it(make, tmp_pat
 
 def test_the_learning_rate_warms_up_and_decays(make, tmp_path: Path) -> None:
     rates: list[float] = []
-    trainer = make(
-        tmp_path, progress=lambda progress: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-    )
+    trainer = make(tmp_path, progress=lambda *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
     trainer.run()
     assert rates[0] == pytest.approx(0.005)
     assert rates[1] > 0.009

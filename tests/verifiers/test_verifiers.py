@@ -41,7 +41,7 @@ def certain_dists(chosen, vocab_size=8):
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(BadInputError, match="auto, greedy, rejection, block, recursive, traversal, coupled"):
+    with pytest.raises(BadInputError, match="auto, greedy, rejection, block, traversal, coupled"):
         make_verifier("typical")
 
 
@@ -95,7 +95,7 @@ def test_supports_trees_is_true_for_tree_verifiers():
     assert chains_only == {"rejection", "block"}
 
 
-@pytest.mark.parametrize("name", ["auto", "traversal", "recursive"])
+@pytest.mark.parametrize("name", ["auto", "traversal"])
 def test_sampled_and_deterministic_trees_of_any_shape_are_verified_together(name):
     """pending -> 4 -> 6 and pending -> 5 -> {6, 7}; a chain of two; two siblings; nothing; the rest is padding."""
     parents = torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, -1, -1, -1], [-1] * 5, [-1] * 5])
@@ -110,8 +110,7 @@ def test_sampled_and_deterministic_trees_of_any_shape_are_verified_together(name
         assert verdict.next_tokens == [3, 1, 6, 4]
 
 
-@pytest.mark.parametrize("name", ["traversal", "recursive"])
-def test_a_sibling_without_remaining_probability_is_never_accepted(name):
+def test_a_sibling_without_remaining_probability_is_never_accepted():
     """The draft distribution has one token; the node that fills the place of a second one has probability 0."""
     drafter = certain_dists([[1, 1]]).expand(200, 2, 8)
     target = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0, 0]).expand(200, 3, 8)
@@ -121,21 +120,20 @@ def test_a_sibling_without_remaining_probability_is_never_accepted(name):
         torch.full((200,), 2),
         drafter,
     )
-    verdict = make_verifier(name).verify(draft, target, noise_of(200))
+    verdict = make_verifier("traversal").verify(draft, target, noise_of(200))
     assert {tuple(path) for path in verdict.paths} == {(), (0,)}
     ends = zip(verdict.paths, verdict.next_tokens, strict=True)
     assert {token for path, token in ends if not path} == {0, 2}
 
 
-@pytest.mark.parametrize("name", ["traversal", "recursive"])
-def test_rows_with_other_shapes_do_not_affect_a_verdict(name):
+def test_rows_with_other_shapes_do_not_affect_a_verdict():
     """A row has the same verdict alone, among equal shapes and among others."""
     parents = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, 1, -1]]).repeat(20, 1)
     dists = torch.rand(60, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dists, target = (each / each.sum(-1, keepdim=True) for each in (dists, dists.roll(1, 2) + 0.1 * dists))
     probs = dists[torch.arange(60)[:, None], parents + 1]
     draft = Draft(probs.argsort(descending=True)[..., 0], parents, torch.tensor([4, 4, 3]).repeat(20), probs)
-    noise, rule = noise_of(60), make_verifier(name)
+    noise, rule = noise_of(60), make_verifier("traversal")
     together = rule.verify(draft, target, noise)
     for row in range(60):
         index = torch.tensor([row])
@@ -163,7 +161,7 @@ def test_traversal_weights_survive_extreme_ratios():
     assert acceptance_probs[0, -1] == pytest.approx(1.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
 def test_rules_with_fresh_noise_refuse_coupled_rows(name):
     draft = Draft.chains([[1]])
     with pytest.raises(BadInputError, match="coupled"):
@@ -194,7 +192,7 @@ def test_ragged_chains_are_accepted_up_to_the_first_mismatch(name):
     assert verdict.next_tokens == [6, 2, 7, 3]
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_draft_from_the_targets_own_distribution_is_always_accepted(name, dtype):
     """p = q, where excess and deficit vanish together, at every width and in single precision too."""
@@ -211,7 +209,7 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(name, dtyp
     assert (following > 0).all()
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "traversal", "recursive"])
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
 def test_tokens_of_target_probability_zero_are_never_emitted(name):
     """Disjoint supports: every node is refused and the correction comes from the target's side."""
     target = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(100, 3, 4)

@@ -1,10 +1,8 @@
-"""``python -m builtin_pair``: run, export or install a pair without the rest of the package.
+"""`python -m builtin_pair`: train the built-in pair, or install it or a head.
 
 python -m builtin_pair run runs/pair --minutes 120 --corpus corpus --exclude-prompts FILE
-python -m builtin_pair export runs/pair elsewhere  # latest checkpoint, also during a run
 python -m builtin_pair install runs/pair src/secondguess/builtin
 python -m builtin_pair install-head heads/eagle src/secondguess/builtin/eagle
-python -m builtin_pair acceptance predictor.json --model TARGET --drafter model:PATH  # for --controller learned:FILE
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from builtin_pair.acceptance import AcceptanceRecipe, train_acceptance
-from builtin_pair.pair import PairRecipe, export_checkpoint, install_head, install_pair, train_pair
+from builtin_pair.pair import PairRecipe, install_head, install_pair, train_pair
 from secondguess.errors import SecondGuessError
-from secondguess.files import write_atomically
 
 
 def _report(line: str) -> None:
@@ -26,12 +22,12 @@ def _report(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m builtin_pair", description="Train a target and its drafter."
+        prog="python -m builtin_pair", description="Train a target and its draft model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run or continue the whole recipe")
     run.add_argument("directory", type=Path)
-    run.add_argument("--minutes", type=float, help="training time of all stages together")
+    run.add_argument("--minutes", type=float, help="training time of both models together")
     run.add_argument(
         "--corpus", type=Path, action="append", default=[], help="a folder of installed packages; repeatable"
     )
@@ -40,17 +36,10 @@ def _arguments() -> argparse.Namespace:
     )
     run.add_argument("--start", type=Path, help="the target folder of an earlier pair to continue")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument(
-        "--most-threads", type=int, default=0, help="follow the load of the machine, up to this many threads"
-    )
-    for name in ("export", "install", "install-head"):
+    for name in ("install", "install-head"):
         command = commands.add_parser(name)
         command.add_argument("directory", type=Path)
         command.add_argument("destination", type=Path)
-    acceptance = commands.add_parser("acceptance", help="train a predictor of acceptance")
-    acceptance.add_argument("file", type=Path)
-    for setting in ("model", "drafter", "prompts"):
-        acceptance.add_argument(f"--{setting}", default=getattr(AcceptanceRecipe, setting))
     return parser.parse_args()
 
 
@@ -60,10 +49,9 @@ def _run(arguments: argparse.Namespace) -> None:
         forbidden_prompts=arguments.exclude_prompts,
         start=arguments.start,
         seed=arguments.seed,
-        most_threads=arguments.most_threads,
     )
     if arguments.minutes is not None:
-        recipe = recipe.scaled(arguments.minutes)
+        recipe = recipe.lasting(arguments.minutes)
     train_pair(recipe, arguments.directory, _report)
 
 
@@ -72,19 +60,10 @@ def main() -> int:
     try:
         if arguments.command == "run":
             _run(arguments)
-        elif arguments.command == "acceptance":
-            recipe = AcceptanceRecipe(arguments.model, arguments.drafter, arguments.prompts)
-            predictor = train_acceptance(recipe, _report)
-            with write_atomically(arguments.file) as stream:
-                stream.write(predictor.to_json().encode())
         elif arguments.command == "install":
             install_pair(arguments.directory, arguments.destination)
-        elif arguments.command == "install-head":
-            install_head(arguments.directory, arguments.destination)
         else:
-            for name in ("target", "drafter"):
-                if name == "target" or (arguments.directory / "drafter.pt").is_file():
-                    export_checkpoint(arguments.directory, name, arguments.destination / name)
+            install_head(arguments.directory, arguments.destination)
     except SecondGuessError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
 """Built-in models that are distributed with the package.
 
 - A target and its draft model in Transformers format, made by `tools/builtin_pair`.
-- A predictor of acceptance probabilities for this pair, made by `tools/builtin_pair`.
 - Drafter heads for the target, one folder each, made by ``secondguess train KIND``.
 """
 
@@ -34,14 +33,6 @@ def builtin_paths() -> BuiltinPaths:
                 "a pair (docs/training.md) and install it there"
             )
     return paths
-
-
-def acceptance_path() -> Path:
-    """Return the path of the acceptance predictor for the built-in models.
-
-    `secondguess.controllers.predictor` reads it.
-    """
-    return Path(__file__).parent / "acceptance" / "predictor.json"
 
 
 def head_path(kind: str) -> Path | None:

@@ -73,7 +73,7 @@ DRAFTER_HELP = (
 Verifier = Annotated[
     str,
     model_option(
-        "Rule that accepts draft tokens: auto, greedy, rejection, block, recursive, traversal or coupled "
+        "Rule that accepts draft tokens: auto, greedy, rejection, block, traversal or coupled "
         "(docs/verifiers.md).",
         callback=check_verifier,
     ),

@@ -95,7 +95,7 @@ def layer_skip(
     the target's own answers to the prompts. Use the result as layer-skip:OUT.
     """
     from secondguess.train.head_training import ProgressDisplay
-    from secondguess.train.skip_training import search_layers
+    from secondguess.train.skip_search import search_layers
     from secondguess.train.training_texts import DEFAULT_TEMPERATURES, AnswerSettings
 
     answers = AnswerSettings(

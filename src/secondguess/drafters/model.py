@@ -1,19 +1,16 @@
 """Draft-model drafter: a smaller language model (arXiv 2211.17192, 2302.01318).
 
-Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees. With `vocab=intersection` or `vocab=string`
-the user chooses how a model with another tokenizer drafts.
+Use `model:PATH`, or `model:PATH,tree=3x2x1` for trees. A model with another tokenizer drafts text.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from secondguess.drafters.base import DrafterResources, Requirements
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.trees import read_tree_options
-from secondguess.drafters.vocabulary.drafters import make_translating_drafter
-from secondguess.drafters.vocabulary.pair import OPTION, read_method
+from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.errors import BadInputError
 from secondguess.heads.folders import refuse_head
 from secondguess.names import Name
@@ -29,20 +26,15 @@ class ModelDrafter(TokenDrafter):
         if not name.argument:
             raise BadInputError("expected the path of a draft model, as in model:PATH, got none")
         refuse_head(name.argument)
-        read_method(name)
-        read_tree_options(_without_vocab(name))
+        read_tree_options(name)
         return Requirements(draft_model=name.argument)
 
     @classmethod
     def build(cls, name: Name, resources: DrafterResources) -> TokenDrafter:
         assert name.argument is not None  # by `requirements`
-        full_name, shape = read_tree_options(_without_vocab(name))
+        full_name, shape = read_tree_options(name)
         pair = resources.pair_vocabularies(name)
         runtime, vocab_size = resources.load_draft_model(name.argument), resources.target_vocab_size
         if pair is None:
             return cls(runtime, full_name, vocab_size, shape)
-        return make_translating_drafter(runtime, full_name, vocab_size, pair, shape)
-
-
-def _without_vocab(name: Name) -> Name:
-    return replace(name, options={key: value for key, value in name.options.items() if key != OPTION})
+        return TranslatingDrafter(runtime, full_name, vocab_size, pair)

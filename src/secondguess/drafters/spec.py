@@ -68,8 +68,7 @@ class PartSpec:
 
     @property
     def deterministic(self) -> bool:
-        drafts_text = self.vocabularies is not None and self.vocabularies.method == "string"
-        return self.drafter.deterministic or drafts_text
+        return self.drafter.deterministic or self.vocabularies is not None
 
     @property
     def can_draft_trees(self) -> bool:

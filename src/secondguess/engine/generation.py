@@ -323,8 +323,7 @@ def make_row(
     model_ends = frozenset() if params.ignore_eos and grammar is None else target.end_tokens
     sources: list[DraftSource] = [] if grammar is None else [ForcedTokens(grammar)]
     if params.prediction is not None:
-        tokens = _prediction_tokens(target, params.prediction)
-        sources.append(Prediction(tokens, partial(text_of_token, target.tokenizer)))
+        sources.append(Prediction(_prediction_tokens(target, params.prediction)))
     return Row(
         tokens=list(ids),
         params=params,

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,15 +32,7 @@ GIGABYTE = 1_000_000_000
 
 
 class LiveCapture:
-    """Capture that runs the target on every batch when it is requested.
-
-    Args:
-        target: runtime that can return hidden states.
-        layers: layers to return in addition to the last.
-
-    Raises:
-        UnsupportedModelError: a runtime that returns no hidden states.
-    """
+    """Capture that runs the target on every batch when it is requested; it always returns the last layer, too."""
 
     def __init__(self, target: Runtime, layers: Sequence[int]) -> None:
         self.target = target
@@ -66,23 +56,10 @@ class LiveCapture:
 
 
 class StoredCapture:
-    """Capture that runs the target on the first use of a text and keeps the states on disk.
+    """Capture that runs the target on the first use of a text and keeps the states on disk, in one file per text.
 
-    There is one memory-mapped file per layer, so that runs of several heads on the same texts can
-    share the folder.
-
-    Args:
-        folder: folder of the files; states of other texts or in another dtype are removed.
-        texts: texts to which the states belong.
-        layers: layers to store in addition to the last.
-        target: runtime that computes the states.
-        dtype: dtype of the files, `float16` or `bfloat16`.
-        gigabytes: maximum size of the files.
-        others: texts of another capture, whose states count towards the same maximum.
-
-    Raises:
-        BadInputError: files larger than `gigabytes` or than the free disk space.
-        OSError: the disk is full in spite of that.
+    Runs of several heads on the same texts can share the folder; states of other texts or in another dtype are
+    removed. `gigabytes` limits the files together with those of `others`, the texts of another capture.
     """
 
     def __init__(
@@ -95,63 +72,61 @@ class StoredCapture:
         gigabytes: float,
         others: Sequence[TrainingText] = (),
     ) -> None:
-        self.texts, self.dtype = texts, dtype
+        self.folder, self.texts, self.dtype = folder, texts, dtype
         self.live = LiveCapture(target, layers)
-        self._ends = list(accumulate(len(text.tokens) for text in texts))
-        width = target.embedding_and_head().width
-        num_layers, num_tokens = len(self.live.layers), self._ends[-1]
-        num_in_all = num_tokens + sum(len(text.tokens) for text in others)
-        per_token = width * int(dtype.itemsize) * num_layers / GIGABYTE
-        if num_in_all * per_token > gigabytes:
+        num_tokens, num_layers = _num_tokens([*texts, *others]), len(self.live.layers)
+        per_token = target.embedding_and_head().width * int(dtype.itemsize) * num_layers / GIGABYTE
+        if num_tokens * per_token > gigabytes:
             raise BadInputError(
-                f"expected --capture-gb of at least {num_in_all * per_token:.3g} for the states of {num_in_all} tokens in "
+                f"expected --capture-gb of at least {num_tokens * per_token:.3g} for the states of {num_tokens} tokens in "
                 f"{num_layers} layers, got {gigabytes:g}; give more, fewer texts, or leave it out to read the texts anew "
                 "for every batch"
             )
         _remove_other_states(folder, texts, dtype)
-        paths = {layer: folder / f"layer{layer}.states" for layer in self.live.layers}
-        needed = num_tokens * per_token - sum(map(_allocated, paths.values())) / GIGABYTE
+        new = _num_tokens([text for index, text in enumerate(texts) if not self._path(index).exists()])
         free = shutil.disk_usage(folder).free / GIGABYTE
-        if needed > free:
+        if new * per_token > free:
             raise BadInputError(
-                f"expected {needed:.3g} GB of disk for the states of {num_tokens} tokens in {num_layers} layers, got "
+                f"expected {new * per_token:.3g} GB of disk for the states of {new} tokens in {num_layers} layers, got "
                 f"{free:.3g}; leave out --capture-gb"
             )
-        self._states = {
-            layer: _mapped(path, num_tokens * width, dtype).view(-1, width) for layer, path in paths.items()
-        }
-        self._is_stored = {
-            layer: _mapped(folder / f"layer{layer}.stored", len(texts), torch.bool)
-            for layer in self.live.layers
-        }
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
-        new = [
-            index for index in batch.indices if not all(stored[index] for stored in self._is_stored.values())
-        ]
-        found = self.live.states([self.texts[index].tokens for index in new]) if new else []
-        for index, hidden in zip(new, found, strict=True):
-            self._store(index, hidden)
-        hidden_of_rows = [
-            {layer: states[self._place(index)] for layer, states in self._states.items()}
-            for index in batch.indices
-        ]
-        return _padded_batch(batch, hidden_of_rows, self.live.target.device)
+        found = {index: self._stored(index) for index in batch.indices}
+        new = [index for index, states in found.items() if not states]
+        if new:
+            hidden = self.live.states([self.texts[index].tokens for index in new])
+            found |= {index: self._store(index, states) for index, states in zip(new, hidden, strict=True)}
+        return _padded_batch(batch, [found[index] for index in batch.indices], self.live.target.device)
 
-    def _place(self, index: int) -> slice:
-        """Return the positions of a text in the files."""
-        return slice(self._ends[index] - len(self.texts[index].tokens), self._ends[index])
+    def _path(self, index: int) -> Path:
+        return self.folder / f"{index:07}.safetensors"
 
-    def _store(self, index: int, hidden: HiddenStates) -> None:
-        for layer, states in hidden.items():
-            rounded = states.to(self.dtype)
-            if not bool(torch.isfinite(rounded).all()):
+    def _stored(self, index: int) -> HiddenStates:
+        """Return the stored states of a text; none if a layer is missing."""
+        path = self._path(index)
+        stored = load_file(path) if path.exists() else {}
+        is_complete = all(str(layer) in stored for layer in self.live.layers)
+        return {layer: stored[str(layer)] for layer in self.live.layers} if is_complete else {}
+
+    def _store(self, index: int, hidden: HiddenStates) -> HiddenStates:
+        """Store the states of a text beside those of other layers, and return them as they are stored."""
+        rounded = {layer: states.to(self.dtype).cpu().contiguous() for layer, states in hidden.items()}
+        for layer, states in rounded.items():
+            if not bool(torch.isfinite(states).all()):
                 raise BadInputError(
                     f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
                     "leave out --capture-gb, or use --dtype bfloat16"
                 )
-            self._states[layer][self._place(index)] = rounded.cpu()
-            self._is_stored[layer][index] = True
+        path = self._path(index)
+        others = load_file(path) if path.exists() else {}
+        with write_atomically(path) as stream:
+            stream.write(save({**others, **{str(layer): states for layer, states in rounded.items()}}))
+        return rounded
+
+
+def _num_tokens(texts: Sequence[TrainingText]) -> int:
+    return sum(len(text.tokens) for text in texts)
 
 
 def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: torch.dtype) -> None:
@@ -177,29 +152,6 @@ Capture: TypeAlias = LiveCapture | StoredCapture
 """Source of the target's hidden states for batches of texts."""
 
 
-def _allocated(path: Path) -> int:
-    """Return the number of bytes that a file takes on the disk; 0 if it does not exist."""
-    return 512 * path.stat().st_blocks if path.exists() else 0
-
-
-def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """Return a file as a tensor; a new file contains zeros.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    if sys.platform == "linux":
-        # A write to a map of a file without its blocks would end the process where the disk is full.
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            os.posix_fallocate(file, 0, size * dtype.itemsize)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        finally:
-            os.close(file)
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
-
-
 def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.device) -> TrainingBatch:
     """Return a batch with hidden states per row, padded with zeros, all on one device."""
     layers = {
@@ -213,9 +165,6 @@ def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
     """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
 
     They still compute in the target's dtype.
-
-    Raises:
-        UnsupportedModelError: an LM head that does not propagate gradients.
     """
     embedding_and_head = target.embedding_and_head()
     for part in (embedding_and_head.embed, embedding_and_head.normalise, embedding_and_head.unembed):

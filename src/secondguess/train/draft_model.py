@@ -35,11 +35,7 @@ MAX_DEFAULT_WIDTH = 512
 
 
 class DraftModel(TrainableHead):
-    """Draft model that is trained like a head but reads tokens only, no hidden states.
-
-    Args:
-        model: a `LlamaForCausalLM` over the target's vocabulary.
-    """
+    """Draft model, a `LlamaForCausalLM`, that is trained like a head but reads tokens only, no hidden states."""
 
     hidden_layers = ()
 
@@ -58,15 +54,8 @@ class DraftModel(TrainableHead):
     ) -> DraftModel:
         """Return a draft model with random layers and the target's embeddings at its own width.
 
-        Args:
-            config: configuration of the target, for special tokens and context length.
-            target: the target.
-            num_layers: number of layers of the draft model.
-            width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
-            seed: seed of the weights.
-
-        Raises:
-            BadInputError: a width that is not a multiple of the head size, 64.
+        Special tokens and context length are those of `config`, the target's. The width is a multiple of 64;
+        0 is the target's, reduced to at most 512.
         """
         width = width or max(HEAD_SIZE, min(target.width, MAX_DEFAULT_WIDTH) // HEAD_SIZE * HEAD_SIZE)
         if width % HEAD_SIZE:
@@ -115,10 +104,6 @@ def project_embeddings(embeddings: Tensor, width: int) -> Tensor:
 
     They are projections on the leading singular directions, padded with zeros if `width` is
     larger, and scaled to norm 1 on average.
-
-    Args:
-        embeddings: `[vocab, any]`.
-        width: width of the result.
     """
     table = embeddings.double()
     _, directions = torch.linalg.eigh(table.T @ table)

@@ -23,16 +23,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure greedy decoding with and without the drafter, in turn, at batch size 1.
 
-    The drafter is used with the default controller.
-
-    Args:
-        model, drafter, dtype, device: as `load` takes them.
-        texts: held-out texts, of which the prompts are used.
-
-    Returns:
-        `cost_ratio` (time per drafted node over time per plain target pass), `acceptance_length`,
-        `tokens_per_second`, `plain_tokens_per_second` and `speedup`. If the controller never
-        drafted, the cost ratio is None, and if no draft was accepted, the speed-up, which would be noise.
+    The drafter is used with the default controller. If it never drafted, the cost ratio (time per drafted node over
+    time per plain target pass) is None, and if no draft was accepted, the speed-up, which would be noise.
     """
     with_drafter = load(model, drafter, dtype=dtype, device=device)
     # Both share the target: each run requests the hidden states it needs, plain decoding none.

@@ -38,27 +38,29 @@ from secondguess.train.training_data import Batch, TextSplit, TrainingText, batc
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 CHECKPOINT_SECONDS = 120.0
 """Interval between checkpoints."""
+SHOWN_DEPTHS = 5
+"""Number of depths whose acceptance the progress shows."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Metrics of one training step, for display.
+class TrainerSettings:
+    """Settings of a run.
 
     Args:
-        step: number of steps done.
-        share: share of the budget that is spent, 0 to 1.
-        loss: sum of the weighted losses of the depths, in nats.
-        accepted: expected acceptance rate by depth.
-        tokens_per_second: throughput of this step, without padding.
-        seconds_left: estimated time to the end of the budget.
+        recipe: learning rate, batch size and weights of the losses by depth.
+        objective: loss of one drafted position.
+        budget: minutes, steps or both.
+        seed: seed of the order of the texts and of the head's random numbers.
+        evaluate_steps: steps between evaluations on the held-out texts.
+        patience: evaluations without improvement after which the run ends; 0 for no early end.
     """
 
-    step: int
-    share: float
-    loss: float
-    accepted: list[float]
-    tokens_per_second: float
-    seconds_left: float
+    recipe: Recipe
+    objective: Objective
+    budget: Budget
+    seed: int
+    evaluate_steps: int
+    patience: int
 
 
 @dataclass
@@ -86,25 +88,10 @@ class RunState:
 class HeadTrainer:
     """Training run with its state; `run` continues it to the end of its budget.
 
-    Args:
-        trainable: module to train, on the target's device.
-        target: embeddings, final norm and LM head of the target, with float32 outputs.
-        texts: training texts and held-out texts.
-        capture, held_out_capture: sources of the target's hidden states for them.
-        objective: loss of one drafted position.
-        recipe: learning rate, batch size and weights of the losses by depth.
-        budget: minutes, steps or both.
-        folder: folder of `checkpoint.pt` and `log.jsonl`; a run found there is continued.
-        seed: seed of the order of the texts and of the head's random numbers.
-        evaluate_steps: steps between evaluations on the held-out texts.
-        patience: evaluations without improvement after which the run ends; 0 for no early end.
-        progress: called after every step.
-        pause: called between steps; may raise KeyboardInterrupt to stop, and a checkpoint is
-            written then.
-
-    Raises:
-        BadInputError: a head without trainable weights.
-        CheckpointError: a checkpoint that cannot be read or belongs to another head.
+    `captures` are the sources of the hidden states of the training and the held-out texts. `folder` has
+    `checkpoint.pt` and `log.jsonl`; a run found there is continued. `progress` gets the share of the budget and a
+    description after every step. `pause` is called between steps; if it raises KeyboardInterrupt, a checkpoint is
+    written.
     """
 
     def __init__(
@@ -112,30 +99,22 @@ class HeadTrainer:
         trainable: TrainableHead,
         target: EmbeddingAndHead,
         texts: TextSplit,
-        capture: Capture,
-        held_out_capture: Capture,
-        objective: Objective,
-        recipe: Recipe,
-        budget: Budget,
+        captures: tuple[Capture, Capture],
+        settings: TrainerSettings,
         folder: Path,
-        *,
-        seed: int,
-        evaluate_steps: int,
-        patience: int,
-        progress: Callable[[Progress], None],
+        progress: Callable[[float, str], None],
         pause: Callable[[], None],
     ) -> None:
         self.trainable, self.target, self.texts = trainable, target, texts
-        self._objective, self._recipe = objective, recipe
-        self.capture, self.held_out_capture = capture, held_out_capture
-        self._budget, self.folder, self._seed = budget, folder, seed
-        self._evaluate_steps, self._patience = evaluate_steps, patience
+        self.capture, self.held_out_capture = captures
+        self.settings, self.folder = settings, folder
+        self._recipe = settings.recipe
         self._report_progress, self._pause = progress, pause
         self.state = RunState()
         self._parameters = [each for each in trainable.parameters() if each.requires_grad]
         if not self._parameters:
             raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
-        self.optimizers = _optimizers(trainable, recipe.learning_rate)
+        self.optimizers = make_optimizers(trainable, self._recipe.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
             self._load()
@@ -143,16 +122,12 @@ class HeadTrainer:
     @property
     def share(self) -> float:
         """Share of the budget that is spent, 0 to 1."""
-        return self._budget.progress(self.state.seconds, self.state.step)
+        return self.settings.budget.progress(self.state.seconds, self.state.step)
 
     def run(self) -> RunState:
         """Train until the budget is spent or the score stops improving.
 
         The head then has the weights with the best score.
-
-        Raises:
-            CheckpointError: a loss that is not finite.
-            KeyboardInterrupt: raised by `pause`; a checkpoint has been written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._cut_log()
@@ -167,12 +142,14 @@ class HeadTrainer:
 
     def _run(self, log: BinaryIO) -> None:
         state = self.state
-        batches = iter(training_batches(self.texts.training, self._recipe.batch_size, self._seed, state.step))
+        batches = iter(
+            training_batches(self.texts.training, self._recipe.batch_size, self.settings.seed, state.step)
+        )
         last_save = time.monotonic()
         while self.share < 1.0 and not self._out_of_patience():
             begun = time.monotonic()
             self._take_step(next(batches), log)
-            if state.step % self._evaluate_steps == 0:
+            if state.step % self.settings.evaluate_steps == 0:
                 self._evaluate(log)
             now = time.monotonic()
             state.seconds += now - begun
@@ -191,16 +168,16 @@ class HeadTrainer:
         return self.share < 1.0 and self._out_of_patience()
 
     def _out_of_patience(self) -> bool:
-        return 0 < self._patience <= self.state.num_disappointments
+        return 0 < self.settings.patience <= self.state.num_disappointments
 
     def _take_step(self, batch: Batch, log: BinaryIO) -> None:
         begun = time.monotonic()
         self.trainable.train()
         with torch.random.fork_rng():
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
-            torch.manual_seed(self._seed * 1_000_003 + self.state.step)
+            torch.manual_seed(self.settings.seed * 1_000_003 + self.state.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
-            depth_losses = self.trainable.learn(training_batch, self.target, self._objective)
+            depth_losses = self.trainable.learn(training_batch, self.target, self.settings.objective)
             loss = torch.stack(depth_losses.losses).sum()
             if depth_losses.extra is not None:
                 loss = loss + depth_losses.extra
@@ -223,20 +200,13 @@ class HeadTrainer:
         accepted = [float(each) for each in depth_losses.accepted]
         _write_line(log, {"step": self.state.step, "loss": value, "accepted": accepted})
         seconds = max(time.monotonic() - begun, 1e-9)
+        seconds_left = self.state.seconds * (1 - self.share) / self.share if self.share else math.inf
         self._report_progress(
-            Progress(
-                self.state.step,
-                self.share,
-                value,
-                accepted,
-                num_tokens / seconds,
-                self._seconds_left(),
-            )
+            self.share,
+            f"step {self.state.step}: loss {value:.3f}, acceptance by position "
+            f"{' '.join(f'{share:.2f}' for share in accepted[:SHOWN_DEPTHS])}, {num_tokens / seconds:.0f} tokens/s, "
+            f"{seconds_left:.0f} s left",
         )
-
-    def _seconds_left(self) -> float:
-        share = self.share
-        return self.state.seconds * (1 - share) / share if share else math.inf
 
     def _thinned(self, training_batch: TrainingBatch) -> TrainingBatch:
         """Return a batch with a random share of its counted positions and a random number of depths."""
@@ -260,7 +230,7 @@ class HeadTrainer:
             self.target,
             self.texts.held_out,
             self.held_out_capture,
-            self._objective,
+            self.settings.objective,
             self._recipe.batch_size,
         )
         score = acceptance_length(accepted)
@@ -310,11 +280,7 @@ class HeadTrainer:
 
 
 def _save(content: dict[str, Any], stream: BinaryIO) -> None:
-    """Call `torch.save`.
-
-    Raises:
-        OSError: a write that failed, for which torch raises a `RuntimeError`.
-    """
+    """Call `torch.save`."""
     try:
         torch.save(content, stream)
     except RuntimeError as error:
@@ -327,7 +293,7 @@ def _write_line(log: BinaryIO, content: dict[str, object]) -> None:
     log.write(json.dumps(content).encode() + b"\n")
 
 
-def _optimizers(trainable: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(trainable: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices between hidden states, and AdamW for the other weights."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -364,10 +330,7 @@ def held_out_acceptance(
 
 
 def acceptance_length(accepted: Sequence[float]) -> float:
-    """Return the expected acceptance length (tau) of a chain.
-
-    Args:
-        accepted: by depth, probability that the node is accepted if all before it are.
+    """Return the expected acceptance length (tau) of a chain, from the acceptance rate by depth.
 
     >>> acceptance_length([0.5, 0.5])
     1.75

@@ -64,10 +64,7 @@ class _LossAndOverlap(torch.autograd.Function):
 def hybrid_lk_loss(probs: Tensor, logits: Tensor, sharpness: float = 3.0) -> tuple[Tensor, Tensor]:
     """Return the hybrid LK loss and the overlap per position, the latter without gradient.
 
-    Args:
-        probs: `[..., draft_vocab]`, the target's probabilities.
-        logits: `[..., draft_vocab]`, the drafter's logits.
-        sharpness: as in the formula of this module.
+    `probs` and `logits` are `[..., draft_vocab]`, the target's probabilities and the drafter's logits.
     """
     losses, overlap = _LossAndOverlap.apply(probs, logits.float(), sharpness)  # type: ignore[no-untyped-call]
     return losses, overlap
@@ -82,11 +79,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective(name: str) -> Objective:
-    """Return the loss function of a name.
-
-    Raises:
-        BadInputError: an unknown name.
-    """
+    """Return the loss function of a name."""
     if name not in OBJECTIVES:
         raise BadInputError(f"expected a loss among {', '.join(OBJECTIVES)}, got {name!r}")
     return OBJECTIVES[name]

@@ -262,10 +262,6 @@ RECIPES: dict[str, type[Recipe]] = {
 
 
 def make_recipe(kind: str, changes: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a kind, with `NAME=VALUE` changes.
-
-    Raises:
-        BadInputError: an unknown kind or option, or an invalid value.
-    """
+    """Return the recipe of a kind, with `NAME=VALUE` changes."""
     options = parse_name(",".join([kind, *changes]), "training recipe", RECIPES).options
     return read_options(RECIPES[kind], options, f"training recipe {kind}")

@@ -49,18 +49,7 @@ class Budget:
 
 
 def require_drafter_folder(out: Path, model: str, drafter: str) -> None:
-    """Check that a drafter can be written into a folder without replacing other files, and named afterwards.
-
-    Args:
-        out: folder of the drafter and of its run.
-        model: name of the target.
-        drafter: kind of the drafter, by which `--drafter` names it.
-
-    Raises:
-        BadInputError: the folder cannot be written to, is the target's, holds files that no run of ours
-            wrote, or cannot be part of the name of a drafter.
-        CheckpointError: there is no such target.
-    """
+    """Check that a drafter can be written into a folder without replacing other files, and named afterwards."""
     require_folder(out, "--out")
     if out.resolve() == Path(find_checkpoint(model)).resolve():
         raise BadInputError(
@@ -98,16 +87,7 @@ def identity_of_texts(
 
 
 def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
-    """Record the options of a run in its folder, or compare them with those recorded before.
-
-    Args:
-        run: folder of the run; created if it does not exist.
-        identity: options that determine the results, of types that JSON preserves.
-
-    Raises:
-        BadInputError: the folder holds a run with other options.
-        CheckpointError: the record cannot be read.
-    """
+    """Record the options of a run in its folder, or compare them with those recorded before."""
     path = run / RECORD
     if not path.is_file():
         run.mkdir(parents=True, exist_ok=True)

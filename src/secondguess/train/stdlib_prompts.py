@@ -1,8 +1,7 @@
 """Training prompts: code and prose from the installed standard library, and repetitive text.
 
 Evaluation prompts must stay unseen, so no prompt is taken from the data of a benchmark, and no
-third-party text is committed. The same interpreter gives the same prompts, which the hash of the
-workload identifies.
+third-party text is committed. The same interpreter gives the same prompts.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from secondguess.workloads.loading import Workload, evenly_spaced
-
-STANDARD_LIBRARY = "stdlib"
-"""Name of this workload, accepted in place of a file of prompts."""
+from secondguess.workloads.loading import evenly_spaced
 
 MAX_PROMPT_CHARACTERS = 900
 """Maximum length of a prompt from the library, so that it fits into a small context."""
 
-_FOLDERS = (
-    "",
+_FOLDERS = [
+    ".",
     "asyncio",
     "collections",
     "email",
@@ -32,7 +28,7 @@ _FOLDERS = (
     "logging",
     "urllib",
     "xml/etree",
-)
+]
 
 _REPETITIVE = (
     "".join(f"    case {number}:\n        return '{number:b}'\n" for number in range(12)),
@@ -52,24 +48,23 @@ _REPETITIVE = (
 """Texts that continue a pattern."""
 
 
-def standard_library_prompts(num_prompts: int) -> Workload:
+def standard_library_prompts(num_prompts: int) -> list[str]:
     """Return prompts in fixed proportions.
 
     Of ten prompts, five are function heads, two openings of files, two prose and one repetitive.
     """
     files = list(_sources(Path(sysconfig.get_path("stdlib"))))
     trees = [ast.parse(source) for source in files]
-    heads = tuple(
+    heads = [
         head for source, tree in zip(files, trees, strict=True) for head in _function_heads(source, tree)
-    )
-    openings = tuple(_opening(source) for source in files)
-    prose = tuple(text for tree in trees for text in _long_docstrings(tree))
+    ]
+    openings = [_opening(source) for source in files]
+    prose = [text for tree in trees for text in _long_docstrings(tree)]
     shares = ((heads, 5), (openings, 2), (prose, 2), (_REPETITIVE, 1))
     parts = [evenly_spaced(texts, -(-num_prompts * share // 10)) for texts, share in shares]
     # Interleaved by relative position, so that any section is a mixture.
     placed = sorted(((index + 0.5) / len(part), text) for part in parts for index, text in enumerate(part))
-    prompts = tuple(text for _, text in placed[:num_prompts])
-    return Workload(STANDARD_LIBRARY, prompts, tasks=(STANDARD_LIBRARY,) * len(prompts))
+    return [text for _, text in placed[:num_prompts]]
 
 
 def _sources(library: Path) -> Iterator[str]:

@@ -59,11 +59,7 @@ def write_texts(path: Path, texts: Sequence[TrainingText]) -> None:
 
 
 def read_texts(path: Path) -> list[TrainingText]:
-    """Return the texts stored by `write_texts`.
-
-    Raises:
-        CheckpointError: a file that is missing or was not written by `write_texts`.
-    """
+    """Return the texts stored by `write_texts`."""
     try:
         with path.open("rb") as stream, numpy.load(stream) as arrays:
             tokens, counts, lengths = (arrays[name].tolist() for name in ("tokens", "counts", "lengths"))
@@ -79,11 +75,7 @@ def read_texts(path: Path) -> list[TrainingText]:
 
 
 def require_texts(count: int) -> None:
-    """Check that there are enough texts to hold one out.
-
-    Raises:
-        BadInputError: fewer than two.
-    """
+    """Check that there are enough texts to hold one out."""
     if count < 2:
         raise BadInputError(f"expected at least 2 texts, one of them held out, got {count}; give more data")
 
@@ -104,9 +96,6 @@ class TextSplit:
         """Hold out a tenth of the texts, at least one and at most `most_held_out`.
 
         They are drawn at random: texts at equal distances could all have the same temperature.
-
-        Raises:
-            BadInputError: fewer than two texts.
         """
         require_texts(len(texts))
         size = min(max(1, len(texts) // 10), most_held_out)

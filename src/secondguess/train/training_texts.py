@@ -16,7 +16,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.errors import BadInputError
 from secondguess.names import check_range
 from secondguess.sampling import SamplingParams
-from secondguess.train.stdlib_prompts import STANDARD_LIBRARY, standard_library_prompts
+from secondguess.train.stdlib_prompts import standard_library_prompts
 from secondguess.train.training_data import TrainingText, read_texts, windows, write_texts
 from secondguess.workloads.files import (
     CHAT_KEYS,
@@ -86,11 +86,7 @@ class AnswerSettings:
         check_range("the answers at a time", self.batch_size, 1, 4096)
 
     def require_room_for_prompts(self) -> None:
-        """Check that a generated answer leaves room for a prompt: `max_tokens` is below `length`.
-
-        Raises:
-            BadInputError: it is not.
-        """
+        """Check that a generated answer leaves room for a prompt: `max_tokens` is below `length`."""
         if self.max_tokens >= self.length:
             raise BadInputError(
                 f"expected --max-tokens below --length, which holds the prompt too, got {self.max_tokens} and {self.length}"
@@ -101,10 +97,6 @@ def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
     """Read files of JSON lines with a `prompt`, a `text` or `messages`, or of plain text.
 
     A file of plain text is one document if `as_is`, or else one prompt per paragraph.
-
-    Raises:
-        BadInputError: a file that is missing, empty, binary or malformed; the message names the
-            place.
     """
     documents: list[Document] = []
     for path in paths:
@@ -126,7 +118,7 @@ def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
 
 def default_documents(num_prompts: int) -> list[Document]:
     """Return prompts from the installed standard library."""
-    return [Document(text, STANDARD_LIBRARY) for text in standard_library_prompts(num_prompts).prompts]
+    return [Document(text, "stdlib") for text in standard_library_prompts(num_prompts)]
 
 
 def _document(record: Record, path: Path) -> Document:
@@ -160,9 +152,6 @@ def texts_as_they_stand(
 
     In chats the assistant's messages count, in prompts with an answer the answer, and in other
     texts, and in chats for a target without a chat template, every token.
-
-    Raises:
-        BadInputError: too little text, or windows longer than the target's context.
     """
     require_room(target, length)
     found = [window for each in documents for window in windows(*_taught(target, each), length)]
@@ -175,11 +164,7 @@ def texts_as_they_stand(
 
 
 def require_room(target: LoadedModel, length: int) -> None:
-    """Check that texts of `length` tokens fit into the target's context.
-
-    Raises:
-        BadInputError: they do not.
-    """
+    """Check that texts of `length` tokens fit into the target's context."""
     context = target.runtime.context_length
     if length >= context:
         raise BadInputError(f"expected --length below the target's context of {context} tokens, got {length}")
@@ -247,14 +232,6 @@ def write_answers(
     """Generate answers to all prompts with the target; texts of an interrupted call are reused.
 
     Check `require_room` first.
-
-    Args:
-        llm: target, and a drafter for speed.
-        documents: prompts.
-        settings: settings of the texts.
-        folder: folder of the texts, in files of a few batches each.
-        tell: called after each batch.
-        pause: called between batches; may raise.
     """
     texts: list[TrainingText] = []
     size = settings.batch_size

@@ -15,7 +15,6 @@ VERIFIERS = {
     "greedy": "secondguess.verifiers.greedy:GreedyVerifier",
     "rejection": "secondguess.verifiers.rejection:RejectionVerifier",
     "block": "secondguess.verifiers.block:BlockVerifier",
-    "recursive": "secondguess.verifiers.recursive:RecursiveVerifier",
     "traversal": "secondguess.verifiers.traversal:TraversalVerifier",
     "coupled": "secondguess.verifiers.coupled:CoupledVerifier",
 }

@@ -108,7 +108,7 @@ def test_rounds_without_samples_draft_anew() -> None:
     assert result.stats[0].num_drafted > 0
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block", "traversal", "recursive"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
 def test_verifiers_without_samples_are_refused(verifier: str) -> None:
     alone, joined = JacobiDrafter(), CombinedDrafter([NgramDrafter(), JacobiDrafter()], VOCAB_SIZE)
     for drafter in (alone, joined):

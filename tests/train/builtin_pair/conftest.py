@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from builtin_pair.model import ModelShape
 from builtin_pair.pair import PairRecipe, prepare_data
+from builtin_pair.target import TargetShape
 from builtin_pair.tokens import TokenStore
 from secondguess.train.run_folder import Budget
+from secondguess.train.training_texts import AnswerSettings
 
 MODULE = '''"""Numbers about the {name} of things."""
 
@@ -65,12 +66,12 @@ def recipe(corpus_folder: Path) -> PairRecipe:
     return PairRecipe(
         corpus=(corpus_folder,),
         include_standard_library=False,
-        target=ModelShape(4, 64, 2, 1, 128, 512),
-        drafter=ModelShape(1, 32, 2, 1, 64, 512),
+        target=TargetShape(2, 64, 2, 1, 128, 512),
+        drafter=("num_layers=1", "width=64"),
         target_budget=Budget(steps=7),
-        drafter_budget=Budget(steps=2),
-        distill_budget=Budget(steps=3),
-        own_rows=4,
+        drafter_budget=Budget(steps=3),
+        answers=AnswerSettings(temperatures=(0.0, 1.0), max_tokens=16, length=64),
+        num_prompts=8,
         compile=False,
     )
 

@@ -28,20 +28,12 @@ ANCHOR = "a"
 
 
 class Vocabulary:
-    """Tokenizer with the bytes of its tokens.
-
-    Args:
-        tokenizer: its settings of padding and truncation are ignored.
-        end_token: end-of-text token.
-        name: name of the model, for error messages.
+    """Tokenizer with the bytes of its tokens. Its settings of padding and truncation are ignored.
 
     Attributes:
         tokens: bytes of each token id; None for special and unknown tokens and unused ids.
         special_tokens: ids of the special tokens, by content.
         unusual: ids of byte tokens, which a text is encoded to only if no other token has its characters.
-
-    Raises:
-        CheckpointError: a tokenizer whose tokens have no bytes of their own.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_token: int | None = None, name: str = "") -> None:
@@ -63,11 +55,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, name: str) -> Vocabulary:
-        """Return the vocabulary of a Transformers tokenizer.
-
-        Raises:
-            CheckpointError: a tokenizer that is not described by a tokenizer.json.
-        """
+        """Return the vocabulary of a Transformers tokenizer, which a tokenizer.json must describe."""
         if not tokenizer.is_fast:
             raise _not_comparable(name, f"a {type(tokenizer).__name__} without tokenizer.json")
         return cls(tokenizer.backend_tokenizer, tokenizer.eos_token_id, name)
@@ -77,11 +65,9 @@ class Vocabulary:
         return len(self.tokens) - self.tokens.count(None)
 
     def bytes_of(self, token: int, begins: bool = False) -> bytes | None:
-        """Return the bytes of a token; None for one without.
+        """Return the bytes of a token; None for one without, such as an id of padding.
 
-        Args:
-            token: its id; a model's vocabulary may be padded with ids that the tokenizer does not have.
-            begins: whether it is the first one of a text, where decoders drop a space.
+        Where a token `begins` a text, decoders drop a space.
         """
         found = self.tokens[token] if token < len(self.tokens) else None
         if not begins or found is None or self._is_byte_level or token in self.unusual:
@@ -89,11 +75,9 @@ class Vocabulary:
         return self._decode(self._tokenizer.id_to_token(token) or "").encode()
 
     def encode(self, text: str, begins: bool = False) -> Encoding:
-        """Return the tokens of a text, without special tokens.
+        """Return the tokens of a text, in which special tokens are characters like any others.
 
-        Args:
-            text: text in which special tokens are characters like any others.
-            begins: whether the text begins here, where a tokenizer may write a space, or continues.
+        Where the text `begins`, a tokenizer may write a space; otherwise it continues another one.
         """
         return (self._beginning if begins else self._continuing).encode(text, add_special_tokens=False)
 

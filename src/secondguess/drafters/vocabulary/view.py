@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Encoding
 
-from secondguess.drafters.vocabulary.tokens import Vocabulary
+from secondguess.drafters.vocabulary.pair import VocabularyPair
 
 MAX_TAIL_TOKENS = 32
 """Largest number of tokens of a word that is encoded again; a longer one is cut in two."""
@@ -23,28 +23,16 @@ class DraftView:
     longer one. So the cost does not depend on the length of the row. The bytes of an incomplete
     character are held back.
 
-    Args:
-        target, draft: the two vocabularies.
-        special: tokens of the draft model by special token of the target. Other special tokens of the
-            target are left out.
-        direct: tokens of the draft model by token of the target, which are taken without encoding their
-            text, except in the first call, which reads the prompt.
+    Special tokens of the target that the draft model lacks are left out.
 
     Attributes:
         tokens: tokens of the draft model.
         num_read: number of the row's tokens in it.
     """
 
-    def __init__(
-        self,
-        target: Vocabulary,
-        draft: Vocabulary,
-        special: Mapping[int, int],
-        direct: Mapping[int, int],
-    ) -> None:
-        self._target, self._draft = target, draft
-        self._special, self._direct = special, direct
-        self.tokens = list(draft.prefix)
+    def __init__(self, pair: VocabularyPair) -> None:
+        self._target, self._draft, self._special = pair.target, pair.draft, pair.special
+        self.tokens = list(pair.draft.prefix)
         self.num_read = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._has_text = False
@@ -56,17 +44,11 @@ class DraftView:
         return not self._characters.getstate()[0]
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """Read the new tokens of the row.
-
-        Returns:
-            A number of leading tokens of `self.tokens` that are the same as before the call.
-        """
-        is_prompt, unchanged = not self.num_read, self._tail_start
+        """Read the new tokens of the row; return how many leading tokens of `self.tokens` did not change."""
+        unchanged = self._tail_start
         for token in tokens[self.num_read :]:
             data = self._target.bytes_of(token, begins=not self._has_text)
-            has_draft = bool(self._tail) or not self._tail_begins
-            known = self._direct if has_draft and not is_prompt else self._special
-            translated = known.get(token)
+            translated = self._special.get(token)
             if data is not None and (translated is None or not self.is_complete):
                 self._tail += self._characters.decode(data)
                 self._has_text = True

@@ -1,21 +1,18 @@
-"""Drafters with a model whose tokenizer is another one than the target's (arXiv 2502.05202)."""
+"""Drafter with a model whose tokenizer is another one than the target's (arXiv 2502.05202)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor, within_vocabulary
 from secondguess.drafters.mirroring import TokenDrafter
-from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
-from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import ChainDecision, ChainRequest, Runtime, VocabularyMap
+from secondguess.runtime.base import Runtime, VocabularyMap
 from secondguess.runtime.native.sampling import KernelSettings, warn_unless_finite, with_confidences
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
@@ -27,24 +24,31 @@ GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-mat
 
 
 class TranslatingDrafter(TokenDrafter):
-    """Base class of drafters whose model reads a row's text in its own tokens.
+    """Drafter whose model reads a row's text in its own tokens, and writes text, which the target's tokenizer encodes.
 
-    Args:
-        runtime, name, vocab_size, shape: as in `TokenDrafter`.
-        pair: the two vocabularies.
+    Drafts carry no probabilities. Those of coupled rows are sampled: a token of both vocabularies arrives
+    at the time at which it arrives in the race for the target's token, so that models that agree mostly
+    draw the same token. Others are greedy. The verifier keeps the target's distribution either way.
+    Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
+    (String-level exact match, SLEM, in the paper.)
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        name: str,
-        vocab_size: int,
-        pair: VocabularyPair,
-        shape: TreeShape | None = None,
-    ) -> None:
-        super().__init__(runtime, name, vocab_size, shape)
+    is_of_package = True
+    deterministic = True
+    draws_by_race = True
+
+    def __init__(self, runtime: Runtime, name: str, vocab_size: int, pair: VocabularyPair) -> None:
+        super().__init__(runtime, name, vocab_size)
         self.pair = pair
         self._views: dict[Row, DraftView] = {}
+        own_by_draft = {
+            other: own for own, other in [*pair.shared.items(), *pair.special.items()] if own < vocab_size
+        }
+        ids = [own_by_draft.get(token, vocab_size + token) for token in range(runtime.vocab_size)]
+        self._lengths = pair.lengths(runtime.vocab_size)
+        self._vocabulary = VocabularyMap(
+            token_tensor(ids, self.device), token_tensor(self._lengths, self.device)
+        )
 
     def num_uncached(self, row: Row) -> int:
         view, mirror = self._views.get(row), self._mirror_rows.get(row)
@@ -76,94 +80,12 @@ class TranslatingDrafter(TokenDrafter):
 
     def _follow(self, row: Row) -> None:
         if row not in self._views:
-            pair = self.pair
-            self._views[row] = DraftView(pair.target, pair.draft, pair.special, pair.direct)
+            self._views[row] = DraftView(self.pair)
         view, mirror = self._views[row], self._mirror_rows.get(row)
         num_unchanged = view.follow(row.tokens)
         if mirror is not None:
             # The last token is forwarded again even if the new tokens of the row add no text.
             mirror.num_committed = min(mirror.num_committed, num_unchanged, len(view.tokens) - 1)
-
-
-class IntersectionDrafter(TranslatingDrafter):
-    """Drafter that samples from the draft model's distribution over the tokens that both models have.
-
-    The distribution is renormalised, and the verifier gets the one that was sampled from: the target's
-    other tokens have probability zero in it. (TLI in the paper.)
-    """
-
-    is_of_package = True
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        name: str,
-        vocab_size: int,
-        pair: VocabularyPair,
-        shape: TreeShape | None = None,
-    ) -> None:
-        super().__init__(runtime, name, vocab_size, pair, shape)
-        both = {**pair.shared, **pair.special}
-        with_logits = [
-            (own, other) for own, other in both.items() if own < vocab_size and other < runtime.vocab_size
-        ]
-        self._shared = token_tensor([other for _, other in with_logits], self.device)
-        self._vocabulary = DraftVocabulary(
-            vocab_size, token_tensor([own for own, _ in with_logits], self.device)
-        )
-        self._translated = torch.zeros(vocab_size, dtype=torch.long, device=self.device)
-        self._translated[self._vocabulary.token_ids] = self._shared
-        self._translated_list: list[int] = self._translated.tolist()
-
-    def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
-        return self._restrict(super().chain_logits(rows, active))
-
-    def whole_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> None:
-        """Return None: each token is translated before the model reads it."""
-
-    def extend(self, rows: Sequence[Row], active: list[int], tokens: list[int]) -> None:
-        super().extend(rows, active, [self._translated_list[token] for token in tokens])
-
-    def tree_logits(self, rows: Sequence[Row], active: list[int], tree: Draft) -> Tensor:
-        translated = replace(tree, tokens=self._translated[tree.tokens])
-        return self._restrict(super().tree_logits(rows, active, translated))
-
-    def _restrict(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, -inf for tokens that are not shared."""
-        return self._vocabulary.to_target(logits[..., self._shared])
-
-
-class StringDrafter(TranslatingDrafter):
-    """Drafter whose drafts are text, which the target's tokenizer encodes. (SLEM in the paper.)
-
-    Drafts carry no probabilities. Those of coupled rows are sampled: a token of both vocabularies arrives
-    at the time at which it arrives in the race for the target's token, so that models that agree mostly
-    draw the same token. Others are greedy. The verifier keeps the target's distribution either way.
-    Unlike a look-up it takes steps, after each of which `Budgets.keep_drafting` decides.
-    """
-
-    is_of_package = True
-    deterministic = True
-    draws_by_race = True
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        name: str,
-        vocab_size: int,
-        pair: VocabularyPair,
-        shape: TreeShape | None = None,
-    ) -> None:
-        super().__init__(runtime, name, vocab_size, pair, shape)
-        both = [*pair.shared.items(), *pair.special.items()]
-        own_by_draft = {other: own for own, other in both if own < vocab_size}
-        ids = [own_by_draft.get(token, vocab_size + token) for token in range(runtime.vocab_size)]
-        self._lengths = pair.lengths(runtime.vocab_size)
-        self._vocabulary = VocabularyMap(
-            token_tensor(ids, self.device), token_tensor(self._lengths, self.device)
-        )
 
     def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
         limits = [min(limit, self.room(row)) for row, limit in zip(rows, budgets.lengths, strict=True)]
@@ -236,12 +158,9 @@ class StringDrafter(TranslatingDrafter):
     def _race(
         self, params: Sequence[SamplingParams], logits: Tensor, noises: Sequence[Noise], depths: Sequence[int]
     ) -> list[int]:
-        """Return the draft model's tokens that are drawn by races at depths in the target's tokens.
+        """Return the draft model's tokens that are drawn by races for logits `[row, vocab]`.
 
-        Args:
-            params: settings of the rows; those that name tokens of the target do not apply.
-            logits: `[row, vocab]`.
-            depths: number of the target's tokens before.
+        Depths count tokens of the target. Settings that name its tokens do not apply.
         """
         dists = make_rule(params, self.device)(at_least_float32(logits)[:, None])
         return [
@@ -267,13 +186,3 @@ class StringDrafter(TranslatingDrafter):
 
 def _is_raced(row: Row) -> bool:
     return row.coupled and row.params.temperature > 0
-
-
-def make_translating_drafter(
-    runtime: Runtime, name: str, vocab_size: int, pair: VocabularyPair, shape: TreeShape | None
-) -> TranslatingDrafter:
-    """Return the drafter of a pair's method; arguments as in `TranslatingDrafter`."""
-    full_name = f"{name},vocab={pair.method}"
-    if pair.method == "string":
-        return StringDrafter(runtime, full_name, vocab_size, pair)
-    return IntersectionDrafter(runtime, full_name, vocab_size, pair, shape)

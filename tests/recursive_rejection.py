@@ -7,7 +7,7 @@ From the root down, the children of a node are tried in the order in which they 
 child with token t, drawn from q, is accepted with probability min(1, p(t) / q(t)); otherwise p
 becomes max(p - q, 0), normalised, and the next child is tried. After the last accepted node the
 next token is drawn from the p that remains after its children's rejections. On a chain this is
-token-level rejection. `traversal` accepts more; this rule serves as its baseline.
+token-level rejection. `traversal` accepts more: the tests compare it with this rule.
 """
 
 from __future__ import annotations
