@@ -49,21 +49,13 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
     return dists
 
 
-def edit_logits(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
-    """Return logits, at least float32, after all settings but temperature, top-k, top-p and min-p.
-
-    Arguments as of `compute_target_probs`.
-    """
-    edits, _ = _settings(rows, logits)
-    return _edited(logits, edits, rows, draft.tokens, _ancestors_of(draft))
-
-
 def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> list[list[int]]:
     """Return the target's most likely token at each query, per row, for rows at temperature 0.
 
     The one-hot distributions of `compute_target_probs` are not built; arguments and errors are the same.
     """
-    scores = edit_logits(logits, rows, draft)
+    edits, _ = _settings(rows, logits)
+    scores = _edited(logits, edits, rows, draft.tokens, _ancestors_of(draft))
     if not scores.is_cpu:
         largest, ids = scores.max(-1)
         # one copy, which waits for the device once

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int64, sizeof
+from ctypes import Array, c_double, c_int64, c_uint64, sizeof
+from functools import lru_cache
 
 from torch import Tensor
 
 from secondguess.core import StoppingRule
 from secondguess.errors import OutOfMemoryError, SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, RowNoise
 from secondguess.runtime.native import library
-from secondguess.runtime.native.sampling import require_finite
-from secondguess.runtime.native.verification import noises_of_rows, settings_of_rows
+from secondguess.runtime.native.sampling import KernelSettings, require_finite
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, CONTINUE = 1, 2
@@ -38,7 +38,7 @@ class ChainCall:
         self._decision, self._logits, self._num_rows = decision, logits, num_rows
         self._errors: list[BaseException] = []
         is_sampled = any([request.settings.temperature for request in requests])
-        self._settings = settings_of_rows(tuple([request.settings for request in requests]))
+        self._settings = _settings_of_rows(tuple([request.settings for request in requests]))
         self._noises = noises_of_rows([request.noise for request in requests])
         self._confidences = (c_double * num_rows)()
         # One buffer: limits, answers and lengths of the rows, then tokens.
@@ -144,3 +144,17 @@ class ChainCall:
 
 def _address(values: array[float]) -> int:
     return values.buffer_info()[0]
+
+
+def noises_of_rows(noises: Sequence[RowNoise]) -> Array[c_uint64]:
+    """Return the noise of the rows of a batch as the kernels take it: three numbers per row."""
+    numbers = [number for noise in noises for number in noise]
+    return (c_uint64 * len(numbers))(*numbers)
+
+
+@lru_cache(maxsize=256)
+def _settings_of_rows(settings: tuple[KernelSettings, ...]) -> Array[library.Settings]:
+    """Return the settings of the rows of a batch as the kernels take them; cached, as few occur."""
+    return (library.Settings * len(settings))(
+        *[library.Settings(row.temperature, row.truncates, *row[1:]) for row in settings]
+    )

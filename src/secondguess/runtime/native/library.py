@@ -132,14 +132,6 @@ class Chains(Structure):
     ]
 
 
-class Verification(Structure):
-    _fields_ = [
-        *_fields(c_int64, "num_rows num_nodes vocab_size row_stride stride probs_stride num_threads"),
-        *_fields(c_void_p, "logits draft_probs tokens lengths rules settings noises"),
-        *_fields(c_void_p, "accepted next_tokens samples"),
-    ]
-
-
 class DeltaRule(Structure):
     _fields_ = [
         *_fields(c_int64, "num_tokens num_heads num_key_heads key_size value_size num_decays normalises"),
@@ -166,7 +158,6 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "truncated_softmax": (c_int, [*ROWS, c_double, c_int64, c_double, c_double, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),
     "race": (c_int64, [c_void_p, c_int64, c_uint64, c_void_p]),
-    "verify": (None, [POINTER(Verification)]),
     "residual": (c_double, [c_float, c_void_p, c_void_p, c_int64, c_void_p]),
     "linear": (c_int, [POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "pack": (None, [POINTER(Weight), POINTER(Source), c_int64]),
@@ -276,8 +267,8 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
         kernels.secondguess_sources.restype = c_char_p
         found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
-        others = (kernels.secondguess_size_of_chains(), kernels.secondguess_size_of_verification())
+        size_of_chains: int = kernels.secondguess_size_of_chains()
     except AttributeError:
         return False
-    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chains, Verification)]
-    return expected in (None, found.decode()) and [*sizes, *others] == expected_sizes
+    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chains)]
+    return expected in (None, found.decode()) and [*sizes, size_of_chains] == expected_sizes

@@ -213,12 +213,30 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
         dists = (weights[..., None] * p).sub_(q).clamp_min_(0.0)
         return dists, dists.sum(-1).cpu().numpy().astype(numpy.float64)
     dists = p.new_empty(p.shape)
-    arguments = zip(factors.ravel().tolist(), _addresses(p), _addresses(q), _addresses(dists), strict=True)
+    return dists, _residual_masses(kernels, factors, p, q, _addresses(dists))
+
+
+def residual_masses(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> NDArray[numpy.float64]:
+    """Return the sums of `residuals`; the kernels do not write these."""
+    kernels = kernels_for(p, q)
+    if kernels is None:
+        return residuals(factors, p, q)[1]
+    return _residual_masses(kernels, factors, p, q, [None] * factors.size)
+
+
+def _residual_masses(
+    kernels: ctypes.CDLL,
+    factors: NDArray[numpy.float64],
+    p: Tensor,
+    q: Tensor,
+    outputs: Sequence[int | None],
+) -> NDArray[numpy.float64]:
+    arguments = zip(factors.ravel().tolist(), _addresses(p), _addresses(q), outputs, strict=True)
     masses = [
-        kernels.secondguess_residual(factor, own, other, p.shape[-1], left)
-        for factor, own, other, left in arguments
+        kernels.secondguess_residual(factor, own, other, p.shape[-1], output)
+        for factor, own, other, output in arguments
     ]
-    return dists, numpy.array(masses).reshape(factors.shape)
+    return numpy.array(masses).reshape(factors.shape)
 
 
 def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:
