@@ -1262,52 +1262,6 @@ def test_cost_learns_from_predicted_acceptance_probabilities() -> None:
     assert groups == [bisect_right(CONFIDENCE_EDGES, chance) for chance in (0.9, 0.3)]
 
 
-def test_the_stopping_rule_decides_like_keep_drafting() -> None:
-    controller, rng = CostController(), random.Random(3)
-    simulation = Simulation(lambda number, depth: 0.8 if number % 3 else 0.4)
-    simulation.play(controller, 300)
-    row = Row([0] * 20, SamplingParams(max_tokens=10**6, temperature=1.0))
-    lengths: set[int] = set()
-    for _ in range(300):
-        (plan,) = controller.plan([row], [(Candidate(),)])
-        rule = controller.stopping_rule([row])
-        if not plan.length:
-            assert rule is None
-            controller.learn([row], Draft.empty(1), Verdict.from_chain([0], [0]), RoundTime(0.0, 0.0, 1.0))
-            continue
-        assert rule is not None
-        assert len(rule.least) == plan.length - 1
-        survival, length = 1.0, 0
-        while length < plan.length:
-            length += 1
-            if length == plan.length:
-                break
-            confidence = rng.choice((0.3, 0.9, 0.96, 0.99, rng.random()))
-            group = bisect_right(rule.edges, confidence)
-            survival *= rule.own[group]
-            continues = survival * rule.following[group] > rule.least[length - 1]
-            assert controller.keep_drafting([row], FixedConfidences([confidence]), length - 1) == [continues]
-            assert rule.groups[-1] == group
-            if not continues:
-                break
-        lengths.add(length)
-        verdict = Verdict.from_chain([rng.randint(0, length)], [0])
-        time = RoundTime(0.0, 0.05 * length, 1 + 0.07 * length + (0.2 if length > 2 else 0.0))
-        controller.learn([row], Draft.chains([[0] * length]), verdict, time)
-    assert len(lengths) > 2
-
-
-def test_there_is_no_stopping_rule_for_batches_and_lookups() -> None:
-    for deterministic, num_rows in ((True, 1), (False, 2)):
-        controller, candidate = CostController(), Candidate(deterministic=deterministic)
-        Simulation(lambda number, depth: 0.9, deterministic=deterministic).play(controller, 50)
-        rows = [Row([0] * 20, SamplingParams(max_tokens=10**6)) for _ in range(num_rows)]
-        while not any(plan.length for plan in controller.plan(rows, [(candidate,)] * num_rows)):
-            verdict = Verdict.from_chain([0] * num_rows, [0] * num_rows)
-            controller.learn(rows, Draft.empty(num_rows), verdict, RoundTime(0.0, 0.0, 1.0))
-        assert controller.stopping_rule(rows) is None
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_drafting_starts_although_the_first_drafts_fail_beside_other_load(seed: int) -> None:
     """A series of probes follows at once, instead of after the hundreds of rounds that would earn it."""

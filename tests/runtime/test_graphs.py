@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
 from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.core import Draft, Row, StoppingRule
+from secondguess.core import Draft, Row
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
@@ -163,24 +162,6 @@ def test_chains_end_where_the_callback_says(runtime, row, stop_after):
     found = draw(runtime, row, request(params), keep_drafting)
     assert found.tokens == expected[: stop_after + 1]
     assert asked == list(range(stop_after + 1))
-
-
-def test_chains_end_where_the_rule_says(runtime, row):
-    """own[b_0] ... own[b_d] following[b_d] > least[d] decides after node d; groups are those of the decisions."""
-
-    def rule(*least):
-        return StoppingRule(array("d", [2.0]), array("d", [0.5]), array("d", [0.5]), array("d", least), [])
-
-    params = SamplingParams(temperature=1)
-    # the products are 1/4, 1/8, 1/16, ...
-    short, whole = rule(0.2, 0.1, 0.1, 0, 0, 0), rule(0, 0, 0, 0, 0, 0)
-    found = draw(runtime, row, request(params), short)
-    assert len(found.tokens) == len(found.probs) == 3
-    assert short.groups == [0, 0, 0]
-    del row.tokens[len(PROMPT) :]
-    runtime.rewind([row], [len(PROMPT) - 1])
-    assert len(draw(runtime, row, request(params), whole).tokens) == NUM_NODES
-    assert whole.groups == [0] * (NUM_NODES - 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])

@@ -226,8 +226,7 @@ class SamplingDrafter(Drafter):
             kept = budgets.keep_drafting(logits, depth, None, row_confidences)
             return [kept[index] for index in asked]
 
-        rule = budgets.stopping_rule if len(rows) == 1 else None
-        decision = keep_drafting if rule is None and budgets.uses_probs else rule
+        decision = keep_drafting if budgets.uses_probs else None
         return self.whole_chains([rows[index] for index in active], requests, decision)
 
     def _draft_of(self, drawn: DrawnChains, num_rows: int, active: list[int], noise: Noise) -> Draft:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, StoppingRule
+from secondguess.core import Draft, Row
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.weight_format import WeightFormat
 
@@ -131,8 +131,8 @@ KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
 valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
 no node at this depth are meaningless."""
 
-ChainDecision = KeepChains | StoppingRule | None
-"""Decides which chains continue, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
+ChainDecision = KeepChains | None
+"""Decides which chains continue, after each level but the last of a row; None draws all nodes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ drafts), and the cost of further trials is bounded (`loss_limits.py`).
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ from secondguess.core import (
     Plan,
     RoundTime,
     Row,
-    StoppingRule,
     Verdict,
 )
 from secondguess.names import Name, check_range, options_with_argument, read_options
@@ -293,20 +291,6 @@ class CostController(Controller):
             [each.length if each.deterministic else len(each.confidence_bins) for each in planned]
         )
         return select_extensions(acceptance_probs, num_levels, self._cost_model)
-
-    def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
-        proposals = self._decision.proposals
-        if len(rows) > 1 or not proposals or proposals[0].deterministic:
-            return None
-        (proposal,) = proposals
-        if self._decision.stopping_rule is None:  # no node is learned from while a decision is repeated
-            rate, model = self._cost_model.rate, self._cost_model
-            least = [rate * seconds for seconds in model.extension_seconds(proposal.part, proposal.length)]
-            own, following = self.expectations.node_probs(proposal.estimate.kind)
-            self._decision.stopping_rule = StoppingRule(
-                CONFIDENCE_EDGES, own, following, array("d", least), []
-            )
-        return self._decision.stopping_rule._replace(groups=proposal.confidence_bins)
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         if self._is_paused:

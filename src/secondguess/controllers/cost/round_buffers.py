@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from secondguess.controllers.cost.proposals import DraftProposal
 from secondguess.controllers.cost.round_times import mean_length
-from secondguess.core import Candidate, RoundTime, Row, StoppingRule
+from secondguess.core import Candidate, RoundTime, Row
 
 GROUP_SIZE = 8
 """Maximum number of plain rounds that are added to the statistics as one."""
@@ -35,7 +35,6 @@ class Decision:
         explores: True if a batch drafts to learn what drafts cost, with the nodes of a probe, whatever these seem to cost.
         is_probe: True if they are probes.
         is_settled: True if the decision can be repeated before anything is learned from it.
-        stopping_rule: that of its only draft, once it was needed.
     """
 
     rate_key: Hashable = None
@@ -44,7 +43,6 @@ class Decision:
     explores: bool = False
     is_probe: bool = False
     is_settled: bool = False
-    stopping_rule: StoppingRule | None = None
 
 
 class DraftedRound(NamedTuple):

@@ -185,9 +185,6 @@ class StringDrafter(TranslatingDrafter):
         self, rows: Sequence[Row], steps: list[int], budgets: Budgets, noise: Noise
     ) -> list[list[int]] | None:
         """Return the chains that `_draw` returns, drawn at once; None if they cannot be."""
-        rule = budgets.stopping_rule
-        if rule is not None and len(rule.least) < steps[0] - 1:  # it counts tokens of the target
-            budgets = budgets._replace(stopping_rule=None)
         settings = [kernel_settings(row.params) if _is_raced(row) else GREEDY for row in rows]
         drawn = self._draw_at_once(
             rows, steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from secondguess.core import StoppingRule
-from secondguess.runtime.base import ChainRequest, KeepChains
+from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.graphs.capture import StaticInputs
 from secondguess.runtime.graphs.operations import PassInputs, most_likely
 from secondguess.runtime.hashes import Purpose, hash_of, scalar_uniforms, uniform_per_token_on_device
@@ -163,14 +161,3 @@ def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     totals = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
     return tokens[:, 0].clamp(max=probs.shape[-1] - 1)
-
-
-def decide_by(rule: StoppingRule) -> KeepChains:
-    """Return the decision about the only row by a rule."""
-    return lambda _, logits, depth, confidences: [_continues(rule, depth, confidences[0])]
-
-
-def _continues(rule: StoppingRule, depth: int, confidence: float) -> bool:
-    rule.groups.append(bisect_right(rule.edges, confidence))
-    groups = rule.groups[-depth - 1 :]
-    return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

@@ -118,15 +118,10 @@ class Settings(Structure):
     ]
 
 
-class StoppingRule(Structure):
-    _fields_ = [("num_edges", c_int64), *_fields(c_void_p, "edges own following least groups")]
-
-
 class Chains(Structure):
     _fields_ = [
         *_fields(c_int64, "num_nodes vocab_size"),
         *_fields(c_void_p, "limits settings noises target_ids target_lengths"),
-        ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         *_fields(c_void_p, "confidences answers lengths tokens probs"),
     ]
