@@ -17,13 +17,14 @@ from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
-from secondguess.runtime import cache
+from secondguess.runtime import cache, coverage
 from secondguess.runtime.base import ChainRequest
+from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import chains
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
-from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
+from secondguess.runtime.graphs.runtime import to_graphs
 from secondguess.runtime.native.sampling import KernelSettings
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.sampling import SamplingParams
@@ -233,8 +234,8 @@ def wrong_decoder(run):
     ],
 )
 def test_what_graphs_do_not_cover(family, dtype, device, has_triton, reason, monkeypatch):
-    monkeypatch.setattr(graphs, "find_spec", lambda _: object() if has_triton else None)
-    found = why_not_graphs(FAMILIES[family](), getattr(torch, dtype), torch.device(device))
+    monkeypatch.setattr(coverage, "find_spec", lambda _: object() if has_triton else None)
+    found = unsupported_reason("graphs", FAMILIES[family](), getattr(torch, dtype), torch.device(device))
     assert found == reason
 
 

@@ -24,11 +24,12 @@ from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source, one_at
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.coverage import MISSING_KERNELS
 from secondguess.runtime.families import missing_weights, weight_shapes
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
-from secondguess.runtime.native.decoder import MISSING_KERNELS, NativeDecoder
+from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import pack_linears, quantise_linears

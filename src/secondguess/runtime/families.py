@@ -1,6 +1,6 @@
 """Descriptions of the decoder families that the fused decoder supports.
 
-Each family is one entry of `FAMILIES`. `why_not_fused` rejects configurations with features
+Each family is one entry of `FAMILIES`. `undescribed_reason` rejects configurations with features
 that a description cannot express. The probe in `fused.fuse` then checks that the description is
 correct.
 """
@@ -395,14 +395,7 @@ COMMON_FIELDS = frozenset({
 IGNORED_FIELDS = frozenset(field.name for field in fields(PreTrainedConfig))
 
 
-def why_not_fused(config: Any, device: torch.device) -> str | None:
-    """Return why the fused decoder does not cover this configuration on this device, else None."""
-    if device.type != "cpu":
-        return f"our own decoders run on a CPU, not on {device}"
-    return why_not_described(config)
-
-
-def why_not_described(config: Any, with_experts: bool = True) -> str | None:
+def undescribed_reason(config: Any, with_experts: bool = True) -> str | None:
     """Return why the descriptions of families do not cover this configuration, else None.
 
     Args:

@@ -68,7 +68,7 @@ def fuse(model: Any, packed: bool) -> FusedDecoder | None:
     The module must not be used afterwards in either case.
 
     Args:
-        model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
+        model: a causal language model that the families describe, in evaluation mode.
         packed: whether to pack its weights (see `products.can_pack`).
     """
     if not _has_plain_weights(model):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -27,7 +26,6 @@ from secondguess.runtime.base import (
     quantised_copy_error,
 )
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.families import why_not_described
 from secondguess.runtime.fused import (
     PROBE_TOLERANCE,
     PROBE_WIDTH,
@@ -57,17 +55,6 @@ MAX_ATTENTION_BYTES = 2**30
 PREFILL_CHUNK = 2048
 
 logger = logging.getLogger(__name__)
-
-
-def why_not_graphs(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why passes of this configuration are not captured in this dtype on this device, else None."""
-    if device.type != "cuda":
-        return f"CUDA graphs need a CUDA device, got {device}"
-    if dtype == torch.float64:
-        return "the kernels of graphs compute in float32, not in float64"
-    if find_spec("triton") is None:
-        return "the kernels of graphs need Triton, which is not installed"
-    return why_not_described(config, with_experts=False)
 
 
 def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
