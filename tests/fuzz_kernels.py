@@ -253,8 +253,8 @@ def sampling_case(rng: random.Random) -> None:
     import numpy
     import torch
 
-    from secondguess.runtime.native import sampling
     from secondguess.sampling import SamplingParams, truncation
+    from secondguess.sampling import kernels as sampling
 
     generator = torch.Generator().manual_seed(rng.getrandbits(30))
     shape = (rng.randint(1, 3), rng.randint(1, 6), rng.randint(1, 3000))

@@ -18,14 +18,13 @@ from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
 from secondguess.runtime import cache, coverage
-from secondguess.runtime.base import ChainRequest
+from secondguess.runtime.base import ChainRequest, KernelSettings
 from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import chains
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
 from secondguess.runtime.graphs.runtime import to_graphs
-from secondguess.runtime.native.sampling import KernelSettings
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise

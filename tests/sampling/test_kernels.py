@@ -11,7 +11,8 @@ import torch
 from families import needs_kernels
 from secondguess.core import Row
 from secondguess.params import SamplingParams
-from secondguess.runtime.native import library, sampling
+from secondguess.runtime.native import library
+from secondguess.sampling import kernels as sampling
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.truncation import make_rule
 

@@ -16,8 +16,15 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime, VocabularyMap
-from secondguess.runtime.native.sampling import KernelSettings, with_confidences
+from secondguess.runtime.base import (
+    ChainDecision,
+    ChainRequest,
+    DrawnChains,
+    KernelSettings,
+    Runtime,
+    VocabularyMap,
+)
+from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings, most_likely

@@ -13,6 +13,7 @@ would not be lossless otherwise.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Commit, Draft, Row, TokenLogprob
-from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
 from secondguess.params import SamplingParams
-from secondguess.runtime.native.sampling import require_finite, warn_unless_finite
+from secondguess.runtime.base import are_finite, require_finite
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.truncation import Rule, make_rule, most_likely
 
@@ -149,6 +150,17 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
     banned = dists[..., 0].isnan()
     first = torch.nn.functional.one_hot(torch.zeros_like(banned, dtype=torch.long), dists.shape[-1])
     return torch.where(banned[..., None], first.to(dists.dtype), dists), banned
+
+
+def warn_unless_finite(logits: Tensor) -> None:
+    """Warn of a drafter's logits that are NaN or infinite, after which nothing is drafted."""
+    if not are_finite(logits):
+        warnings.warn(
+            "the drafter's logits are NaN or infinite after some texts, where it drafts nothing: the output stays correct, "
+            "but few tokens are drafted; its weights are broken, or overflow in this precision: try another dtype",
+            MismatchWarning,
+            stacklevel=2,
+        )
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[int]) -> Commit:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
-from secondguess.runtime.native.sampling import residual_masses, residuals
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.kernels import residual_masses, residuals
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs
 

@@ -15,11 +15,11 @@ from secondguess.drafters.trees import TreeShape
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
 from secondguess.heads.base import DraftVocabulary
-from secondguess.runtime.base import ChainDecision, ChainRequest, Runtime, VocabularyMap
-from secondguess.runtime.native.sampling import KernelSettings, warn_unless_finite, with_confidences
+from secondguess.runtime.base import ChainDecision, ChainRequest, KernelSettings, Runtime, VocabularyMap
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.probs import at_least_float32
+from secondguess.sampling.probs import at_least_float32, warn_unless_finite
 from secondguess.sampling.truncation import kernel_settings, make_rule
 
 GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)

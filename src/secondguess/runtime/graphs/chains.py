@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, require_finite
 from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters
 from secondguess.runtime.graphs.operations import PassInputs
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
-from secondguess.runtime.native.sampling import require_finite
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.support import without_gradients
 

@@ -10,9 +10,15 @@ from functools import lru_cache
 from torch import Tensor
 
 from secondguess.errors import OutOfMemoryError, SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, RowNoise
+from secondguess.runtime.base import (
+    ChainDecision,
+    ChainRequest,
+    DrawnChains,
+    KernelSettings,
+    RowNoise,
+    require_finite,
+)
 from secondguess.runtime.native import library
-from secondguess.runtime.native.sampling import KernelSettings, require_finite
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, CONTINUE = 1, 2
