@@ -33,7 +33,7 @@ from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import confirm_default, require_drafter_of_history, resolve_drafter, resolve_pair
 from secondguess.prompts import GuidedPrompt, Message, Prompt, encode, encode_with_images, is_single
-from secondguess.runtime.support import without_defaults_of_caller
+from secondguess.runtime.machine import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secondguess.runtime.support import has_bfloat16
+from secondguess.runtime.machine import has_bfloat16
 
 
 def fast_dtype() -> torch.dtype:

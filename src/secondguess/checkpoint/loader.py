@@ -27,6 +27,7 @@ from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.coverage import MISSING_KERNELS
 from secondguess.runtime.families import missing_weights, weight_shapes
 from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.machine import autocast_dtype, without_defaults_of_caller
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
 from secondguess.runtime.native.decoder import NativeDecoder
@@ -36,7 +37,6 @@ from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.products import can_pack
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.stored import StoredModel
-from secondguess.runtime.support import autocast_dtype, without_defaults_of_caller
 from secondguess.runtime.weight_format import BFLOAT16, QUANTIZATIONS, WeightFormat
 
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")

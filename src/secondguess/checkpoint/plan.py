@@ -28,6 +28,7 @@ from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelE
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.families import FAMILIES, weight_shapes
+from secondguess.runtime.machine import has_bfloat16
 from secondguess.runtime.native.check import HEAD_OUTPUTS
 from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
 from secondguess.runtime.products import can_pack
@@ -38,7 +39,6 @@ from secondguess.runtime.support import (
     check_class,
     check_config,
     context_length_of,
-    has_bfloat16,
 )
 from secondguess.runtime.weight_format import (
     BFLOAT16,

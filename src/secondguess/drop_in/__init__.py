@@ -46,8 +46,9 @@ from secondguess.drop_in.processors import StoppingConditions, read_logits_proce
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
 from secondguess.prompts import EncodedPrompt, encode_with_images
+from secondguess.runtime.machine import autocast_dtype
 from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
-from secondguess.runtime.support import autocast_dtype, check_config
+from secondguess.runtime.support import check_config
 from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier

@@ -31,10 +31,10 @@ from secondguess.runtime.base import (
 )
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import WeightFormat
 
 UNLIMITED = 2**31

@@ -20,16 +20,11 @@ from secondguess.runtime.attention import current
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
 from secondguess.runtime.cached import CachedRuntime, build_queries
 from secondguess.runtime.exclusive import exclusive
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.packing import copy_quantised, why_not_copied
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import (
-    cache_parameter,
-    check_supported,
-    context_length_of,
-    takes_masks,
-    without_gradients,
-)
+from secondguess.runtime.support import cache_parameter, check_supported, context_length_of, takes_masks
 from secondguess.runtime.weight_format import WeightFormat
 
 

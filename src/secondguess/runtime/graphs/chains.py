@@ -15,8 +15,8 @@ from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticIn
 from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters
 from secondguess.runtime.graphs.operations import PassInputs
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import without_gradients
 
 MAX_CATCH_UP = 2
 """Largest number of uncached tokens with which a chain is drawn at once: a draft that was accepted whole leaves two."""

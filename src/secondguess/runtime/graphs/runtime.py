@@ -40,8 +40,8 @@ from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import INT4, WeightFormat
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)

@@ -19,11 +19,11 @@ from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.native.chain import ChainCall
 from secondguess.runtime.native.decoder import PackedDecoder
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import num_threads
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024

@@ -10,9 +10,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from secondguess.errors import OutOfMemoryError, UnsupportedModelError
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, requantise, unpack_blocks
-from secondguess.runtime.support import num_threads
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 

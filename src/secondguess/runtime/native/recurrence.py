@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import OutOfMemoryError
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
-from secondguess.runtime.support import num_threads
 
 
 def can_run(state: Tensor) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secondguess.runtime.machine import allocate_pages, num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.stored import TILE, WeightRows
-from secondguess.runtime.support import allocate_pages, num_threads
 from secondguess.runtime.weight_format import WeightFormat
 
 BLOCK = 32
