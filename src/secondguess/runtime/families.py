@@ -396,11 +396,7 @@ IGNORED_FIELDS = frozenset(field.name for field in fields(PreTrainedConfig))
 
 
 def undescribed_reason(config: Any, with_experts: bool = True) -> str | None:
-    """Return why the descriptions of families do not cover this configuration, else None.
-
-    Args:
-        with_experts: whether mixtures of experts are covered.
-    """
+    """Return why the descriptions of families do not cover this configuration, or mixtures without `with_experts`, else None."""
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not among the families described ({', '.join(FAMILIES)})"
     family = FAMILIES[config.model_type]
@@ -511,8 +507,7 @@ def weight_shapes(config: Any) -> dict[str, set[tuple[int, ...]]]:
 def missing_weights(config: Any, weights: WeightSource) -> list[str]:
     """Return the names of a decoder's weights that a checkpoint lacks; in another one Transformers may rename some.
 
-    Raises:
-        ValueError: a weight of another shape than the configuration says.
+    A weight of another shape than the configuration says raises a `ValueError`.
     """
     missing = []
     for name, shapes in weight_shapes(config).items():

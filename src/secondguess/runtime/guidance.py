@@ -105,9 +105,6 @@ def combine(own: Tensor, negative: Tensor, scales: Sequence[float]) -> Tensor:
     """Return the logits of guidance, `negative + scale (own - negative)` of log-probabilities.
 
     A token that is impossible after one of the prompts stays impossible.
-
-    Args:
-        own, negative: logits `[row, query, vocab]` after the row's own and its negative prompt.
     """
     own, negative = own.log_softmax(-1), negative.log_softmax(-1)
     factors = torch.tensor(scales, dtype=own.dtype, device=own.device)[:, None, None]

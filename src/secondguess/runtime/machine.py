@@ -21,9 +21,6 @@ def allocate_pages(num_bytes: int) -> mmap.mmap:
     """Return zeros in pages that the system clears when they are first used.
 
     They are private: large pages for shared memory follow another setting, which is usually off.
-
-    Raises:
-        OutOfMemoryError: the system has no room for them.
     """
     try:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -176,14 +176,9 @@ class RecurrentRuntime(RowByRowRuntime):
         num_logits: int,
         is_prompt: bool = False,
     ) -> tuple[ForwardOutput, list[ComputeStates | None]]:
-        """Run tokens of one path from the snapshot after `start` tokens on.
+        """Run tokens of one path from the snapshot after `start` tokens on; return also the states after each, as far as known.
 
-        Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that
-        record their states.
-
-        Returns:
-            Logits and hidden states, of at least the requested last tokens, and the states after
-            each token, as far as they are known.
+        Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that record their states.
         """
         states = self.cache.states_at(slot, start)
         width = 1 if self.single_steps else MAX_RECORDED

@@ -108,15 +108,7 @@ class RowByRowRuntime(TransformersRuntime):
         self._require_equal(largest, joined.relative_error(Probe(whole.logits[NUM_CACHED:][: len(single)])))
 
     def _require_equal(self, error: float, error_of_single: float) -> None:
-        """Refuse the module if it computes other values with a cache.
-
-        Args:
-            error: relative error of passes over several tokens after a cache.
-            error_of_single: that of passes over single tokens.
-
-        Raises:
-            UnsupportedModelError: if an error exceeds that of rounding.
-        """
+        """Refuse the module if passes over several tokens, with this relative error, or single ones compute other values."""
         self._require_rounding(error, "several tokens after a cache give other results than single tokens")
 
     def _require_rounding(self, error: float, description: str) -> None:
@@ -175,13 +167,7 @@ class RowByRowRuntime(TransformersRuntime):
         new: Sequence[int],
         num_logits: int,
     ) -> ForwardOutput:
-        """Run the new queries of one path.
-
-        Args:
-            tokens: token of each query; query 0 is the first token that is not cached.
-            known: queries on the path that ran before.
-            num_logits: number of last queries whose logits are needed.
-        """
+        """Run the new queries of one path after the `known` ones, which ran before; query 0 is the first uncached token."""
         positions = [state.length + query for query in (*known, *new)]
         self.cache.place_path(state.slot, state.length, positions, len(new))
         return self._run_path([tokens[query] for query in new], state.length + len(known), num_logits)

@@ -37,11 +37,10 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def check_supported(model: Any) -> None:
-    """Raise an error with the reason if the cache of a model cannot be rolled back.
+    """Refuse a model whose cache cannot be rolled back, with the reason.
 
-    Raises:
-        UnsupportedModelError: for encoder-decoders, models with a cache of their own, models with
-            bidirectional attention, and models without a language-modelling head.
+    These are encoder-decoders, models with a cache of their own, with bidirectional attention, or without a
+    language-modelling head.
     """
     name = type(model).__name__
     check_config(model.config, name)

@@ -244,11 +244,7 @@ def configurations(model: Any) -> list[Any]:
 
 
 def last_norm(model: Any) -> Any:
-    """Return the final norm: the last norm among the direct children of the model's body, its text decoder or a part.
-
-    Raises:
-        UnsupportedModelError: if there is none.
-    """
+    """Return the final norm: the last among the direct children of the model's body, its text decoder or a part."""
     for body in (model.base_model, model.get_decoder(), *model.children()):
         norms, has_layers = [], False
         for name, module in body.named_children():

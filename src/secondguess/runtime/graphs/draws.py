@@ -57,12 +57,9 @@ class Modes(NamedTuple):
 def draw_parameters(
     requests: Sequence[ChainRequest], nums_read: Sequence[int], nodes: range, modes: Modes
 ) -> tuple[list[int], list[float]]:
-    """Return the integers and floats of `draw_nodes`.
+    """Return the integers and floats of `draw_nodes` for the nodes of some indices in their chains.
 
-    Args:
-        nums_read: number of tokens of each row, then of padding.
-        nodes: indices of the nodes in their chains.
-        modes: how they are drawn.
+    `nums_read` has the number of tokens of each row, then of padding.
     """
     padding = len(nums_read) - len(requests)
     noises = [request.noise for request in requests]

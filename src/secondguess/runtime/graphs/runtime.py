@@ -178,13 +178,9 @@ class GraphRuntime(FusedRuntime):
 
     @exclusive
     def probe_both_paths(self, tokens: Tensor) -> Tensor:
-        """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
+        """Return logits `[2, row, token, vocab]` of texts by a prefill and by a captured pass, without keeping the texts.
 
-        Args:
-            tokens: `[row, token]`, of at most `MAX_QUERIES` tokens.
-
-        Returns:
-            Logits `[2, row, token, vocab]`.
+        `tokens` `[row, token]` are at most `MAX_QUERIES` per row.
         """
         num_rows, width = tokens.shape
         with torch.inference_mode():
@@ -230,8 +226,7 @@ class GraphRuntime(FusedRuntime):
     def _run_by_kernels(self, queries: Sequence[RowQueries], width: int) -> ForwardOutput | None:
         """Run a pass over at most `width` queries per row, captured if it is small; None if it needs too much memory.
 
-        Returns:
-            Logits and hidden states `[row, query, ...]` with padding, which the next pass overwrites.
+        Logits and hidden states `[row, query, ...]` have padding, and the next pass overwrites them.
         """
         size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS_OF_FEW)
         if size * num_queries > MAX_KERNEL_TOKENS:

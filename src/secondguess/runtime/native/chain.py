@@ -89,9 +89,7 @@ class ChainCall:
     def result(self, failure: int) -> DrawnChains | None:
         """Return the drawn chains, given what the call returned; None if it failed like a single pass.
 
-        Raises:
-            KeyboardInterrupt: a signal interrupted the call.
-            SecondGuessError: logits that are not finite.
+        Errors of the decision are raised, and interruptions by a signal.
         """
         if self._errors:
             raise self._errors[0]

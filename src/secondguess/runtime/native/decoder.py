@@ -158,11 +158,7 @@ class NativeDecoder(PackedDecoder):
         )
 
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
-        """Return a decoder that shares the weights but skips some layers.
-
-        Raises:
-            BadInputError: if a layer does not exist, or none would be left.
-        """
+        """Return a decoder that shares the weights but skips some layers, by `remaining_layers`."""
         kept = remaining_layers(skipped, self.num_layers)
         fewer = copy.copy(self)
         fewer.num_layers = len(kept)
@@ -174,11 +170,7 @@ class NativeDecoder(PackedDecoder):
         return fewer
 
     def requantised(self, weight_format: WeightFormat) -> NativeDecoder:
-        """Return a decoder of the same layers with weights in another encoding, and all else shared.
-
-        Args:
-            weight_format: the new encoding; the present one must be bfloat16.
-        """
+        """Return a decoder of the same layers in bfloat16 with weights in another encoding, and all else shared."""
         rounded = copy.copy(self)
         rounded.weight_format = weight_format
         rounded._arena, rounded._kept = Arena(), [self]

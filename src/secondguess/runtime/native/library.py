@@ -203,10 +203,7 @@ class Unit:
 def units() -> tuple[Unit, ...]:
     """Return the units that the kernels can use on this machine, fastest first.
 
-    Empty if the kernels were not built, or the processor supports none of them.
-
-    Raises:
-        SecondGuessError: if the kernels were built from other sources than those next to them.
+    Empty if the kernels were not built, or the processor supports none. Those built from other sources are refused.
     """
     opened = {kind: _open(kind) for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
     found = [Unit(kind, kernels) for kind, kernels in opened.items() if kernels]
@@ -227,11 +224,7 @@ def _has_tiles() -> bool:
 
 
 def _open(kind: str) -> ctypes.CDLL | None:
-    """Return the kernels of a kind, or None if they were not built.
-
-    Raises:
-        SecondGuessError: if they were built from other sources.
-    """
+    """Return the kernels of a kind, or None if they were not built; refuse those built from other sources."""
     folder = Path(__file__).parent
     built = folder / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():

@@ -72,11 +72,7 @@ class KernelLinear(nn.Module):
         return sum(each.nbytes for each in self._blocks.tensors)
 
     def plain_weight(self) -> Tensor:
-        """Return the weight `[output, input]` in plain layout.
-
-        Raises:
-            UnsupportedModelError: if it is quantised.
-        """
+        """Return the weight `[output, input]` in plain layout; refuse to if it is quantised."""
         if self.weight_format.is_quantised:
             raise UnsupportedModelError(
                 f"expected a layer with its weight in bfloat16, to save it or for a gradient, got one in "

@@ -42,16 +42,9 @@ class Recurrence:
     output_shape: torch.Size
 
     def advance(self, before: Tensor, after: Tensor, num_tokens: int) -> Tensor:
-        """Run the first tokens.
+        """Run the first tokens; return outputs `[row, token, head, number]` in float32.
 
-        Args:
-            after: takes the state after the last of them; may be `before`.
-
-        Returns:
-            Outputs `[row, token, head, number]` in float32.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
+        `after` takes the state after the last of them; it may be `before`.
         """
         outputs = library.float32_buffer(1, num_tokens, *self.output_shape[1:])
         arguments = self.arguments
