@@ -248,13 +248,13 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
 
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
-    from secondguess.runtime.transformers import remember
+    from secondguess.runtime.module_runtime import remember
     from secondguess.runtime.wrap import wrap_module
 
     dtype, restore = autocast_dtype(model.device), remember(model)
     try:
         with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
-            runtime.autocast_dtype = dtype
+            runtime.forward.autocast_dtype = dtype
             plan = replace(Checkpoint.from_module(model), runtime="transformers")
             ends = _end_tokens([model.generation_config.eos_token_id, _eos_of(model.config)])
             yield LoadedModel(plan, runtime, None, ends)

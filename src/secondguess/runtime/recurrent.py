@@ -43,7 +43,7 @@ class RecurrentRuntime(RowByRowRuntime):
     several tokens (Mamba-1) run single tokens after the start of a text.
 
     Args:
-        model: as in `TransformersRuntime`.
+        model: as in `ModuleRuntime`.
 
     Attributes:
         single_steps: True if only single tokens can follow a cache.
