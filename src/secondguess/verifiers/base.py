@@ -233,6 +233,8 @@ def at(values: Tensor, positions: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `positions` `[row]`, from `values` `[row, position, ...]`."""
     if len(positions) == 1 or (positions == positions[0]).all():
         return values[:, int(positions[0])]
+    if values.is_cpu:  # a third of the time of an index
+        return torch.stack([values[row, position] for row, position in enumerate(positions.tolist())])
     rows = torch.arange(len(positions), device=values.device)
     return values[rows, torch.from_numpy(positions).to(values.device)]
 
@@ -260,8 +262,11 @@ def next_token_probs(
     corrects = is_early & (left.masses > 0)
     if corrects.all():
         return left.dists
-    chosen = torch.from_numpy(corrects).to(target_probs.device)
-    return torch.where(chosen[:, None], left.dists, at(target_probs, lengths))
+    before = at(target_probs, lengths)
+    if before.is_cpu:
+        choices = zip(corrects.tolist(), left.dists, before, strict=True)
+        return torch.stack([own if is_corrected else other for is_corrected, own, other in choices])
+    return torch.where(torch.from_numpy(corrects).to(before.device)[:, None], left.dists, before)
 
 
 def make_chain_verdict(
