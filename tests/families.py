@@ -19,7 +19,7 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import why_not_described, why_not_fused
+from secondguess.runtime.families import undescribed_reason
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs.runtime import to_graphs
 from secondguess.runtime.native.library import units
@@ -181,8 +181,8 @@ SIMILAR: dict[str, Callable[[], Any]] = {
 """Families that our own decoders run with the code of others above."""
 
 
-COVERED = [name for name, config in FAMILIES.items() if not why_not_fused(config(), torch.device("cpu"))]
-DENSE = [name for name in COVERED if not why_not_described(FAMILIES[name](), with_experts=False)]
+COVERED = [name for name, config in FAMILIES.items() if not undescribed_reason(config())]
+DENSE = [name for name in COVERED if not undescribed_reason(FAMILIES[name](), with_experts=False)]
 HAS_KERNELS = bool(units())
 KINDS = ["transformers", "fused", "graphs", *(["native"] if HAS_KERNELS else [])]
 GRAPHS_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

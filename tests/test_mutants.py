@@ -7,13 +7,10 @@ check passes on the code as it ships and fails with the mutant in place.
 from __future__ import annotations
 
 import bisect
-import inspect
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy
 import torch
@@ -77,7 +74,6 @@ from secondguess.runtime.native import forward as native_forward
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.library import units
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.native.verification import KernelRule
 from secondguess.runtime.recurrent import RecurrentRuntime
 from secondguess.runtime.recurrent_cache import RecurrentCache
 from secondguess.runtime.tiny import tiny_pair
@@ -86,9 +82,9 @@ from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.probs import compute_target_probs
-from secondguess.verifiers import base, block, coupled, make_verifier, rejection
+from secondguess.verifiers import auto, base, block, coupled, make_verifier, rejection
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
-from verifiers.test_verification_at_once import random_case, random_row
+from verifiers.test_verifiers import batches_are_verified_like_single_rows
 
 # Checks: each returns whether the code passes.
 
@@ -256,20 +252,6 @@ def of_kernels() -> Runtime:
     return NativeRuntime(NativeDecoder(FusedDecoder(model.bfloat16(), packed=False)))
 
 
-def batches_are_verified_as_in_steps() -> bool:
-    """Return whether the kernels give the verdicts of `Verifier.verify` for chains of unequal lengths."""
-    rng, verifier = random.Random(3), make_verifier("auto")
-    for _ in range(40):
-        rows = [random_row(rng, {"temperature": 1.0}, coupled) for coupled in (False, True, False)]
-        draft, logits = random_case(rng, rows, has_probs=True, sizes=([2, 3, 1], 7))
-        noise = KeyedNoise.from_rows(rows)
-        found = base.verify_by_kernels(verifier, rows, draft, logits, noise)
-        expected = verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
-        if found is None or (found.lengths, found.next_tokens) != (expected.lengths, expected.next_tokens):
-            return False
-    return True
-
-
 def heads_draft_as_they_learn(kind: str) -> bool:
     """Return whether a head's distributions along each path, after rounds with trees, are those in training.
 
@@ -382,18 +364,16 @@ def head_says_its_words() -> bool:
 
 
 def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
-    patch.setattr(
-        base, "next_token_probs", lambda draft, dists, lengths, residual_at: base.at(dists, lengths)
-    )
+    patch.setattr(base, "next_token_probs", lambda draft, dists, lengths, weights: base.at(dists, lengths))
 
 
 def bonus_from_the_last_drafted_place(patch: Patch) -> None:
     original = base.next_token_probs
 
-    def next_token_probs(draft, dists, lengths, residual_at):
+    def next_token_probs(draft, dists, lengths, weights):
         whole = torch.from_numpy(lengths) == draft.lengths
         before = base.at(dists, (lengths - 1).clip(0))
-        return torch.where(whole[:, None], before, original(draft, dists, lengths, residual_at))
+        return torch.where(whole[:, None], before, original(draft, dists, lengths, weights))
 
     patch.setattr(base, "next_token_probs", next_token_probs)
 
@@ -401,8 +381,8 @@ def bonus_from_the_last_drafted_place(patch: Patch) -> None:
 def correction_from_the_place_behind(patch: Patch) -> None:
     original = base.next_token_probs
 
-    def next_token_probs(draft, dists, lengths, residual_at):
-        return original(draft, dists, (lengths + 1).clip(max=draft.num_nodes), residual_at)
+    def next_token_probs(draft, dists, lengths, weights):
+        return original(draft, dists, (lengths + 1).clip(max=draft.num_nodes), weights)
 
     patch.setattr(base, "next_token_probs", next_token_probs)
 
@@ -602,8 +582,7 @@ def clipped_residual(patch: Patch) -> None:
         dists = torch.where(left.dists < 1e-3, 0.0, left.dists)
         return base.Residual(dists, dists.sum(-1).numpy())
 
-    for rule in (block, rejection):
-        patch.setattr(rule, "residual", residual)
+    patch.setattr(base, "residual", residual)
 
 
 def top_p_after_the_ratio(patch: Patch) -> None:
@@ -632,9 +611,9 @@ def padding_counts_as_rejected(patch: Patch) -> None:
     """A short row of a padded batch, accepted whole, is corrected for a node that it never had."""
     original = base.next_token_probs
 
-    def next_token_probs(draft, dists, lengths, residual_at):
+    def next_token_probs(draft, dists, lengths, weights):
         padded = torch.full_like(draft.lengths, draft.num_nodes)
-        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), dists, lengths, residual_at)
+        return original(Draft(draft.tokens, draft.parents, padded, draft.probs), dists, lengths, weights)
 
     patch.setattr(base, "next_token_probs", next_token_probs)
 
@@ -872,35 +851,40 @@ def kernels_draw_before_the_last_token(patch: Patch) -> None:
     patch.setattr(native_forward, "last_token_layout", layout)
 
 
-def change_verification_by_kernels(change: Callable[[dict[str, Any]], None]) -> Callable[[Patch], None]:
-    """Return a mutant that changes the named arguments of the kernels' verification."""
-
-    def install(patch: Patch) -> None:
-        original = base.verify_chains
-        names = tuple(inspect.signature(original).parameters)
-
-        def verify(*arguments):
-            named = dict(zip(names, arguments, strict=True))
-            change(named)
-            return original(**named)
-
-        patch.setattr(base, "verify_chains", verify)
-
-    return install
+def rows_share_decisions(patch: Patch) -> None:
+    """The first row's numbers serve all rows of a batch."""
+    original = KeyedNoise.uniforms
+    patch.setattr(
+        KeyedNoise,
+        "uniforms",
+        lambda self, places, purpose: original(
+            KeyedNoise(self.keys[:1] * len(places), self.positions, self.coupled, self.greedy),
+            places,
+            purpose,
+        ),
+    )
 
 
-def kernels_share_uniforms(arguments: dict[str, Any]) -> None:
-    """The first row's noise serves all rows of a batch."""
-    arguments["noises"] = [arguments["noises"][0]] * len(arguments["noises"])
+def padding_is_verified(patch: Patch) -> None:
+    original = block.BlockVerifier.verify_nodes
+
+    def verify_nodes(self, draft, target_probs, noise):
+        whole = replace(draft, lengths=torch.full_like(draft.lengths, draft.num_nodes))
+        return original(self, whole, target_probs, noise)
+
+    patch.setattr(block.BlockVerifier, "verify_nodes", verify_nodes)
 
 
-def kernels_verify_padding(arguments: dict[str, Any]) -> None:
-    arguments["lengths"] = torch.full_like(arguments["lengths"], arguments["tokens"].shape[1])
-
-
-def kernels_reject_raced_nodes(arguments: dict[str, Any]) -> None:
+def raced_nodes_are_rejected(patch: Patch) -> None:
     """Nodes of coupled rows are accepted with a probability, though the text is drawn by the race that drew them."""
-    arguments["rules"] = [KernelRule.BLOCK] * len(arguments["rules"])
+    original = auto.verify_groups
+
+    def verify_groups(groups, draft, target_probs, noise):
+        _, _, (verifier, _) = groups
+        fresh = KeyedNoise(noise.keys, noise.positions, torch.zeros_like(noise.coupled), noise.greedy)
+        return original([(verifier, torch.arange(draft.num_rows))], draft, target_probs, fresh)
+
+    patch.setattr(auto, "verify_groups", verify_groups)
 
 
 def race_forgets_the_position(patch: Patch) -> None:
@@ -1159,11 +1143,8 @@ MUTANTS = [
         if units()
     ],
     *[
-        Mutant(
-            change_verification_by_kernels(change), check(batches_are_verified_as_in_steps), change.__name__
-        )
-        for change in (kernels_share_uniforms, kernels_verify_padding, kernels_reject_raced_nodes)
-        if units()
+        Mutant(mutant, check(batches_are_verified_like_single_rows))
+        for mutant in (rows_share_decisions, padding_is_verified, raced_nodes_are_rejected)
     ],
     Mutant(race_forgets_the_position, check(keyed_dist_holds, "coupled", coupled=True)),
     Mutant(neighbouring_races_are_the_same, check(keyed_dist_holds, "coupled", coupled=True)),

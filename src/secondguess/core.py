@@ -26,7 +26,6 @@ candidate for absolute position `len(row.tokens) + d`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -425,31 +424,6 @@ class KeepDrafting(Protocol):
     ) -> list[bool]: ...
 
 
-class StoppingRule(NamedTuple):
-    """Rule for the length of a chain of one row, with the decisions of `Budgets.keep_drafting`.
-
-    Drafters that draw a whole chain at once, and predict no acceptance probabilities, evaluate it instead
-    of calling back after every node. The nodes are grouped by confidence, the largest probability of
-    their draft distribution before sampling settings. With b_i the group of node i, another node is
-    drafted after node d if and only if
-
-        own[b_0] * ... * own[b_d] * following[b_d]  >  least[d]
-
-    Args:
-        edges: ascending; group i has confidences from edges[i - 1] on that are below edges[i].
-        own: acceptance probability of a node, by group.
-        following: acceptance probability of the node after it, by group.
-        least: by depth, for all nodes after which another may follow.
-        groups: receives the groups of the nodes after which it decided.
-    """
-
-    edges: array[float]
-    own: array[float]
-    following: array[float]
-    least: array[float]
-    groups: list[int]
-
-
 class Budgets(NamedTuple):
     """Draft lengths of a round, chosen without access to the tokens that will be drawn.
 
@@ -467,14 +441,12 @@ class Budgets(NamedTuple):
         uses_probs: False if `keep_drafting` always returns True, so that drafters can skip the call.
         parts: per row, the component drafter or, if negative, the row's own source to use
             (`Candidate.part`). Drafters without components ignore it.
-        stopping_rule: has the decisions of `keep_drafting` for the only row; None if only that has them.
     """
 
     lengths: list[int]
     keep_drafting: KeepDrafting
     uses_probs: bool = True
     parts: Sequence[int] = ()
-    stopping_rule: StoppingRule | None = None
 
     @staticmethod
     @lru_cache(maxsize=256)

@@ -284,9 +284,7 @@ def _budgets(components: Components, rows: Sequence[Row]) -> Budgets:
         lengths.append(max(0, min(length, row.room - 1, MAX_DRAFT_LENGTH if limit is None else limit)))
         parts.append(part)
     keep_drafting = partial(_keep_drafting, controller, rows, requested)
-    # For one row, without a draft length of its own.
-    rule = controller.stopping_rule(rows) if requested == [None] else None
-    return Budgets(lengths, keep_drafting, controller.uses_probs and None in requested, parts, rule)
+    return Budgets(lengths, keep_drafting, controller.uses_probs and None in requested, parts)
 
 
 def _keep_drafting(

@@ -36,7 +36,7 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
-from secondguess.runtime.families import why_not_described
+from secondguess.runtime.families import undescribed_reason
 from secondguess.runtime.native.library import processor_supports, units
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.support import cached_layers, cached_values_per_token, context_length_of
@@ -604,7 +604,7 @@ def test_parameters_of_all_layer_types_beside_those_of_each_are_no_layer_type():
     config = transformers.Olmo3Config(
         **LLAMA_LIKE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
-    assert why_not_described(config) is None
+    assert undescribed_reason(config) is None
 
 
 def test_threads_that_load_at_the_same_time_leave_transformers_as_it_was(tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import pytest
@@ -12,11 +10,10 @@ import torch
 from torch import Tensor
 
 from families import row_of
-from secondguess.core import Budgets, Draft, Row, StoppingRule, Verdict
+from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.runtime.base import HiddenStates
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.native.sampling import with_confidences
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 
@@ -27,17 +24,8 @@ SETTINGS = (
     {"temperature": 1.3, "top_k": 8},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "min_p": 0.01},
 )
-Drafted = tuple[list[list[int]], Tensor | None, list[tuple[int, float]], list[int]]
-"""Tokens, their distributions, the depth and the sum of logits that the controller saw after each, or their groups."""
-
-
-def random_rule(rng: random.Random) -> StoppingRule | None:
-    """Return a rule that stops after one node, after all, or in between; or none."""
-    if rng.random() < 0.5:
-        return None
-    edges = array("d", sorted(rng.random() * 0.2 for _ in range(rng.randint(1, 5))))
-    own, following = (array("d", [rng.random() for _ in range(len(edges) + 1)]) for _ in range(2))
-    return StoppingRule(edges, own, following, array("d", [rng.random() ** 3 * 0.3 for _ in range(7)]), [])
+Drafted = tuple[list[list[int]], Tensor | None, list[tuple[int, float]]]
+"""Tokens, their distributions, and the depth and the sum of logits that the controller saw after each."""
 
 
 def run_rounds(
@@ -49,8 +37,7 @@ def run_rounds(
     drafts: list[Drafted] = []
     for _ in range(rng.randint(1, 4)):
         asked: list[tuple[int, float]] = []
-        last, uses_probs, rule = rng.randint(0, 8), rng.random() < 0.6, random_rule(rng)
-        walk = [1.0]
+        last, uses_probs = rng.randint(0, 8), rng.random() < 0.8
 
         def keep(
             logits: Tensor,
@@ -59,23 +46,16 @@ def run_rounds(
             confidences: Sequence[float] | None = None,
             asked: list[tuple[int, float]] = asked,
             last: int = last,
-            rule: StoppingRule | None = rule,
-            walk: list[float] = walk,
         ) -> list[bool]:
             largest = float(logits.softmax(-1).max())
             assert confidences is None or confidences[0] == pytest.approx(largest, 1e-5)
-            if rule is None:
-                asked.append((depth, float(logits.sum())))
-                return [depth < last]
-            group = bisect_right(rule.edges, with_confidences(logits)[1][0])
-            rule.groups.append(group)
-            walk.append(walk[-1] * rule.own[group])
-            return [walk[-1] * rule.following[group] > rule.least[depth]]
+            asked.append((depth, float(logits.sum())))
+            return [depth < last]
 
-        budgets = Budgets([rng.randint(1, 8)], keep, uses_probs or rule is not None, stopping_rule=rule)
+        budgets = Budgets([rng.randint(1, 8)], keep, uses_probs)
         drafter.prepare([row], [0])
         draft = drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
-        drafts.append((draft.token_lists, draft.probs, asked, rule.groups if rule else []))
+        drafts.append((draft.token_lists, draft.probs, asked))
         _commit([row], draft, rng, drafter, target)
     _release([row], drafter, target)
     return drafts

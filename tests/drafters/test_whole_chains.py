@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from test_native_heads import native_target, random_head
 
 from checkpoints import read_module
 from families import FAMILIES, needs_kernels, write_checkpoint
-from secondguess.core import Budgets, Row, StoppingRule
+from secondguess.core import Budgets, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.model import ModelDrafter
 from secondguess.drafters.mtp import MtpDrafter
@@ -26,12 +24,10 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.fused import fuse
 from secondguess.runtime.native import library
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.native.sampling import KernelSettings
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from vocabulary_cases import vocabulary
@@ -210,31 +206,3 @@ def test_logits_that_are_not_finite_are_refused(folder):
     drafter.runtime.decoder.embedding.fill_(float("nan"))
     with pytest.raises(SecondGuessError, match="expected finite logits from the drafter"):
         draft_once(drafter)
-
-
-def test_a_stopping_rule_is_for_a_single_row(folder):
-    one = array("d", [0.0] * 8)
-    rule = StoppingRule(array("d"), one, one, one, [])
-    runtime = model(folder)[0].runtime
-    rows = [Row([3, 4, 5], SamplingParams()) for _ in range(2)]
-    runtime.begin(rows)
-    noises = KeyedNoise.from_rows(rows).of_rows()
-    requests = [
-        ChainRequest(3, runtime.vocab_size, KernelSettings(0.0, 0, math.inf, -math.inf), each)
-        for each in noises
-    ]
-    with pytest.raises(SecondGuessError, match="expected a stopping rule for a single row, got one for 2"):
-        runtime.draft_chains(rows, requests, rule)
-
-
-def test_a_stopping_rule_for_too_few_nodes_is_refused(folder):
-    """The kernels would read beyond it."""
-    one = array("d", [1.0])
-    rule = StoppingRule(array("d"), one, one, one, [])
-    drafter = model(folder)[0]
-    row = Row([3, 4, 5], SamplingParams())
-    drafter.prepare([row], [0])
-    with pytest.raises(SecondGuessError, match="expected a stopping rule for 4 nodes, got one for 2"):
-        drafter.propose(
-            [row], Budgets([4], lambda *_: [True], stopping_rule=rule), KeyedNoise.from_rows([row])
-        )

@@ -3,7 +3,6 @@
 #include <cstdio>
 
 #include "chain.h"
-#include "verification.h"
 
 struct Random {
     uint64_t state = 1;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from secondguess.checkpoint.memory import available_memory
-from secondguess.runtime import support
+from secondguess.runtime import machine
 from secondguess.runtime.cgroup import cpu_quota, memory_left
 
 V1 = "5:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n1:name=systemd:/\n0::/\n"
@@ -62,27 +62,27 @@ def test_nothing_is_limited_without_control_groups(tmp_path):
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 6), (0.2, 1), (1.5, 2), (2.0, 2), (16.0, 6)])
 def test_threads_do_not_exceed_the_quota(quota, expected, monkeypatch):
-    monkeypatch.setattr(support, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    support._num_processors_of_cgroup.cache_clear()
+    machine._num_processors_of_cgroup.cache_clear()
     try:
-        assert support.num_threads() == expected
+        assert machine.num_threads() == expected
     finally:
-        support._num_processors_of_cgroup.cache_clear()
+        machine._num_processors_of_cgroup.cache_clear()
 
 
 def test_a_forked_process_has_its_parents_threads_until_torch_is_given_several(monkeypatch):
-    monkeypatch.setattr(support, "_num_processors_of_cgroup", lambda: 9)
-    monkeypatch.setattr(support, "_threads_of_parent", None)
+    monkeypatch.setattr(machine, "_num_processors_of_cgroup", lambda: 9)
+    monkeypatch.setattr(machine, "_threads_of_parent", None)
     threads = [6]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    support.keep_num_threads()
+    machine.keep_num_threads()
     found = []
     for threads[0] in (1, 3):
-        found.append(support.num_threads())
-    support.keep_num_threads()  # of a child of the child
+        found.append(machine.num_threads())
+    machine.keep_num_threads()  # of a child of the child
     for threads[0] in (1, 2):
-        found.append(support.num_threads())
+        found.append(machine.num_threads())
     assert found == [6, 3, 3, 2]
 
 

@@ -31,7 +31,8 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import families, fused_decoder, rotary
-from secondguess.runtime.families import why_not_fused
+from secondguess.runtime.coverage import unsupported_reason
+from secondguess.runtime.families import undescribed_reason
 from secondguess.runtime.fused import FusedRuntime, fuse
 from secondguess.runtime.products import can_pack
 from secondguess.runtime.row_by_row import RowByRowRuntime
@@ -229,10 +230,10 @@ def test_modified_layers_use_the_module(llama):
 
 def test_quantised_or_wrapped_layers_use_the_module():
     config = FAMILIES["llama"]()
-    assert not why_not_fused(config, torch.device("cpu"))
+    assert not undescribed_reason(config)
     config.quantization_config = {"quant_method": "torchao"}
-    assert why_not_fused(config, torch.device("cpu"))
-    assert why_not_fused(FAMILIES["llama"](), torch.device("cuda"))
+    assert undescribed_reason(config)
+    assert unsupported_reason("fused", FAMILIES["llama"](), torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -256,10 +257,10 @@ def test_quantised_or_wrapped_layers_use_the_module():
 def test_undescribed_features_use_the_module(name, changes):
     """A soft cap, for one, hardly shows in the small logits of a probe."""
     config = (FAMILIES | SIMILAR)[name]()
-    assert not why_not_fused(config, torch.device("cpu"))
+    assert not undescribed_reason(config)
     for field, value in changes.items():
         setattr(config, field, value)
-    assert why_not_fused(config, torch.device("cpu"))
+    assert undescribed_reason(config)
 
 
 def test_fields_of_newer_versions_use_the_module():
@@ -268,8 +269,8 @@ def test_fields_of_newer_versions_use_the_module():
     class Newer(type(FAMILIES["llama"]())):
         num_new_features: int = 0
 
-    assert not why_not_fused(Newer(), torch.device("cpu"))
-    assert "num_new_features" in why_not_fused(Newer(num_new_features=2), torch.device("cpu"))
+    assert not undescribed_reason(Newer())
+    assert "num_new_features" in undescribed_reason(Newer(num_new_features=2))
 
 
 def test_undescribed_families_use_the_module(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,19 +12,19 @@ import torch
 from families import FAMILIES, GRAPHS_DEVICE, graphs_of, random_tokens, row_of, write_checkpoint
 from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.core import Draft, Row, StoppingRule
+from secondguess.core import Draft, Row
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
-from secondguess.runtime import cache
-from secondguess.runtime.base import ChainRequest
+from secondguess.runtime import cache, coverage
+from secondguess.runtime.base import ChainRequest, KernelSettings
+from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.fused import fuse_for_kernels
 from secondguess.runtime.graphs import chains
 from secondguess.runtime.graphs import runtime as graphs
 from secondguess.runtime.graphs.capture import MAX_GRAPHS, Graph, GraphCache, bucket
-from secondguess.runtime.graphs.runtime import to_graphs, why_not_graphs
-from secondguess.runtime.native.sampling import KernelSettings
+from secondguess.runtime.graphs.runtime import to_graphs
 from secondguess.runtime.tiny import tiny_pair
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
@@ -165,24 +164,6 @@ def test_chains_end_where_the_callback_says(runtime, row, stop_after):
     assert asked == list(range(stop_after + 1))
 
 
-def test_chains_end_where_the_rule_says(runtime, row):
-    """own[b_0] ... own[b_d] following[b_d] > least[d] decides after node d; groups are those of the decisions."""
-
-    def rule(*least):
-        return StoppingRule(array("d", [2.0]), array("d", [0.5]), array("d", [0.5]), array("d", least), [])
-
-    params = SamplingParams(temperature=1)
-    # the products are 1/4, 1/8, 1/16, ...
-    short, whole = rule(0.2, 0.1, 0.1, 0, 0, 0), rule(0, 0, 0, 0, 0, 0)
-    found = draw(runtime, row, request(params), short)
-    assert len(found.tokens) == len(found.probs) == 3
-    assert short.groups == [0, 0, 0]
-    del row.tokens[len(PROMPT) :]
-    runtime.rewind([row], [len(PROMPT) - 1])
-    assert len(draw(runtime, row, request(params), whole).tokens) == NUM_NODES
-    assert whole.groups == [0] * (NUM_NODES - 1)
-
-
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
 def test_drawn_chains_keep_the_distribution(verifier, batch_size):
@@ -252,8 +233,8 @@ def wrong_decoder(run):
     ],
 )
 def test_what_graphs_do_not_cover(family, dtype, device, has_triton, reason, monkeypatch):
-    monkeypatch.setattr(graphs, "find_spec", lambda _: object() if has_triton else None)
-    found = why_not_graphs(FAMILIES[family](), getattr(torch, dtype), torch.device(device))
+    monkeypatch.setattr(coverage, "find_spec", lambda _: object() if has_triton else None)
+    found = unsupported_reason("graphs", FAMILIES[family](), getattr(torch, dtype), torch.device(device))
     assert found == reason
 
 

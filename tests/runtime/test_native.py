@@ -42,12 +42,13 @@ from secondguess.errors import (
 )
 from secondguess.runtime import families as runtime_families
 from secondguess.runtime import fused
+from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.families import missing_weights
 from secondguess.runtime.feed_forward import Experts
 from secondguess.runtime.fused import fuse, fuse_for_kernels, probe_passes
 from secondguess.runtime.fused_decoder import FusedDecoder
 from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder, PackedDecoder, why_not_native
+from secondguess.runtime.native.decoder import NativeDecoder, PackedDecoder
 from secondguess.runtime.native.forward import KernelForward
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.native.sources import hash_sources
@@ -608,7 +609,10 @@ def test_an_expert_of_another_size_is_refused(tmp_path):
 def test_more_selected_experts_than_there_are_is_no_case_for_the_kernels():
     config = FAMILIES["mixtral"]()
     config.num_experts_per_tok = 5
-    assert why_not_native(config, torch.bfloat16, torch.device("cpu")) == "5 of 4 experts are to be selected"
+    assert (
+        unsupported_reason("native", config, torch.bfloat16, torch.device("cpu"))
+        == "5 of 4 experts are to be selected"
+    )
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -981,12 +985,12 @@ def test_a_token_outside_the_vocabulary_is_refused(llama):
 def test_the_reason_for_not_using_the_kernels_is_given():
     config = FAMILIES["llama"]()
     place = torch.device("cpu")
-    assert why_not_native(config, torch.bfloat16, place) is None
-    assert "not float32" in why_not_native(config, torch.float32, place)
-    assert "not on cuda" in why_not_native(config, torch.bfloat16, torch.device("cuda"))
+    assert unsupported_reason("native", config, torch.bfloat16, place) is None
+    assert "not float32" in unsupported_reason("native", config, torch.float32, place)
+    assert "not on cuda" in unsupported_reason("native", config, torch.bfloat16, torch.device("cuda"))
     config.head_dim = 1024
-    assert "heads of 1024" in why_not_native(config, torch.bfloat16, place)
-    assert "gpt2 is not among" in why_not_native(FAMILIES["gpt2"](), torch.bfloat16, place)
+    assert "heads of 1024" in unsupported_reason("native", config, torch.bfloat16, place)
+    assert "gpt2 is not among" in unsupported_reason("native", FAMILIES["gpt2"](), torch.bfloat16, place)
 
 
 @pytest.mark.parametrize("hidden_layers", [(), (1, -1)])

@@ -114,8 +114,10 @@ def states_of(runtime, row):
 def test_states_after_rounds_equal_those_after_single_tokens(model, recorded, monkeypatch):
     runtime, rows, widths = model.runtime, [row_of(PROMPT), row_of(PROMPT[:3])], []
     runtime.begin(rows)
-    call = runtime._call
-    monkeypatch.setattr(runtime, "_call", lambda *inputs: widths.append(inputs[0].shape[1]) or call(*inputs))
+    call = runtime.forward
+    monkeypatch.setattr(
+        runtime, "forward", lambda *inputs: widths.append(inputs[0].shape[1]) or call(*inputs)
+    )
     logits = play(runtime, rows, ROUNDS)
     if not runtime.single_steps:
         assert max(widths) <= (1 + 4 if recorded else MAX_REPLAYED + 1 + 4)

@@ -46,13 +46,13 @@ def test_each_node_of_a_tree_runs_once(runtime, monkeypatch):
     rows = [row_of(random_tokens(6, seed=1)), row_of(random_tokens(3, seed=2))]
     runtime.begin(rows)
     widths = []
-    call = runtime._call
+    call = runtime.forward
 
     def spy(tokens, *others, **named):
         widths.append(tokens.shape[1])
         return call(tokens, *others, **named)
 
-    monkeypatch.setattr(runtime, "_call", spy)
+    monkeypatch.setattr(runtime, "forward", spy)
     runtime.score(rows, trees(([7, 8, 9, 10], [-1, 0, 0, -1]), ([5, 6], [-1, 0])))
     assert widths == [3, 1, 1, 3]
     widths.clear()

@@ -25,9 +25,10 @@ from model_coverage.tiny import tiny_config
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import attention, cache
+from secondguess.runtime.module_runtime import last_norm
 from secondguess.runtime.native.forward import KernelForward
 from secondguess.runtime.support import cache_parameter
-from secondguess.runtime.transformers import TransformersRuntime, last_norm
+from secondguess.runtime.transformers import TransformersRuntime
 
 NODES = random_tokens(4, seed=5)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from ctypes import c_int64, c_void_p
 
 import numpy
 import pytest
 import torch
 
 from families import needs_kernels
-from secondguess.core import Draft, Row
+from secondguess.core import Row
 from secondguess.params import SamplingParams
-from secondguess.runtime.native import library, sampling
+from secondguess.runtime.native import library
+from secondguess.sampling import kernels as sampling
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.truncation import make_rule
-from secondguess.verifiers.base import likelihood_ratios, residual
-from secondguess.verifiers.block import prefix_weights
 
 pytestmark = needs_kernels
 
@@ -153,32 +151,6 @@ def test_races_equal_those_of_all_arrival_times(unit, width):
 
 
 @some_widths
-def test_weights_of_a_chain_equal_those_of_the_rule(unit, width):
-    """Bit by bit; impossible tokens, and ratios beyond the range of float32, among them."""
-    for seed in range(24 if width > 10_000 else 200):
-        generator = torch.Generator().manual_seed(seed)
-        num_nodes = 1 + seed % 8
-        dists = (4 * torch.randn(2, 1, num_nodes + 1, width, generator=generator)).softmax(-1)
-        p, q = dists[0], dists[1][:, :-1].contiguous()
-        tokens = torch.randint(width, (1, num_nodes), generator=generator)
-        if seed % 3 == 0:
-            p[0, seed % num_nodes, tokens[0, seed % num_nodes]] = 0.0
-        if seed % 4 == 0:
-            q[0, -1, tokens[0, -1]] = 0.0
-        draft = Draft.chains(tokens.tolist(), q)
-        weights = prefix_weights(likelihood_ratios(draft, p))
-        expected = residual(weights[:, :-1], p[:, :-1], q, draft.tokens)
-        found = numpy.empty(num_nodes + 1), numpy.empty(num_nodes)
-        addresses = [each.data_ptr() for each in (p, q, draft.tokens)]
-        outputs = [each.ctypes.data_as(c_void_p) for each in found]
-        unit.kernels.secondguess_chain_weights(
-            *map(c_void_p, addresses), c_int64(num_nodes), c_int64(width), *outputs
-        )
-        numpy.testing.assert_array_equal(found[0], weights[0])
-        numpy.testing.assert_array_equal(found[1], expected.masses[0])
-
-
-@some_widths
 def test_residuals_equal_those_of_torch(unit, by_torch, width):
     dists = random_logits(4, 2, 3, width).softmax(-1)
     p, q = dists[:2, :, :2].unbind(0)[0], dists[2:, :, 1:].unbind(0)[0]
@@ -187,3 +159,4 @@ def test_residuals_equal_those_of_torch(unit, by_torch, width):
     expected, expected_masses = by_torch(sampling.residuals, factors, p, q)
     assert torch.equal(residuals, expected)
     numpy.testing.assert_allclose(masses, expected_masses, rtol=1e-5)
+    numpy.testing.assert_array_equal(sampling.residual_masses(factors, p, q), masses)

@@ -16,9 +16,9 @@ from secondguess.proof.certificate import g_test
 from secondguess.proof.enumeration import joint_race_probability
 from secondguess.proof.fakes import random_probs
 from secondguess.runtime.hashes import GOLDEN, Purpose, mix_integer, uniform_per_token_on_device
-from secondguess.runtime.native.sampling import draw_by_inversion
 from secondguess.sampling import SamplingParams
 from secondguess.sampling import noise as noise_module
+from secondguess.sampling.kernels import draw_by_inversion
 from secondguess.sampling.noise import KeyedNoise
 
 SAMPLED = SamplingParams(temperature=1.0)

@@ -1,25 +1,26 @@
 """Verifiers on small drafts, and refusals; output distributions are tested in test_distributions."""
 
+import random
+
 import numpy
 import pytest
 import torch
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, SecondGuessError
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
+from secondguess.sampling.penalties import LogitProcessors
+from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import VERIFIERS, make_verifier
-from secondguess.verifiers.auto import AutoVerifier
 from secondguess.verifiers.base import (
     Exactness,
-    Residual,
     accept_matching,
     next_token_probs,
     query_depths,
     verify_logits,
 )
-from secondguess.verifiers.block import BlockVerifier, prefix_weights
-from secondguess.verifiers.coupled import CoupledVerifier
+from secondguess.verifiers.block import prefix_weights
 from secondguess.verifiers.shapes import shape_of
 from secondguess.verifiers.traversal import traverse
 
@@ -55,22 +56,6 @@ class WithoutChecks:
 
     def verify(self, draft, target_probs, noise):
         return Verdict.from_chain(draft.lengths.tolist(), [0] * draft.num_rows)
-
-
-@pytest.mark.parametrize("parent", [AutoVerifier, BlockVerifier, CoupledVerifier])
-def test_a_subclass_with_a_rule_of_its_own_is_not_verified_by_the_kernels(parent):
-    nodes, logits = torch.full((2, 3, 8), 1 / 8), torch.zeros(2, 4, 8)
-    logits[..., 7] = 50.0
-    rows = [Row([0], SamplingParams(temperature=1.0), seed=seed) for seed in range(2)]
-    draft, noise = Draft.chains([[1, 2, 3]] * 2, nodes), KeyedNoise.from_rows(rows)
-    for rule in (
-        type("Overrides", (parent,), {"verify": WithoutChecks.verify}),
-        type("Inherits", (WithoutChecks, parent), {}),
-        type("OverridesNodes", (BlockVerifier,), {"verify_nodes": WithoutChecks.verify}),
-    ):
-        assert verify_logits(rule(), rows, draft, logits, noise).lengths == [3, 3]
-    assert verify_logits(type("Renamed", (parent,), {})(), rows, draft, logits, noise).lengths == [0, 0]
-    assert type("Renamed", (parent,), {}).kernel_rule is parent.kernel_rule
 
 
 def test_a_verifier_of_another_package_is_made_by_its_import_path(monkeypatch):
@@ -224,11 +209,10 @@ def test_tokens_of_target_probability_zero_are_never_emitted(name):
 
 def test_the_target_distribution_replaces_empty_residuals():
     """Which rounding may leave where p and q are equal: the second row's residual has no token."""
-    draft = Draft.chains([[1], [1]])
+    draft = Draft.chains([[1], [1]], torch.tensor([[[0.25, 0.75]], [[0.5, 0.5]]]))
     target = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).repeat(2, 1, 1)
-    left = Residual(torch.tensor([[0.1, 0.0], [0.0, 0.0]]), numpy.array([0.1, 0.0]))
-    dists = next_token_probs(draft, target, numpy.array([0, 0]), lambda _: left)
-    assert dists.tolist() == [left.dists[0].tolist(), [0.5, 0.5]]
+    dists = next_token_probs(draft, target, numpy.array([0, 0]), numpy.ones((2, 1)))
+    assert dists.tolist() == [[0.25, 0.0], [0.5, 0.5]]
 
 
 def test_the_accepted_path_follows_the_target_tokens():
@@ -280,3 +264,85 @@ def test_prefix_weights_of_extreme_ratios_are_probabilities():
     assert ((weights >= 0) & (weights <= 1)).all()
     assert weights[0, 1] == 1.0
     assert weights[0, 3] == 0.0
+
+
+SETTINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"temperature": 1.4, "top_k": 5},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0},
+)
+
+
+def mixed_batch(seed, has_probs=True):
+    """Return rows with and without seeds, chains of unequal lengths drawn for them, and the target's logits."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    chosen = [SETTINGS[0], *rng.choices(SETTINGS, k=rng.randint(1, 6))]
+    rows = [
+        Row([rng.randrange(2), 1], SamplingParams(max_tokens=99, **settings), seed=rng.getrandbits(50))
+        for settings in chosen
+    ]
+    lengths = [rng.randint(0, 5) for _ in rows]
+    logits = 2 * torch.randn(len(rows), max(lengths) + 1, rng.choice((2, 7, 300)), generator=generator)
+    probs = torch.zeros_like(logits[:, 1:])
+    chains = []
+    for row, length, own, row_probs in zip(rows, lengths, logits, probs, strict=True):
+        row.coupled = rng.random() < 0.4
+        noise = KeyedNoise.from_rows([row])
+        changed = own[None, :length] + 0.3 * torch.randn(length, logits.shape[-1], generator=generator)
+        if length:
+            row_probs[:length] = compute_target_probs(changed, [row], Draft.empty(1))[0]
+        chains.append([int(noise.draft(dist[None], depth)) for depth, dist in enumerate(row_probs[:length])])
+    return rows, Draft.chains(chains, probs if has_probs else None), logits
+
+
+def batches_are_verified_like_single_rows(has_probs=True, num_cases=40):
+    """Return whether rows of a batch have the verdicts that the rule for each gives it alone."""
+    lengths = set()
+    for seed in range(num_cases):
+        rows, draft, logits = mixed_batch(seed, has_probs)
+        together = verify_logits(make_verifier("auto"), rows, draft, logits, KeyedNoise.from_rows(rows))
+        for index, row in enumerate(rows):
+            length = int(draft.lengths[index])
+            probs = None if draft.probs is None else draft.probs[index : index + 1, :length]
+            chain = Draft.chains([draft.token_lists[index][:length]], probs)
+            is_matched = row.coupled or probs is None or row.params.temperature == 0
+            verifier = make_verifier("coupled" if is_matched else "block")
+            own_logits = logits[index : index + 1, : length + 1]
+            alone = verify_logits(verifier, [row], chain, own_logits, KeyedNoise.from_rows([row]))
+            if (together.lengths[index], together.next_tokens[index]) != (
+                alone.lengths[0],
+                alone.next_tokens[0],
+            ):
+                return False
+            lengths.add((length, alone.lengths[0]))
+    return lengths >= {(length, accepted) for length in range(4) for accepted in range(length + 1)}
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_rows_of_a_batch_have_the_verdicts_of_single_rows(has_probs):
+    """Rows with and without seeds, at all temperatures, with chains of unequal lengths."""
+    assert batches_are_verified_like_single_rows(has_probs, 200)
+
+
+def test_settings_are_applied_once(monkeypatch):
+    calls, apply = [], LogitProcessors.apply
+    monkeypatch.setattr(LogitProcessors, "apply", lambda *args: calls.append(1) or apply(*args))
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.3)
+    rows = [Row([0], params), Row([1], params)]
+    draft = Draft.chains([[1, 2], [3]], torch.full((2, 2, 8), 1 / 8))
+    verify_logits(make_verifier("auto"), rows, draft, torch.zeros(2, 3, 8), KeyedNoise.from_rows(rows))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["block", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(name, temperature):
+    rows = [Row([0], SamplingParams(temperature=temperature)), Row([1], SamplingParams(temperature=1.0))]
+    draft = Draft.chains([[1, 2], [3]], torch.full((2, 2, 8), 1 / 8))
+    logits = torch.zeros(2, 3, 8)
+    logits[0, -1, 0] = torch.nan
+    with pytest.raises(SecondGuessError, match="expected finite logits"):
+        verify_logits(make_verifier(name), rows, draft, logits, KeyedNoise.from_rows(rows))

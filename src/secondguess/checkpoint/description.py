@@ -14,8 +14,8 @@ from secondguess.checkpoint.plan import DEFAULT_CONTEXT, Checkpoint, require_tor
 from secondguess.checkpoint.verdicts import read_verdict, verdict_file
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.families import FAMILIES, missing_weights, why_not_described
-from secondguess.runtime.native.decoder import why_not_native
+from secondguess.runtime.coverage import unsupported_reason
+from secondguess.runtime.families import FAMILIES, missing_weights, undescribed_reason
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
 from secondguess.runtime.weight_format import INT4, QUANTIZATIONS
@@ -76,7 +76,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
         CheckpointError: if the tokenizer or a weight file is broken.
         UnsupportedModelError: if the model cannot be decoded speculatively.
     """
-    config, is_described = checkpoint.config, why_not_described(checkpoint.config) is None
+    config, is_described = checkpoint.config, undescribed_reason(checkpoint.config) is None
     if is_described:
         architecture = (
             config.architectures or [re.sub("(Text)?Config$", "ForCausalLM", type(config).__name__)]
@@ -97,7 +97,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     if runtime == "native" and checkpoint.runtime == "auto" and (refusal := _refusal(checkpoint)):
         runtime, not_native = checkpoint.runtimes[1], refusal
     elif runtime != "native":
-        obstacle = why_not_native(config, checkpoint.dtype, checkpoint.device)
+        obstacle = unsupported_reason("native", config, checkpoint.dtype, checkpoint.device)
         not_native = obstacle or f"runtime {checkpoint.runtime} was asked for"
     return ModelDescription(
         name=checkpoint.name,

@@ -24,18 +24,19 @@ from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source, one_at
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.coverage import MISSING_KERNELS
 from secondguess.runtime.families import missing_weights, weight_shapes
 from secondguess.runtime.fused_decoder import FusedDecoder
+from secondguess.runtime.machine import autocast_dtype, without_defaults_of_caller
 from secondguess.runtime.native import library
 from secondguess.runtime.native.check import check_decoder
-from secondguess.runtime.native.decoder import MISSING_KERNELS, NativeDecoder
+from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.linear import KernelLinear
 from secondguess.runtime.native.runtime import NativeRuntime
 from secondguess.runtime.packing import pack_linears, quantise_linears
 from secondguess.runtime.products import can_pack
 from secondguess.runtime.quiet import quiet
 from secondguess.runtime.stored import StoredModel
-from secondguess.runtime.support import autocast_dtype, without_defaults_of_caller
 from secondguess.runtime.weight_format import BFLOAT16, QUANTIZATIONS, WeightFormat
 
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
@@ -247,13 +248,13 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
 
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
-    from secondguess.runtime.transformers import remember
+    from secondguess.runtime.module_runtime import remember
     from secondguess.runtime.wrap import wrap_module
 
     dtype, restore = autocast_dtype(model.device), remember(model)
     try:
         with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
-            runtime.autocast_dtype = dtype
+            runtime.forward.autocast_dtype = dtype
             plan = replace(Checkpoint.from_module(model), runtime="transformers")
             ends = _end_tokens([model.generation_config.eos_token_id, _eos_of(model.config)])
             yield LoadedModel(plan, runtime, None, ends)

@@ -26,10 +26,10 @@ from secondguess.checkpoint.resolve import check_dtype, check_quantization, chec
 from secondguess.checkpoint.source import FolderSource, Source, open_source
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
-from secondguess.runtime.families import FAMILIES, weight_shapes, why_not_fused
-from secondguess.runtime.graphs.runtime import why_not_graphs
+from secondguess.runtime.coverage import unsupported_reason
+from secondguess.runtime.families import FAMILIES, weight_shapes
+from secondguess.runtime.machine import has_bfloat16
 from secondguess.runtime.native.check import HEAD_OUTPUTS
-from secondguess.runtime.native.decoder import why_not_native
 from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
 from secondguess.runtime.products import can_pack
 from secondguess.runtime.quiet import quiet
@@ -39,7 +39,6 @@ from secondguess.runtime.support import (
     check_class,
     check_config,
     context_length_of,
-    has_bfloat16,
 )
 from secondguess.runtime.weight_format import (
     BFLOAT16,
@@ -127,7 +126,9 @@ class Checkpoint:
         check_loadable(config, source, picked)
         needs_kernels = False
         if dtype == "auto":
-            by_kernels = runtime in ("auto", "native") and not why_not_native(config, torch.bfloat16, picked)
+            by_kernels = runtime in ("auto", "native") and not unsupported_reason(
+                "native", config, torch.bfloat16, picked
+            )
             needs_kernels = by_kernels and not has_bfloat16(picked)
             fastest = torch.bfloat16 if by_kernels or has_bfloat16(picked) else torch.float32
             dtype = str(dtype_for_torchao(config, fastest)).removeprefix("torch.")
@@ -185,11 +186,11 @@ class Checkpoint:
         Raises:
             UnsupportedModelError: if there is none.
         """
-        by_kernels = not why_not_native(self.config, self.dtype, self.device)
+        by_kernels = not self._unsupported_reason("native")
         covers = {
             "native": by_kernels,
-            "fused": self.quantize is None and not why_not_fused(self.config, self.device),
-            "graphs": self.quantize is None and not why_not_graphs(self.config, self.dtype, self.device),
+            "fused": self.quantize is None and not self._unsupported_reason("fused"),
+            "graphs": self.quantize is None and not self._unsupported_reason("graphs"),
             # after the kernels' refusal, loading checks it
             "transformers": (by_kernels and self.runtime == "auto") or self._module_runs,
         }
@@ -226,20 +227,21 @@ class Checkpoint:
         if self.quantises_linears and self.runtime in ("auto", "transformers"):
             return few_linears_error(self.name, self._linear_counts)
         if self.quantize not in (None, INT8.name):
-            reason = why_not_native(self.config, self.dtype, self.device)
+            reason = self._unsupported_reason("native")
             return UnsupportedModelError(
                 f"expected a model that the compiled kernels run, for quantize={self.quantize!r}, got {self.name}"
                 + (f" ({reason})" if reason else f" with runtime {self.runtime}")
                 + "; use dtype bfloat16 and runtime auto, or quantize='int8'"
             )
-        reasons = {"native": why_not_native, "graphs": why_not_graphs}
-        why_not = reasons.get(self.runtime)
-        reason = why_not(self.config, self.dtype, self.device) if why_not else None
+        reason = self._unsupported_reason(self.runtime) if self.runtime in ("native", "graphs") else None
         return UnsupportedModelError(
             f"expected a model that the {self.runtime} runtime covers, got a {self.config.model_type} "
             f"({self.dtype_name} on {self.device}, quantize {self.quantize}{f', {reason}' if reason else ''}); "
             "use runtime auto or transformers"
         )
+
+    def _unsupported_reason(self, runtime: str) -> str | None:
+        return unsupported_reason(runtime, self.config, self.dtype, self.device)
 
     @property
     def is_packed(self) -> bool:

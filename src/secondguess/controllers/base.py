@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from secondguess.controllers.draft_probs import DraftProbs
-from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, StoppingRule, Verdict
+from secondguess.core import Candidate, Draft, Plan, RoundTime, Row, Verdict
 from secondguess.names import Name, refuse_argument, refuse_options
 
 
@@ -73,14 +73,6 @@ class Controller(ABC):
                 row that drew no node at this depth is meaningless, and so is its result.
         """
         return [True] * len(rows)
-
-    def stopping_rule(self, rows: Sequence[Row]) -> StoppingRule | None:
-        """Return a rule with the decisions of `keep_drafting` in the planned round, if there is one.
-
-        It is used for a single row without a draft length of its own, by drafters that predict no
-        acceptance probabilities.
-        """
-        return None
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         """Update the controller after a round, for later rounds. Rounds run in inference mode."""

@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.runtime.native.sampling import with_confidences
+from secondguess.sampling.kernels import with_confidences
 
 SMALLEST = numpy.finfo(numpy.float32).tiny
 """Lower bound on probabilities in logarithms."""

@@ -16,8 +16,15 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime, VocabularyMap
-from secondguess.runtime.native.sampling import KernelSettings, with_confidences
+from secondguess.runtime.base import (
+    ChainDecision,
+    ChainRequest,
+    DrawnChains,
+    KernelSettings,
+    Runtime,
+    VocabularyMap,
+)
+from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings, most_likely
@@ -226,8 +233,7 @@ class SamplingDrafter(Drafter):
             kept = budgets.keep_drafting(logits, depth, None, row_confidences)
             return [kept[index] for index in asked]
 
-        rule = budgets.stopping_rule if len(rows) == 1 else None
-        decision = keep_drafting if rule is None and budgets.uses_probs else rule
+        decision = keep_drafting if budgets.uses_probs else None
         return self.whole_chains([rows[index] for index in active], requests, decision)
 
     def _draft_of(self, drawn: DrawnChains, num_rows: int, active: list[int], noise: Noise) -> Draft:

@@ -38,7 +38,8 @@ from secondguess.drop_in.processors import StoppingConditions, read_logits_proce
 from secondguess.errors import BadInputError
 from secondguess.pairing import LOOKUP_DRAFTER
 from secondguess.prompts import EncodedPrompt, encode_with_images
-from secondguess.runtime.support import autocast_dtype, check_config
+from secondguess.runtime.machine import autocast_dtype
+from secondguess.runtime.support import check_config
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 

@@ -8,20 +8,18 @@ cached yet, so that a draft model catches up after any verification result.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, StoppingRule
-from secondguess.errors import UnsupportedModelError
+from secondguess.core import Draft, Row
+from secondguess.errors import NonFiniteLogitsError, UnsupportedModelError
 from secondguess.runtime.weight_format import WeightFormat
-
-if TYPE_CHECKING:
-    from secondguess.runtime.native.sampling import KernelSettings
 
 HiddenStates = dict[int, Tensor]
 """Hidden states by layer, numbered as in `output_hidden_states`.
@@ -63,6 +61,27 @@ class EmbeddingAndHead:
     embed: Callable[[Tensor], Tensor]
     normalise: Callable[[Tensor], Tensor]
     unembed: Callable[[Tensor], Tensor]
+
+
+class KernelSettings(NamedTuple):
+    """Sampling settings of a row.
+
+    Args:
+        temperature: 0 for the most likely token.
+        top_k: 0 if it is disabled.
+        top_p: infinity if it is disabled, so that rounding drops no token.
+        log_min_p: -inf if it is disabled.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    log_min_p: float
+
+    @property
+    def truncates(self) -> bool:
+        """True if logits are selected by top-k or top-p."""
+        return self.top_k > 0 or self.top_p < 1
 
 
 class RowNoise(NamedTuple):
@@ -131,8 +150,8 @@ KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
 valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
 no node at this depth are meaningless."""
 
-ChainDecision = KeepChains | StoppingRule | None
-"""Decides which chains continue, after each level but the last of a row. A rule is for a single row; None draws all nodes."""
+ChainDecision = KeepChains | None
+"""Decides which chains continue, after each level but the last of a row; None draws all nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -400,3 +419,21 @@ def quantised_copy_error(weight_format: WeightFormat, target: str) -> Unsupporte
         "bfloat16, that the graphs runtime runs, or that are Transformers modules mostly of linear layers on a CPU. Load a "
         "checkpoint that is not quantised with dtype bfloat16 and without quantize, or use another drafter, such as suffix."
     )
+
+
+def are_finite(logits: Tensor) -> bool:
+    """Return whether no logit is NaN or infinite; -inf is allowed."""
+    return not (bool(logits.isnan().any()) or bool((logits == math.inf).any()))
+
+
+def require_finite(logits: Tensor, whose: str = "the model") -> None:
+    """Check logits of the target, or of a drafter.
+
+    Raises:
+        NonFiniteLogitsError: they are NaN or infinite.
+    """
+    if not are_finite(logits):
+        raise NonFiniteLogitsError(
+            f"expected finite logits from {whose}, got NaN or infinity; its weights are broken, or "
+            "overflow in this precision: try another dtype"
+        )

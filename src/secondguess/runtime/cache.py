@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.runtime.support import allocate_pages
+from secondguess.runtime.machine import allocate_pages
 
 MIN_CAPACITY = 256
 
@@ -145,24 +145,11 @@ class KeyValueCache:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values, and return all keys and values that are read.
-
-        Args:
-            key, value: `[row, kv_head, query, head_size]`.
-            layer_idx: index of the layer, counted from 0.
-
-        Returns:
-            Keys and values `[row, kv_head, key, head_size]` of the placement's first `num_keys`
-            positions.
-        """
+        """Write a layer's new keys and values `[row, kv_head, query, head_size]`; return all that are read."""
         return self._write(self.keys, key, layer_idx), self._write(self.values, value, layer_idx)
 
     def update_indexer(self, states: Tensor, layer_idx: int) -> Tensor:
-        """Write a layer's index of the new tokens, and return that of all tokens that are read.
-
-        Args:
-            states: `[row, query, size]`.
-        """
+        """Write a layer's index `[row, query, size]` of the new tokens; return that of all tokens that are read."""
         return self._write(self.indexes, states[:, None], layer_idx)[:, 0]
 
     def _write(self, blocks: list[Tensor], new: Tensor, layer_idx: int) -> Tensor:

@@ -31,10 +31,10 @@ from secondguess.runtime.base import (
 )
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.exclusive import CallLock, exclusive
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import WeightFormat
 
 UNLIMITED = 2**31
@@ -170,14 +170,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def probe(self, tokens: Tensor) -> ForwardOutput:
-        """Run one forward pass over whole sequences without keeping them, for probes.
-
-        Args:
-            tokens: `[row, query]` token ids.
-
-        Raises:
-            BadInputError: if there are rows in the cache.
-        """
+        """Run one forward pass over whole sequences `[row, query]` without keeping them, for probes; no row may be cached."""
         if len(self.slots):
             raise BadInputError(
                 f"expected no row in the cache, got {len(self.slots)}; call release(row) first"
@@ -386,14 +379,10 @@ class CachedRuntime(Runtime):
         with_hidden: bool = False,
         can_copy: bool = False,
     ) -> dict[Row, HiddenStates]:
-        """Cache tokens but the last, in forward passes of at most `prefill_chunk` tokens.
+        """Cache tokens but the last, in passes of at most `prefill_chunk` tokens; return their hidden states if requested.
 
-        Rows with similar numbers of uncached tokens are run together, and prompts with images in a
-        pass of their own, however long they are.
-        With `can_copy`, entries of other live rows are copied, unless hidden states are needed.
-
-        Returns:
-            The hidden states of the tokens cached now, by row; empty unless `with_hidden`.
+        Rows with similar numbers of uncached tokens are run together, and prompts with images in a pass of their own, however
+        long they are. With `can_copy`, entries of other live rows are copied, unless hidden states are needed.
         """
         pieces: dict[Row, list[HiddenStates]] = defaultdict(list)
         can_copy = can_copy and not with_hidden
@@ -423,11 +412,9 @@ class CachedRuntime(Runtime):
         return {row: join_hidden(row_pieces) for row, row_pieces in pieces.items()}
 
     def _next_chunk(self, waiting: Sequence[CachedRow], limit: int) -> tuple[list[CachedRow], list[int]]:
-        """Return rows to prefill in one forward pass, and the number of tokens of each.
+        """Return rows to prefill in one pass of at most `limit` tokens, padding included, and the number of tokens of each.
 
-        Args:
-            waiting: by number of uncached tokens, in ascending order; the last one has some.
-            limit: largest number of tokens, padding included.
+        `waiting` is in ascending order of uncached tokens; the last one has some.
         """
         width = min(waiting[-1].num_to_prefill, limit)
         num_rows = limit // width if self._prefills_together else 1
@@ -531,12 +518,9 @@ def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draf
 
 
 def _columns(values: Tensor, num_queries: int, width: int, offsets: Tensor | None) -> Tensor:
-    """Return the columns of pending and the nodes.
+    """Return the columns of pending and the nodes of `values` `[row, column, ...]`, whose last column is query `width - 1`.
 
-    Args:
-        values: `[row, column, ...]`; the last column is query `width - 1`.
-        width: number of queries in the forward pass.
-        offsets: `[row, num_queries]`, query of each column to return if rows differ; else None.
+    `offsets` `[row, num_queries]` has the query of each column to return if rows differ.
     """
     if offsets is None:
         return values if values.shape[1] == num_queries else values[:, -num_queries:]

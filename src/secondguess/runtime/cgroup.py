@@ -11,19 +11,15 @@ ROOT = Path("/")
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Return the number of processors whose time the process may use, or None without a limit.
 
-    Args:
-        root: directory that holds `proc` and `sys`.
+    `root` holds the folders `proc` and `sys`.
     """
     return min(_each_quota(root), default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes that the process can still allocate, or None without a limit.
+    """Return the bytes that the process can still allocate, or None without a limit; `root` as in `cpu_quota`.
 
     Pages of files count as free: the system drops them when memory is needed.
-
-    Args:
-        root: directory that holds `proc` and `sys`.
     """
     return min(_each_memory_left(root), default=None)
 

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import torch
 
-from secondguess.runtime import support
+from secondguess.runtime import machine
 
 EXIT_TIMEOUT = 30.0
 """Seconds that the interpreter waits at exit for the calls in progress."""
@@ -81,7 +81,7 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     if _held:
         # The parent's OpenMP threads are missing here: torch would wait for them forever.
-        support.keep_num_threads()
+        machine.keep_num_threads()
         torch.set_num_threads(1)
     _after_fork()
 

@@ -1,6 +1,6 @@
 """Descriptions of the decoder families that the fused decoder supports.
 
-Each family is one entry of `FAMILIES`. `why_not_fused` rejects configurations with features
+Each family is one entry of `FAMILIES`. `undescribed_reason` rejects configurations with features
 that a description cannot express. The probe in `fused.fuse` then checks that the description is
 correct.
 """
@@ -395,19 +395,8 @@ COMMON_FIELDS = frozenset({
 IGNORED_FIELDS = frozenset(field.name for field in fields(PreTrainedConfig))
 
 
-def why_not_fused(config: Any, device: torch.device) -> str | None:
-    """Return why the fused decoder does not cover this configuration on this device, else None."""
-    if device.type != "cpu":
-        return f"our own decoders run on a CPU, not on {device}"
-    return why_not_described(config)
-
-
-def why_not_described(config: Any, with_experts: bool = True) -> str | None:
-    """Return why the descriptions of families do not cover this configuration, else None.
-
-    Args:
-        with_experts: whether mixtures of experts are covered.
-    """
+def undescribed_reason(config: Any, with_experts: bool = True) -> str | None:
+    """Return why the descriptions of families do not cover this configuration, or mixtures without `with_experts`, else None."""
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not among the families described ({', '.join(FAMILIES)})"
     family = FAMILIES[config.model_type]
@@ -518,8 +507,7 @@ def weight_shapes(config: Any) -> dict[str, set[tuple[int, ...]]]:
 def missing_weights(config: Any, weights: WeightSource) -> list[str]:
     """Return the names of a decoder's weights that a checkpoint lacks; in another one Transformers may rename some.
 
-    Raises:
-        ValueError: a weight of another shape than the configuration says.
+    A weight of another shape than the configuration says raises a `ValueError`.
     """
     missing = []
     for name, shapes in weight_shapes(config).items():

@@ -138,10 +138,8 @@ def mix_experts(
 ) -> Tensor:
     """Return the weighted sums of the outputs of each token's experts, `[token, width]`.
 
-    Args:
-        states: their inputs, `[token, width]`.
-        selected, weights: `[token, k]`, the experts of each token, and their routing weights.
-        output: `[token, width]`, to which they are added, in the order of the experts; None for zeros.
+    `selected` and `weights` `[token, k]` are the experts of each token and their routing weights. Sums are added to `output`,
+    if that is given, in the order of the experts.
     """
     mixed = torch.zeros_like(states) if output is None else output
     for expert in sorted(set(selected.flatten().tolist())):

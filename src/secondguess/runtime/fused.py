@@ -63,13 +63,9 @@ class CheckedDecoder(NamedTuple):
 
 
 def fuse(model: Any, packed: bool) -> FusedDecoder | None:
-    """Return the fused decoder of a module, or None if it would not reproduce the module's logits.
+    """Return the fused decoder of a described module, or None if it would not reproduce the module's logits.
 
-    The module must not be used afterwards in either case.
-
-    Args:
-        model: a causal language model that `why_not_fused` does not refuse, in evaluation mode.
-        packed: whether to pack its weights (see `products.can_pack`).
+    The module must not be used afterwards in either case. With `packed`, weights are packed (`products`).
     """
     if not _has_plain_weights(model):
         return None
@@ -91,9 +87,6 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
     """Return the fused decoder of a module for `to_graphs`, or None if it would not reproduce the module's logits.
 
     It will not decode, so only a prefill is checked. The module must not be used afterwards.
-
-    Args:
-        model: as for `fuse`.
     """
     if not _has_plain_weights(model):
         return None
@@ -115,8 +108,7 @@ def fuse_for_kernels(model: Any) -> CheckedDecoder | None:
 def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     """Return a module's logits `[row, token, vocab]`, and by layer the experts `[row, token, k]` that tokens select.
 
-    Raises:
-        FloatingPointError: if there are NaN among the logits.
+    NaN among the logits raises a `FloatingPointError`.
     """
     found: dict[int, Tensor] = {}
 
@@ -261,13 +253,7 @@ def _weighted_modules(model: Any) -> Iterator[Any]:
 
 
 def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether logits have at most this relative root-mean-square error; log one that has more.
-
-    Args:
-        runtime: name of the probed runtime, for the message.
-        found, expected: logits of the runtime and of the original, `[..., vocab]`.
-        tolerance: largest error that is attributed to rounding.
-    """
+    """Return whether logits have at most this relative root-mean-square error; log one that has more."""
     differences = (found.float() - expected.float()).norm(dim=-1)
     size = expected.float().norm(dim=-1).square().mean().sqrt()
     error = differences.square().mean().sqrt()

@@ -83,9 +83,7 @@ class AttentionHeads:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer_mask: LayerMask) -> Tensor:
         """Return the attention output `[row, query, head * size]`.
 
-        Args:
-            query: `[row, query, head, size]`.
-            key, value: `[row, kv_head, key, size]`, from the cache.
+        Queries are `[row, query, head, size]`, keys and values of the cache `[row, kv_head, key, size]`.
         """
         rows, width = query.shape[:2]
         if self.cap is not None or self.sinks is not None:
@@ -189,14 +187,7 @@ class Layer:
     def forward(
         self, states: Tensor, index: int, rotary: tuple[Tensor, Tensor], layer_mask: LayerMask, cache: Any
     ) -> Tensor:
-        """Return the output of this layer, `[row, query, width]`.
-
-        Args:
-            states: input of the layer, `[row, query, width]`.
-            rotary: cos and sin from `Rotary.at`.
-            layer_mask: the attention mask.
-            cache: the `KeyValueCache`.
-        """
+        """Return the output of this layer `[row, query, width]`; `rotary` has the cosines and sines of `Rotary.at`."""
         attended = self._attend(states, index, rotary, layer_mask, cache)
         if self.is_parallel:
             return self._feed_forward(states) + attended + states
@@ -290,11 +281,7 @@ class FusedDecoder:
         self.windows = set(windows)
 
     def without(self, skipped: Sequence[int]) -> FusedDecoder:
-        """Return a decoder that shares the weights but skips some layers.
-
-        Raises:
-            BadInputError: if a layer does not exist, or none would be left.
-        """
+        """Return a decoder that shares the weights but skips some layers, by `remaining_layers`."""
         fewer = copy.copy(self)
         fewer.layers = [self.layers[index] for index in remaining_layers(skipped, len(self.layers))]
         return fewer

@@ -56,11 +56,7 @@ class PartialForward:
 
 
 def remaining_layers(skipped: Sequence[int], num_layers: int) -> list[int]:
-    """Return the layers that remain, counted from 0.
-
-    Raises:
-        BadInputError: if a skipped layer does not exist, or none would be left.
-    """
+    """Return the layers that remain, counted from 0; refuse layers that do not exist, and to skip all."""
     kept = [index for index in range(num_layers) if index not in set(skipped)]
     if not kept or not all(0 <= index < num_layers for index in skipped):
         raise BadInputError(

@@ -39,11 +39,9 @@ def can_pack_linears(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: Any) -> bool:
-    """Replace a model's linear layers in bfloat16 by those of the kernels if its logits stay the same up to rounding.
+    """Replace a model's linear layers in bfloat16 by those of the kernels; return whether they were.
 
-    Returns:
-        True if the layers were replaced. A model that reads a layer's weight in its own code, or
-        whose logits would change, is left unchanged.
+    A model that reads a layer's weight in its own code, or whose logits would change by more than rounding, is left unchanged.
     """
     if _reads_weights(model):
         return False
@@ -174,15 +172,9 @@ def few_linears_error(name: str, counts: LinearCounts) -> UnsupportedModelError:
 
 
 def quantise_linears(model: Any, weight_format: WeightFormat) -> None:
-    """Replace a model's linear layers by quantised ones, which the kernels run.
+    """Replace a model's linear layers by quantised ones, which the kernels run; that of the head is in its `head_format`.
 
-    Args:
-        model: a module on a CPU with kernels.
-        weight_format: encoding of the weights; that of the head is its `head_format`.
-
-    Raises:
-        UnsupportedModelError: if most weights are not those of linear layers, or the model does not run with other
-            layers.
+    Models that have too few weights in linear layers, or do not run with others, are refused.
     """
     counts = count_linears(model)
     if not counts.is_majority:
@@ -281,10 +273,7 @@ def forget_copies(model: Any) -> None:
 def copy_quantised(model: Any, weight_format: WeightFormat) -> Any:
     """Return a copy of a model with quantised linear layers, which shares all other weights.
 
-    Args:
-        model: a model that can be copied. A copy that is in use is returned again, with the weights that the
-            model had when it was made.
-        weight_format: as in `quantise_linears`.
+    A copy that is in use is returned again, with the weights that the model had when it was made.
     """
     copies = _copies.setdefault(model, WeakValueDictionary())
     copy = copies.get(weight_format)

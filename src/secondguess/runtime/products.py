@@ -111,17 +111,12 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `values @ weight.T + bias` for a packed weight, `[..., output]`.
+    """Return `values @ weight.T + bias` for a weight from `pack`.
 
     A row's bits depend on that row alone. A single row is computed twice, because with AVX-512
     bfloat16 a product of one row adds in another order than products of more rows. The exception is
     a single prompt of more than `MAX_DRAFT_QUERIES` tokens: it is always prefilled on its own, and
     one product over all its tokens is faster.
-
-    Args:
-        values: `[..., input]`.
-        packed: weight from `pack`.
-        bias: `[output]` or None.
     """
     num_rows = values.shape[:-1].numel()
     if num_rows == 1:

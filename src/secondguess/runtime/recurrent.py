@@ -43,7 +43,7 @@ class RecurrentRuntime(RowByRowRuntime):
     several tokens (Mamba-1) run single tokens after the start of a text.
 
     Args:
-        model: as in `TransformersRuntime`.
+        model: as in `ModuleRuntime`.
 
     Attributes:
         single_steps: True if only single tokens can follow a cache.
@@ -176,14 +176,9 @@ class RecurrentRuntime(RowByRowRuntime):
         num_logits: int,
         is_prompt: bool = False,
     ) -> tuple[ForwardOutput, list[ComputeStates | None]]:
-        """Run tokens of one path from the snapshot after `start` tokens on.
+        """Run tokens of one path from the snapshot after `start` tokens on; return also the states after each, as far as known.
 
-        Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that
-        record their states.
-
-        Returns:
-            Logits and hidden states, of at least the requested last tokens, and the states after
-            each token, as far as they are known.
+        Tokens of a prompt run in the module's own scans, as in `generate`; others in scans that record their states.
         """
         states = self.cache.states_at(slot, start)
         width = 1 if self.single_steps else MAX_RECORDED

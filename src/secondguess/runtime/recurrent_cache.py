@@ -87,11 +87,7 @@ class RecurrentCache(KeyValueCache):
     _recorded: Sequence[Tensor] | None = None
 
     def begin(self, states: States, num_tokens: int, records: bool = False) -> None:
-        """Start a forward pass.
-
-        Args:
-            records: True to keep the states after each token, as far as they are known.
-        """
+        """Start a forward pass; with `records`, the states after each token are kept as far as they are known."""
         self._num_tokens, self.records = num_tokens, records
         self._before, self._after = states, dict(states)
         self._by_token, self._recorded = {}, None
@@ -112,11 +108,7 @@ class RecurrentCache(KeyValueCache):
         return [*(partial(between, step) if known else None for step in steps), lambda: after]
 
     def states_at(self, slot: int, length: int) -> States:
-        """Return the states of a slot after `length` tokens.
-
-        Raises:
-            SecondGuessError: if there is no such snapshot.
-        """
+        """Return the states of a slot after `length` tokens, of which there must be a snapshot."""
         if not length:
             return {}
         found = [each.states for each in self.snapshots.get(slot, ()) if each.length == length]
@@ -193,12 +185,9 @@ class RecurrentCache(KeyValueCache):
         conv_kernel_size: int | None = None,
         **_: object,
     ) -> Tensor:
-        """Write a layer's new inputs; return all inputs that its convolution reads.
+        """Write a layer's new inputs, whose last dimension is the query; return all inputs that its convolution reads.
 
-        Args:
-            conv_states: `[row, channel, query]`, or of any shape that ends with the query.
-            layer_idx: index of the layer, counted from 0.
-            conv_kernel_size: number of inputs to keep; as many as given, by default.
+        `conv_kernel_size` is the number of inputs to keep; as many as given, by default.
         """
         key = ("conv", layer_idx, state_idx)
         size = conv_kernel_size or conv_states.shape[-1]

@@ -46,14 +46,10 @@ class Rotary:
         kind: str | None = None,
         is_interleaved: bool = False,
     ) -> Rotary:
-        """Return the table of a model.
+        """Return the table of a model, from the configuration of its decoder.
 
-        Args:
-            config: configuration of the decoder.
-            dtype, device: of the table.
-            kind: layer type whose frequencies are used; None if the model has only one set, or
-                `NO_ROTARY` for a table that changes nothing.
-            is_interleaved: as in the constructor.
+        `kind` is the layer type whose frequencies are used; None if the model has only one set, or `NO_ROTARY` for a table that
+        changes nothing.
         """
         layer_type = None if kind == NO_ROTARY else kind
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
@@ -115,13 +111,8 @@ def scaled_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the frequencies `[size / 2]` of a scaling of rotary positions, and the factor on cosines and sines.
 
-    Args:
-        rope_parameters: fields of a scaling that does not depend on the length of the text, as in Transformers'
-            configurations.
-        size: number of values of a head that are rotated.
-
-    Raises:
-        KeyError: a field that the scaling needs is missing.
+    `rope_parameters` are the fields of a scaling that does not depend on the length of the text; a missing one is a
+    `KeyError`.
     """
     config = SimpleNamespace(  # the part of a configuration that these functions read
         hidden_size=size,
@@ -137,12 +128,8 @@ def scaled_frequencies(
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:
     """Apply the rotary embedding to the first numbers of each head, rounding where the modules round.
 
-    The modules negate half of the states; here the sine is negated, which gives the same bits.
-
-    Args:
-        states: `[..., head_size]`.
-        cos, sin: `[..., size]` from `Rotary.at`.
-        is_interleaved: as in `Rotary`.
+    The modules negate half of the states; here the sine is negated, which gives the same bits. `cos` and `sin` are those of
+    `Rotary.at`.
     """
     size = cos.shape[-1]
     part, rest = states[..., :size], states[..., size:]

@@ -14,10 +14,10 @@ from torch import Tensor
 from secondguess.core import Draft
 from secondguess.runtime import tree
 from secondguess.runtime.base import ForwardOutput, HiddenStates
+from secondguess.runtime.module_runtime import ModuleRuntime
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.support import unsupported
-from secondguess.runtime.transformers import TransformersRuntime
 
 NUM_CACHED = 3
 """Tokens of the first pass of the check at loading."""
@@ -52,14 +52,14 @@ class Probe:
         return float(torch.stack(errors).max())
 
 
-class RowByRowRuntime(TransformersRuntime):
+class RowByRowRuntime(ModuleRuntime):
     """Runtime over a Transformers module that makes its masks from the length of its cache.
 
     A forward pass serves one path of one row, as in `generate`: the rows of a batch run one after
     another, and so do the branches of a tree.
 
     Args:
-        model: as in `TransformersRuntime`.
+        model: as in `ModuleRuntime`.
 
     Raises:
         UnsupportedModelError: if several tokens after a cache give other logits than single ones.
@@ -68,7 +68,7 @@ class RowByRowRuntime(TransformersRuntime):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         try:
-            self._prefills_together = self.takes_images = False
+            self._prefills_together = False
             self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
             with torch.inference_mode():
                 self._check_cache()
@@ -80,9 +80,6 @@ class RowByRowRuntime(TransformersRuntime):
     @property
     def description(self) -> str:
         return "row by row"
-
-    def _set_up_attention(self) -> None:
-        """Leave the module's own attention in place."""
 
     def _check_cache(self) -> None:
         """Compare passes over several tokens with passes over single tokens, and one pass with two."""
@@ -108,15 +105,7 @@ class RowByRowRuntime(TransformersRuntime):
         self._require_equal(largest, joined.relative_error(Probe(whole.logits[NUM_CACHED:][: len(single)])))
 
     def _require_equal(self, error: float, error_of_single: float) -> None:
-        """Refuse the module if it computes other values with a cache.
-
-        Args:
-            error: relative error of passes over several tokens after a cache.
-            error_of_single: that of passes over single tokens.
-
-        Raises:
-            UnsupportedModelError: if an error exceeds that of rounding.
-        """
+        """Refuse the module if passes over several tokens, with this relative error, or single ones compute other values."""
         self._require_rounding(error, "several tokens after a cache give other results than single tokens")
 
     def _require_rounding(self, error: float, description: str) -> None:
@@ -141,7 +130,8 @@ class RowByRowRuntime(TransformersRuntime):
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         positions = step.query_positions if self._takes_positions else None
-        return self._call(tokens, positions, num_logits, with_hidden)
+        hidden_layers = self.hidden_layers if with_hidden else ()
+        return self.forward(tokens, positions, num_logits, self.cache, hidden_layers)
 
     def _run_path(self, tokens: Sequence[int], start: int, num_logits: int) -> ForwardOutput:
         """Run tokens of one row, which follow each other from position `start` on."""
@@ -175,13 +165,7 @@ class RowByRowRuntime(TransformersRuntime):
         new: Sequence[int],
         num_logits: int,
     ) -> ForwardOutput:
-        """Run the new queries of one path.
-
-        Args:
-            tokens: token of each query; query 0 is the first token that is not cached.
-            known: queries on the path that ran before.
-            num_logits: number of last queries whose logits are needed.
-        """
+        """Run the new queries of one path after the `known` ones, which ran before; query 0 is the first uncached token."""
         positions = [state.length + query for query in (*known, *new)]
         self.cache.place_path(state.slot, state.length, positions, len(new))
         return self._run_path([tokens[query] for query in new], state.length + len(known), num_logits)

@@ -48,10 +48,9 @@ _current = _Current()
 
 @contextmanager
 def recording(record: Record | None) -> Iterator[None]:
-    """Use the replaced functions in this thread.
+    """Use the replaced functions in this thread; `record` takes the states after each token but the last.
 
-    Args:
-        record: takes the states after each token but the last; None to run scans in chunks.
+    Without it, scans run in chunks.
     """
     _current.is_ours, _current.record = True, record
     try:
@@ -208,14 +207,7 @@ class Convolution:
 def convolve(
     values: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
-    """Return the causal convolution of each channel, in float32 up to the activation.
-
-    Args:
-        values: `[row, channel, token]`.
-        weight: `[channel, tap]`.
-        bias: `[channel]` or None.
-        activation: name of a function for the result.
-    """
+    """Return the causal convolution of each channel of `[row, channel, token]`, in float32 up to the activation."""
     wide = values.float()
     *earlier, last = weight.float().t().contiguous()[:, :, None]
     found = wide * last

@@ -96,13 +96,7 @@ class SlotTable:
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[CachedRow]:
         """Give each row a slot, with the entries of the longest prefix that it shares with any slot.
 
-        Args:
-            rows: new rows, with their whole prompts.
-            reuse_limits: per row, the maximum number of tokens whose entries are reused; None for
-                no limit.
-
-        Raises:
-            BadInputError: if a row has a slot already, or has no token; no row is admitted then.
+        At most `reuse_limits` entries of a row are reused. If a row has a slot already, or no token, none is admitted.
         """
         for row in rows:
             if row in self._rows:
@@ -150,11 +144,7 @@ class SlotTable:
         return not self._rows and grown > MAX_EXCESS * needed
 
     def extend(self, state: CachedRow) -> bool:
-        """Copy the entries of a row's next tokens from the live row that has most of them.
-
-        Returns:
-            False if no live row has cached the row's next token after the same tokens.
-        """
+        """Copy the entries of a row's next tokens from the live row that has most of them; return False if none has any."""
         tokens, length = state.row.tokens[:-1], state.length
         others = [
             each

@@ -35,11 +35,7 @@ def attach_drafts(
 
 
 def depths(closure: Tensor) -> Tensor:
-    """Return the number of proper ancestors of each node, `[row, node]` int64.
-
-    Args:
-        closure: `[row, node, node]` bool, from `core.ancestor_closure`.
-    """
+    """Return the number of proper ancestors of each node, `[row, node]`, given their closure (`core.ancestor_closure`)."""
     return closure.sum(-1) - 1
 
 
@@ -99,15 +95,10 @@ class ChainMasks:
 
 
 def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
-    """Return the mask of trees, `[row, 1, query, key]` bool.
+    """Return the mask of trees, `[row, 1, query, key]` bool, given their closure (`core.ancestor_closure`).
 
-    Each query attends to every cached token, to its ancestors among the queries and to itself.
-
-    Args:
-        starts: `[row]` int64, cached tokens per row; query `t` is written to cache position
-            `starts[row] + t`.
-        closure: `[row, query, query]` bool, from `core.ancestor_closure`.
-        num_keys: width of the mask, at least `starts + queries` of every row.
+    Each query attends to every cached token, to its ancestors among the queries and to itself. Query `t` is written to cache
+    position `starts[row] + t`.
     """
     num_rows, num_queries, _ = closure.shape
     cached = torch.arange(num_keys, device=starts.device) < starts[:, None]

@@ -36,7 +36,7 @@ from secondguess.runtime.hashes import (
     shift_right,
     uniform_per_token_on_device,
 )
-from secondguess.runtime.native.sampling import draw_by_inversion, first_arrivals, kernels_for
+from secondguess.sampling.kernels import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
 
 

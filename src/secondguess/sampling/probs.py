@@ -13,6 +13,7 @@ would not be lossless otherwise.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Commit, Draft, Row, TokenLogprob
-from secondguess.errors import BadInputError, SecondGuessError
+from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
 from secondguess.params import SamplingParams
-from secondguess.runtime.native.sampling import require_finite, warn_unless_finite
+from secondguess.runtime.base import are_finite, require_finite
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.truncation import Rule, make_rule, most_likely
 
@@ -49,21 +50,13 @@ def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> T
     return dists
 
 
-def edit_logits(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
-    """Return logits, at least float32, after all settings but temperature, top-k, top-p and min-p.
-
-    Arguments as of `compute_target_probs`.
-    """
-    edits, _ = _settings(rows, logits)
-    return _edited(logits, edits, rows, draft.tokens, _ancestors_of(draft))
-
-
 def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> list[list[int]]:
     """Return the target's most likely token at each query, per row, for rows at temperature 0.
 
     The one-hot distributions of `compute_target_probs` are not built; arguments and errors are the same.
     """
-    scores = edit_logits(logits, rows, draft)
+    edits, _ = _settings(rows, logits)
+    scores = _edited(logits, edits, rows, draft.tokens, _ancestors_of(draft))
     ids = most_likely(scores)
     are_finite = scores.gather(-1, ids[..., None]).isfinite().all()
     # one copy, which waits for a device once
@@ -147,6 +140,17 @@ def _without_banned(dists: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | Non
     banned = dists[..., 0].isnan()
     first = torch.nn.functional.one_hot(torch.zeros_like(banned, dtype=torch.long), dists.shape[-1])
     return torch.where(banned[..., None], first.to(dists.dtype), dists), banned
+
+
+def warn_unless_finite(logits: Tensor) -> None:
+    """Warn of a drafter's logits that are NaN or infinite, after which nothing is drafted."""
+    if not are_finite(logits):
+        warnings.warn(
+            "the drafter's logits are NaN or infinite after some texts, where it drafts nothing: the output stays correct, "
+            "but few tokens are drafted; its weights are broken, or overflow in this precision: try another dtype",
+            MismatchWarning,
+            stacklevel=2,
+        )
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[int]) -> Commit:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
-from secondguess.runtime.native.verification import KernelRule
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.base import Exactness, Verifier, verify_groups
@@ -35,11 +34,6 @@ class AutoVerifier(Verifier):
 
     def guarantee(self, row: Row) -> Exactness:
         return Exactness.DRAFTER_INVARIANT if row.coupled else self.exactness
-
-    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
-        # Greedy rows of a sampled batch have the same verdict by every rule.
-        is_matched = row.coupled or draft.probs is None or not row.params.temperature
-        return KernelRule.MATCH if is_matched else KernelRule.BLOCK
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         if noise.all_greedy:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import Array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -16,13 +15,10 @@ from torch import Tensor
 
 from secondguess.core import Draft, Row, Verdict
 from secondguess.errors import BadInputError
-from secondguess.runtime.native.library import Settings, units
-from secondguess.runtime.native.sampling import residuals
-from secondguess.runtime.native.verification import KernelRule, settings_of_rows, verify_chains
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.kernels import residual_masses, residuals
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs, edit_logits
-from secondguess.sampling.truncation import kernel_settings
+from secondguess.sampling.probs import compute_greedy_tokens, compute_target_probs
 
 FloatArray = NDArray[numpy.float64]
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -53,13 +49,6 @@ class Verifier(ABC):
     """True if drafts that branch are supported; otherwise drafters that may branch are refused."""
     reports_samples: bool = False
     """True if verdicts have the token sampled at every query (`Verdict.samples`)."""
-
-    def __init_subclass__(cls) -> None:
-        """Do not inherit the rule of the kernels where `verify` or `verify_nodes` is another."""
-        super().__init_subclass__()
-        definitions = [vars(each).keys() & {"verify", "verify_nodes", "kernel_rule"} for each in cls.__mro__]
-        if "kernel_rule" not in next(filter(None, definitions)):
-            cls.kernel_rule = Verifier.kernel_rule  # type: ignore[method-assign]
 
     def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
         """Return True if drafts are drawn by the race that samples the row's text (`Row.coupled`).
@@ -94,15 +83,6 @@ class Verifier(ABC):
         Raises:
             BadInputError: a draft or rows that this rule cannot verify exactly.
         """
-
-    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
-        """Return the rule by which the kernels verify a row of a draft of chains as `verify` does.
-
-        None if they cannot, as in classes that define another `verify` or `verify_nodes` without this.
-        (The kernels do not read what is beyond the nodes of a row, where `verify` reports logits that
-        are not finite.)
-        """
-        return None
 
     def verify_greedy(self, draft: Draft, chosen: Sequence[Sequence[int]]) -> Verdict:
         """Return the verdict for rows at temperature 0, without their one-hot distributions.
@@ -153,36 +133,7 @@ def verify_logits(
     """
     if noise.all_greedy and draft.probs is None:
         return verifier.verify_greedy(draft, compute_greedy_tokens(logits, rows, draft))
-    return verify_by_kernels(verifier, rows, draft, logits, noise) or verifier.verify(
-        draft, compute_target_probs(logits, rows, draft), noise
-    )
-
-
-def verify_by_kernels(
-    verifier: Verifier, rows: Sequence[Row], draft: Draft, logits: Tensor, noise: Noise
-) -> Verdict | None:
-    """Return the verdict of `verify_logits` from one call of the kernels; None where they cannot be used."""
-    has_kernels = logits.is_cpu and logits.dtype != torch.float64 and units()
-    row_noises = noise.of_rows() if has_kernels and draft.is_chain else None
-    if row_noises is None:
-        return None
-    rules = [rule for row in rows if (rule := verifier.kernel_rule(row, draft)) is not None]
-    if len(rules) < len(rows):
-        return None
-    logits = edit_logits(logits, rows, draft)
-    settings = _kernel_settings(tuple([row.params for row in rows]))
-    drawn_from = draft.probs if KernelRule.BLOCK in rules else None
-    found = verify_chains(logits, drawn_from, draft.tokens, draft.lengths, settings, row_noises, rules)
-    if found is None:
-        return None
-    paths = [list(range(length)) for length in found.lengths]
-    return Verdict(paths, found.next_tokens, found.samples)
-
-
-@lru_cache(maxsize=256)
-def _kernel_settings(params: tuple[SamplingParams, ...]) -> Array[Settings]:
-    """Return the settings of a batch as the kernels take them; cached while the same requests decode together."""
-    return settings_of_rows(tuple([kernel_settings(each) for each in params]))
+    return verifier.verify(draft, compute_target_probs(logits, rows, draft), noise)
 
 
 def verify_groups(
@@ -250,10 +201,6 @@ class Residual:
     dists: Tensor
     masses: FloatArray
 
-    def at(self, positions: NDArray[numpy.int64]) -> Residual:
-        """Select one position per row, `positions` `[row]`, from residuals `[row, position]`."""
-        return Residual(at(self.dists, positions), self.masses[numpy.arange(len(positions)), positions])
-
 
 def residual(
     weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor
@@ -274,10 +221,20 @@ def residual(
     return Residual(dists, to_host(dists.sum(-1)))
 
 
+def masses_of_residuals(weights: FloatArray, draft: Draft, target_probs: Tensor) -> FloatArray:
+    """Return the sums `[row, node]` of the residuals at the nodes of chains, given `weights` `[row, node]`."""
+    before = target_probs[:, :-1]
+    if draft.probs is not None:
+        return residual_masses(weights, before, draft.probs)
+    return residual(weights, before, None, draft.tokens).masses
+
+
 def at(values: Tensor, positions: NDArray[numpy.int64]) -> Tensor:
     """Select one position per row, `positions` `[row]`, from `values` `[row, position, ...]`."""
     if len(positions) == 1 or (positions == positions[0]).all():
         return values[:, int(positions[0])]
+    if values.is_cpu:  # a third of the time of an index
+        return torch.stack([values[row, position] for row, position in enumerate(positions.tolist())])
     rows = torch.arange(len(positions), device=values.device)
     return values[rows, torch.from_numpy(positions).to(values.device)]
 
@@ -286,38 +243,41 @@ def next_token_probs(
     draft: Draft,
     target_probs: Tensor,
     lengths: NDArray[numpy.int64],
-    residual_at: Callable[[NDArray[numpy.int64]], Residual],
+    weights: FloatArray,
 ) -> Tensor:
     """Return the distribution `[row, vocab]` of the token after the first `lengths` nodes of chains.
 
     After a fully accepted draft it is the target distribution (bonus token), otherwise the
     residual at the first node that was not accepted (correction token), not normalised.
-    `residual_at` returns the residuals at nodes `[row]`.
+    `weights` `[row, node]` are those of `residual`.
     """
     is_early = lengths < draft.lengths.cpu().numpy()
     if not is_early.any():
         return at(target_probs, lengths)
-    left = residual_at(numpy.minimum(lengths, draft.num_nodes - 1))
+    nodes = numpy.minimum(lengths, draft.num_nodes - 1)
+    draft_probs = None if draft.probs is None else at(draft.probs, nodes)
+    node_weights = weights[numpy.arange(draft.num_rows), nodes]
+    left = residual(node_weights, at(target_probs, nodes), draft_probs, at(draft.tokens, nodes))
     # Where p and q differ by less than rounding, the residual may be empty; p is used instead.
     corrects = is_early & (left.masses > 0)
     if corrects.all():
         return left.dists
-    chosen = torch.from_numpy(corrects).to(target_probs.device)
-    return torch.where(chosen[:, None], left.dists, at(target_probs, lengths))
+    before = at(target_probs, lengths)
+    if before.is_cpu:
+        choices = zip(corrects.tolist(), left.dists, before, strict=True)
+        return torch.stack([own if is_corrected else other for is_corrected, own, other in choices])
+    return torch.where(torch.from_numpy(corrects).to(before.device)[:, None], left.dists, before)
 
 
 def make_chain_verdict(
     draft: Draft,
     target_probs: Tensor,
     lengths: NDArray[numpy.int64],
-    residual_at: Callable[[NDArray[numpy.int64]], Residual],
+    weights: FloatArray,
     noise: Noise,
 ) -> Verdict:
-    """Accept each chain's first `lengths` `[row]` nodes and draw the next token.
-
-    `residual_at` as in `next_token_probs`.
-    """
-    dist = next_token_probs(draft, target_probs, lengths, residual_at)
+    """Accept each chain's first `lengths` `[row]` nodes and draw the next token; `weights` as in `next_token_probs`."""
+    dist = next_token_probs(draft, target_probs, lengths, weights)
     next_tokens = noise.draw(dist, torch.from_numpy(lengths))
     return Verdict.from_chain(lengths.tolist(), next_tokens.tolist())
 

@@ -23,8 +23,7 @@ from itertools import accumulate
 import numpy
 from torch import Tensor
 
-from secondguess.core import Draft, Row, Verdict
-from secondguess.runtime.native.verification import KernelRule
+from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
@@ -32,7 +31,7 @@ from secondguess.verifiers.base import (
     UncoupledVerifier,
     likelihood_ratios,
     make_chain_verdict,
-    residual,
+    masses_of_residuals,
 )
 
 
@@ -43,22 +42,16 @@ class BlockVerifier(UncoupledVerifier):
     exactness = Exactness.LOSSLESS
     supports_trees = False
 
-    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule | None:
-        if row.coupled or draft.probs is None:
-            return None
-        # In a batch with sampled rows, a greedy row accepts what matches.
-        return KernelRule.BLOCK if row.params.temperature else KernelRule.MATCH
-
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         weights = prefix_weights(likelihood_ratios(draft, target_probs))
         # index i: w_i and the distributions p_{i+1} and q_{i+1}, hence s_i
-        residuals = residual(weights[:, :-1], target_probs[:, :-1], draft.probs, draft.tokens)
+        masses = masses_of_residuals(weights[:, :-1], draft, target_probs)
         draft_lengths = draft.lengths.tolist()
-        rows = zip(weights.tolist(), residuals.masses.tolist(), draft_lengths, strict=True)
+        rows = zip(weights.tolist(), masses.tolist(), draft_lengths, strict=True)
         acceptance_probs = numpy.array([prefix_acceptance_probs(*row) for row in rows])
         accepted = zip(noise.accept(acceptance_probs).tolist(), draft_lengths, strict=True)
         lengths = numpy.array([_longest_passing(row[:length]) for row, length in accepted])
-        return make_chain_verdict(draft, target_probs, lengths, residuals.at, noise)
+        return make_chain_verdict(draft, target_probs, lengths, weights, noise)
 
 
 def prefix_weights(ratios: FloatArray) -> FloatArray:
@@ -67,7 +60,6 @@ def prefix_weights(ratios: FloatArray) -> FloatArray:
     Computed in log space: a long product may underflow although a weight may rise again.
     """
     walks = [accumulate(row, _next_log_weight, initial=0.0) for row in ratios.tolist()]
-    # `math.exp` has the bits of the kernels' function, which NumPy's may differ from.
     return numpy.array([list(map(math.exp, walk)) for walk in walks])
 
 

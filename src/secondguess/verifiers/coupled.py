@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from secondguess.core import Draft, Row, Verdict
-from secondguess.runtime.native.verification import KernelRule
+from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Exactness, Verifier, accept_matching, query_depths
 
@@ -27,9 +26,6 @@ class CoupledVerifier(Verifier):
 
     def uses_coupling(self, seeded: bool, draws_by_race: bool = False) -> bool:
         return True
-
-    def kernel_rule(self, row: Row, draft: Draft) -> KernelRule:
-        return KernelRule.MATCH
 
     def verify(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         return accept_matching(draft, noise.race(target_probs, query_depths(draft)).tolist())

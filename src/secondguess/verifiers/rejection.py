@@ -6,20 +6,16 @@ Leviathan, Kalman, Matias 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.0
 from __future__ import annotations
 
 import numpy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import (
     Exactness,
-    Residual,
     UncoupledVerifier,
     accepted_prefix,
-    at,
     likelihood_ratios,
     make_chain_verdict,
-    residual,
 )
 
 
@@ -37,11 +33,4 @@ class RejectionVerifier(UncoupledVerifier):
     def verify_nodes(self, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
         acceptance_probs = likelihood_ratios(draft, target_probs).clip(max=1.0)
         lengths = accepted_prefix(draft, noise.accept(acceptance_probs))
-
-        def residual_at(nodes: NDArray[numpy.int64]) -> Residual:
-            draft_probs = None if draft.probs is None else at(draft.probs, nodes)
-            return residual(
-                numpy.ones(len(nodes)), at(target_probs, nodes), draft_probs, at(draft.tokens, nodes)
-            )
-
-        return make_chain_verdict(draft, target_probs, lengths, residual_at, noise)
+        return make_chain_verdict(draft, target_probs, lengths, numpy.ones(draft.tokens.shape), noise)

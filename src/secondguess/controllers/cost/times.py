@@ -12,9 +12,9 @@ from statistics import median_low
 
 from secondguess.core import Row
 
-OUTLIER = 1.3
+OUTLIER = 1.2
 """Factor beyond which a time counts as disturbed: it is clipped, and several of them start a check of plain rounds."""
-NUM_RECENT = 4
+NUM_RECENT = 5
 """Number of recent rounds with drafts, of which all but one must deviate to start a check."""
 NUM_TIMED = 2
 """Number of plain rounds that are timed at first and in a check; all are slow if the machine has become slower."""

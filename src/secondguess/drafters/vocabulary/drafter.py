@@ -12,11 +12,11 @@ from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
-from secondguess.runtime.base import Runtime, VocabularyMap
-from secondguess.runtime.native.sampling import KernelSettings, warn_unless_finite, with_confidences
+from secondguess.runtime.base import KernelSettings, Runtime, VocabularyMap
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
-from secondguess.sampling.probs import at_least_float32
+from secondguess.sampling.probs import at_least_float32, warn_unless_finite
 from secondguess.sampling.truncation import kernel_settings, make_rule
 
 GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)
@@ -107,9 +107,6 @@ class TranslatingDrafter(TokenDrafter):
         self, rows: Sequence[Row], steps: list[int], budgets: Budgets, noise: Noise
     ) -> list[list[int]] | None:
         """Return the chains that `_draw` returns, drawn at once; None if they cannot be."""
-        rule = budgets.stopping_rule
-        if rule is not None and len(rule.least) < steps[0] - 1:  # it counts tokens of the target
-            budgets = budgets._replace(stopping_rule=None)
         settings = [kernel_settings(row.params) if _is_raced(row) else GREEDY for row in rows]
         drawn = self._draw_at_once(
             rows, steps, self.runtime.vocab_size, settings, budgets, noise, self._vocabulary

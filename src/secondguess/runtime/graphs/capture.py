@@ -137,11 +137,7 @@ class StaticInputs:
     def set(
         self, fields: Sequence[Sequence[int]], integers: Sequence[int] = (), floats: Sequence[float] = ()
     ) -> None:
-        """Set all values.
-
-        Args:
-            fields: those of the inputs, each as a flat list.
-        """
+        """Set all values; `fields` are those of the inputs, each as a flat list."""
         as_integers = torch.tensor(floats, dtype=torch.float64).view(torch.int64).tolist()
         values: list[int] = []
         for part, size in zip((*fields, integers, as_integers), self._sizes, strict=True):

@@ -9,16 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.core import StoppingRule
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, require_finite
 from secondguess.runtime.graphs.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
-from secondguess.runtime.graphs.draws import Draws, Modes, decide_by, draw_nodes, draw_parameters
+from secondguess.runtime.graphs.draws import Draws, Modes, draw_nodes, draw_parameters
 from secondguess.runtime.graphs.operations import PassInputs
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
-from secondguess.runtime.native.sampling import require_finite
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import without_gradients
 
 MAX_CATCH_UP = 2
 """Largest number of uncached tokens with which a chain is drawn at once: a draft that was accepted whole leaves two."""
@@ -65,7 +63,7 @@ def draw_chains(
     model: ChainModel,
     states: Sequence[CachedRow],
     requests: Sequence[ChainRequest],
-    decision: ChainDecision,
+    keep_drafting: ChainDecision,
 ) -> DrawnChains | None:
     """Draw chains after the tokens of rows; None if they are too many, or memory does not hold the graphs.
 
@@ -74,7 +72,6 @@ def draw_chains(
     """
     if len(states) > ROWS[-1]:
         return None
-    keep_drafting = decide_by(decision) if isinstance(decision, StoppingRule) else decision
     modes = Modes.from_requests(requests)
     longest = _segment(len(states), requests[0].vocab_size, keep_drafting is not None)
     chains: list[list[int]] = [[] for _ in states]

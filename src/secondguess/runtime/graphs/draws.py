@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from secondguess.core import StoppingRule
-from secondguess.runtime.base import ChainRequest, KeepChains
+from secondguess.runtime.base import ChainRequest
 from secondguess.runtime.graphs.capture import StaticInputs
 from secondguess.runtime.graphs.operations import PassInputs, most_likely
 from secondguess.runtime.hashes import Purpose, hash_of, scalar_uniforms, uniform_per_token_on_device
@@ -59,12 +57,9 @@ class Modes(NamedTuple):
 def draw_parameters(
     requests: Sequence[ChainRequest], nums_read: Sequence[int], nodes: range, modes: Modes
 ) -> tuple[list[int], list[float]]:
-    """Return the integers and floats of `draw_nodes`.
+    """Return the integers and floats of `draw_nodes` for the nodes of some indices in their chains.
 
-    Args:
-        nums_read: number of tokens of each row, then of padding.
-        nodes: indices of the nodes in their chains.
-        modes: how they are drawn.
+    `nums_read` has the number of tokens of each row, then of padding.
     """
     padding = len(nums_read) - len(requests)
     noises = [request.noise for request in requests]
@@ -163,14 +158,3 @@ def _inverted(probs: Tensor, uniforms: Tensor) -> Tensor:
     totals = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
     return tokens[:, 0].clamp(max=probs.shape[-1] - 1)
-
-
-def decide_by(rule: StoppingRule) -> KeepChains:
-    """Return the decision about the only row by a rule."""
-    return lambda _, logits, depth, confidences: [_continues(rule, depth, confidences[0])]
-
-
-def _continues(rule: StoppingRule, depth: int, confidence: float) -> bool:
-    rule.groups.append(bisect_right(rule.edges, confidence))
-    groups = rule.groups[-depth - 1 :]
-    return math.prod(rule.own[group] for group in groups) * rule.following[groups[-1]] > rule.least[depth]

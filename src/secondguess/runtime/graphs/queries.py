@@ -25,12 +25,7 @@ class RowQueries(NamedTuple):
 def fields_of(
     queries: Sequence[RowQueries], num_rows: int, width: int, context_length: int
 ) -> list[list[int]]:
-    """Return the fields of `PassInputs` but the last, flat.
-
-    Args:
-        num_rows, width: padded shape.
-        context_length: padding has smaller positions.
-    """
+    """Return the fields of `PassInputs` but the last, flat, padded to a shape with positions below the context length."""
     num_padded = num_rows - len(queries)
     slots = [row.slot for row in queries] + [0] * num_padded
     starts = [row.start for row in queries] + [-1] * num_padded

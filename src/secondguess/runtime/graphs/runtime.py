@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -27,7 +26,6 @@ from secondguess.runtime.base import (
     quantised_copy_error,
 )
 from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.families import why_not_described
 from secondguess.runtime.fused import (
     PROBE_TOLERANCE,
     PROBE_WIDTH,
@@ -42,8 +40,8 @@ from secondguess.runtime.graphs.forward import run_decoder
 from secondguess.runtime.graphs.operations import CHUNK, MAX_KERNEL_TOKENS, MAX_QUERIES, MAX_TILES, PassInputs
 from secondguess.runtime.graphs.quantised import quantised_copy
 from secondguess.runtime.graphs.queries import RowQueries, fields_of
+from secondguess.runtime.machine import without_gradients
 from secondguess.runtime.slots import CachedRow
-from secondguess.runtime.support import without_gradients
 from secondguess.runtime.weight_format import INT4, WeightFormat
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_QUERIES)
@@ -57,17 +55,6 @@ MAX_ATTENTION_BYTES = 2**30
 PREFILL_CHUNK = 2048
 
 logger = logging.getLogger(__name__)
-
-
-def why_not_graphs(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why passes of this configuration are not captured in this dtype on this device, else None."""
-    if device.type != "cuda":
-        return f"CUDA graphs need a CUDA device, got {device}"
-    if dtype == torch.float64:
-        return "the kernels of graphs compute in float32, not in float64"
-    if find_spec("triton") is None:
-        return "the kernels of graphs need Triton, which is not installed"
-    return why_not_described(config, with_experts=False)
 
 
 def to_graphs(checked: CheckedDecoder) -> GraphRuntime | None:
@@ -191,13 +178,9 @@ class GraphRuntime(FusedRuntime):
 
     @exclusive
     def probe_both_paths(self, tokens: Tensor) -> Tensor:
-        """Return logits of texts by a prefill and by a captured pass, without keeping the texts, for probes.
+        """Return logits `[2, row, token, vocab]` of texts by a prefill and by a captured pass, without keeping the texts.
 
-        Args:
-            tokens: `[row, token]`, of at most `MAX_QUERIES` tokens.
-
-        Returns:
-            Logits `[2, row, token, vocab]`.
+        `tokens` `[row, token]` are at most `MAX_QUERIES` per row.
         """
         num_rows, width = tokens.shape
         with torch.inference_mode():
@@ -243,8 +226,7 @@ class GraphRuntime(FusedRuntime):
     def _run_by_kernels(self, queries: Sequence[RowQueries], width: int) -> ForwardOutput | None:
         """Run a pass over at most `width` queries per row, captured if it is small; None if it needs too much memory.
 
-        Returns:
-            Logits and hidden states `[row, query, ...]` with padding, which the next pass overwrites.
+        Logits and hidden states `[row, query, ...]` have padding, and the next pass overwrites them.
         """
         size, num_queries = bucket(len(queries), ROWS), bucket(width, WIDTHS_OF_FEW)
         if size * num_queries > MAX_KERNEL_TOKENS:

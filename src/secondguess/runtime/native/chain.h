@@ -10,22 +10,13 @@
 using KeepDrafting = void (*)(int64_t depth);
 enum Answer { NO_ANSWER = 0, STOP = 1, CONTINUE = 2 };
 
-// Rule that draws another node after the one at depth d if own[b0] * ... * own[bd] * following[bd] > least[d],
-// with bi the group of node i: the number of edges up to its confidence (`core.StoppingRule`).
-struct StoppingRule {
-    int64_t num_edges;
-    const double *edges, *own, *following, *least;
-    int64_t* groups;                 // [node]
-};
-
 struct Chains {
     int64_t num_nodes, vocab_size;   // largest number of nodes; logits from `vocab_size` on are not used
     const int64_t* limits;           // [row], numbers of nodes, at least 1
     const Settings* settings;        // [row]
     const RowNoise* noises;          // [row]
     const int64_t *target_ids, *target_lengths; // [vocab_size] of another vocabulary (`base.VocabularyMap`), or null
-    const StoppingRule* rule;        // of the only row, or
-    KeepDrafting keeps_drafting;     // both null to draw all nodes
+    KeepDrafting keeps_drafting;     // null to draw all nodes
     double* confidences;             // [row], of rows that drew a node last
     int64_t* answers;                // [row]; none if the call was interrupted
     int64_t* lengths;                // [row], numbers of nodes drawn
@@ -46,7 +37,6 @@ class Drawing {
     std::vector<int64_t> ends, last_tokens;     // [row], positions after its tokens so far, and its last token in that pass
     std::vector<int64_t> target_places;         // [row], tokens of the target before the next node
     std::vector<bf16> features;                 // of the rows of that pass
-    double survival = 1;
 
     // Draw the node of a row; returns 0 or a failure.
     int64_t draw_node(int64_t row, int64_t depth) const {
@@ -79,7 +69,7 @@ class Drawing {
                 int64_t token;
                 if (const int64_t found = draw_node(row, depth))
                     failure = found;
-                else if (chains.rule || chains.keeps_drafting)
+                else if (chains.keeps_drafting)
                     secondguess_most_likely(forward.logits + row * decoder.head.num_outputs, 1, chains.vocab_size, chains.vocab_size, &token,
                                             chains.confidences + row);
             }
@@ -103,12 +93,7 @@ class Drawing {
             return length && depth + 1 < chains.limits[row];
         });
         if (active.empty()) return 0;
-        if (const StoppingRule* rule = chains.rule) {
-            const int64_t group = std::upper_bound(rule->edges, rule->edges + rule->num_edges, chains.confidences[0]) - rule->edges;
-            rule->groups[depth] = group;
-            survival *= rule->own[group];
-            if (!(survival * rule->following[group] > rule->least[depth])) active.clear();
-        } else if (chains.keeps_drafting) {
+        if (chains.keeps_drafting) {
             std::fill_n(chains.answers, num_rows, NO_ANSWER);
             chains.keeps_drafting(depth);
             if (chains.answers[active[0]] == NO_ANSWER) return CHAIN_INTERRUPTED;

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int64, sizeof
+from ctypes import Array, c_double, c_int64, c_uint64, sizeof
+from functools import lru_cache
 
 from torch import Tensor
 
-from secondguess.core import StoppingRule
 from secondguess.errors import OutOfMemoryError, SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.base import (
+    ChainDecision,
+    ChainRequest,
+    DrawnChains,
+    KernelSettings,
+    RowNoise,
+    require_finite,
+)
 from secondguess.runtime.native import library
-from secondguess.runtime.native.sampling import require_finite
-from secondguess.runtime.native.verification import noises_of_rows, settings_of_rows
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, CONTINUE = 1, 2
@@ -38,7 +42,7 @@ class ChainCall:
         self._decision, self._logits, self._num_rows = decision, logits, num_rows
         self._errors: list[BaseException] = []
         is_sampled = any([request.settings.temperature for request in requests])
-        self._settings = settings_of_rows(tuple([request.settings for request in requests]))
+        self._settings = _settings_of_rows(tuple([request.settings for request in requests]))
         self._noises = noises_of_rows([request.noise for request in requests])
         self._confidences = (c_double * num_rows)()
         # One buffer: limits, answers and lengths of the rows, then tokens.
@@ -68,10 +72,6 @@ class ChainCall:
         if self._vocabulary is not None:
             self.chains.target_ids = self._vocabulary.ids.data_ptr()
             self.chains.target_lengths = self._vocabulary.lengths.data_ptr()
-        if isinstance(decision, StoppingRule):
-            self._groups = (c_int64 * num_nodes)()
-            self._rule = self._describe_rule(decision)
-            self.chains.rule = ctypes.pointer(self._rule)
 
     @property
     def tokens(self) -> list[int]:
@@ -79,7 +79,7 @@ class ChainCall:
         return self._numbers[3 * self._num_rows :]
 
     def __enter__(self) -> ChainCall:
-        if self._decision is not None and not isinstance(self._decision, StoppingRule):
+        if self._decision is not None:
             self.chains.keeps_drafting = library.KEEP_DRAFTING(self._decide)
         return self
 
@@ -89,9 +89,7 @@ class ChainCall:
     def result(self, failure: int) -> DrawnChains | None:
         """Return the drawn chains, given what the call returned; None if it failed like a single pass.
 
-        Raises:
-            KeyboardInterrupt: a signal interrupted the call.
-            SecondGuessError: logits that are not finite.
+        Errors of the decision are raised, and interruptions by a signal.
         """
         if self._errors:
             raise self._errors[0]
@@ -107,32 +105,11 @@ class ChainCall:
         num_rows, tokens, width = self._num_rows, self.tokens, self._num_nodes
         lengths = self._numbers[2 * num_rows : 3 * num_rows]
         chains = [tokens[row * width : row * width + length] for row, length in enumerate(lengths)]
-        if isinstance(self._decision, StoppingRule):
-            self._decision.groups.extend(self._groups[: lengths[0] - self._is_whole(chains[0])])
         return DrawnChains(chains, None if self._probs is None else self._probs[:, : max(lengths)])
-
-    def _is_whole(self, chain: Sequence[int]) -> bool:
-        """Return whether the only row's chain ended without a decision."""
-        ends_text = self._vocabulary is not None and not self._vocabulary.lengths[chain[-1]]
-        return len(chain) == self._num_nodes or ends_text
-
-    def _describe_rule(self, rule: StoppingRule) -> library.StoppingRule:
-        if self._num_rows > 1:
-            raise SecondGuessError(f"expected a stopping rule for a single row, got one for {self._num_rows}")
-        if len(rule.least) < self._num_nodes - 1:
-            raise SecondGuessError(
-                f"expected a stopping rule for {self._num_nodes} nodes, got one for {len(rule.least) + 1}"
-            )
-        return library.StoppingRule(
-            len(rule.edges),
-            *map(_address, (rule.edges, rule.own, rule.following, rule.least)),
-            ctypes.addressof(self._groups),
-        )
 
     def _decide(self, depth: int) -> None:
         decide = self._decision
         assert decide is not None
-        assert not isinstance(decide, StoppingRule)
         try:
             rows = range(self._num_rows)
             kept = decide(rows, self._logits, depth, self._confidences[:])
@@ -142,5 +119,15 @@ class ChainCall:
             self._errors.append(error)
 
 
-def _address(values: array[float]) -> int:
-    return values.buffer_info()[0]
+def noises_of_rows(noises: Sequence[RowNoise]) -> Array[c_uint64]:
+    """Return the noise of the rows of a batch as the kernels take it: three numbers per row."""
+    numbers = [number for noise in noises for number in noise]
+    return (c_uint64 * len(numbers))(*numbers)
+
+
+@lru_cache(maxsize=256)
+def _settings_of_rows(settings: tuple[KernelSettings, ...]) -> Array[library.Settings]:
+    """Return the settings of the rows of a batch as the kernels take them; cached, as few occur."""
+    return (library.Settings * len(settings))(
+        *[library.Settings(row.temperature, row.truncates, *row[1:]) for row in settings]
+    )

@@ -79,16 +79,10 @@ class _Recorded:
 def check_decoder(
     runtime: NativeRuntime, module: Any, read: Callable[[str], Tensor], tokens: Tensor
 ) -> list[CheckedPart]:
-    """Return the errors of all parts of a decoder.
+    """Return the errors of all parts of a decoder for texts `[row, token]`.
 
-    Args:
-        runtime: runtime of the decoder.
-        module: Transformers' module without memory for its weights.
-        read: returns a weight that no product holds, such as that of a norm, by its name.
-        tokens: texts `[row, token]`.
-
-    Raises:
-        FloatingPointError: the module gives logits that are not numbers.
+    `module` is Transformers' without memory for its weights; `read` returns a weight that no product holds, such as that of
+    a norm, by its name. Logits that are not numbers raise a `FloatingPointError`.
     """
     checker = _Checker(runtime, module, read, tokens)
     with torch.inference_mode():
@@ -410,10 +404,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as the module does, with keys and values rounded as in the cache of the kernels, but for the exact copies.
 
-    Args:
-        part: the module's attention layer.
-        query, key, value: `[copy and row, head, token, size]`; a third of the rows are exact copies.
-        mask, settings: of the module.
+    Heads are `[copy and row, head, token, size]`; a third of the rows are exact copies.
     """
     num_rows = len(key) // 3
     limit = torch.finfo(torch.float16).max

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.runtime.families import Norm, why_not_fused
+from secondguess.runtime.families import Norm
 from secondguess.runtime.feed_forward import Experts, FeedForward
 from secondguess.runtime.fused_decoder import FusedDecoder, Layer, embed
 from secondguess.runtime.layered import remaining_layers
@@ -23,27 +23,6 @@ from secondguess.runtime.stored import WeightRows
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
-MAX_HEAD_SIZE = 512
-
-
-MISSING_KERNELS = (
-    "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
-)
-
-
-def why_not_native(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels cannot run a model, in bfloat16 or quantised from it; None if they can."""
-    if obstacle := why_not_fused(config, device):
-        return obstacle
-    if dtype != torch.bfloat16:
-        return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if not library.units():
-        return MISSING_KERNELS
-    text = config.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_size % 2 or head_size > MAX_HEAD_SIZE:
-        return f"heads of {head_size} numbers; the kernels take even sizes up to {MAX_HEAD_SIZE}"
-    return None
 
 
 class LayerBlocks(NamedTuple):
@@ -179,11 +158,7 @@ class NativeDecoder(PackedDecoder):
         )
 
     def without(self, skipped: Sequence[int]) -> NativeDecoder:
-        """Return a decoder that shares the weights but skips some layers.
-
-        Raises:
-            BadInputError: if a layer does not exist, or none would be left.
-        """
+        """Return a decoder that shares the weights but skips some layers, by `remaining_layers`."""
         kept = remaining_layers(skipped, self.num_layers)
         fewer = copy.copy(self)
         fewer.num_layers = len(kept)
@@ -195,11 +170,7 @@ class NativeDecoder(PackedDecoder):
         return fewer
 
     def requantised(self, weight_format: WeightFormat) -> NativeDecoder:
-        """Return a decoder of the same layers with weights in another encoding, and all else shared.
-
-        Args:
-            weight_format: the new encoding; the present one must be bfloat16.
-        """
+        """Return a decoder of the same layers in bfloat16 with weights in another encoding, and all else shared."""
         rounded = copy.copy(self)
         rounded.weight_format = weight_format
         rounded._arena, rounded._kept = Arena(), [self]

@@ -19,11 +19,11 @@ from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.native.chain import ChainCall
 from secondguess.runtime.native.decoder import PackedDecoder
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import num_threads
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024
@@ -75,11 +75,7 @@ def even_layout(num_rows: int, width: int, num_logits: int, first: int | None = 
 
 @lru_cache(maxsize=256)
 def uneven_layout(counts: tuple[int, ...], lengths: tuple[int, ...], num_nodes: int) -> Layout:
-    """Return the layout of rows with these numbers of tokens, the last ones being pending and nodes; cached.
-
-    Args:
-        num_nodes: number of nodes of the padded draft.
-    """
+    """Return the layout of rows with these numbers of tokens, the last being pending and nodes of a padded draft; cached."""
     firsts = [0, *accumulate(counts)]
     queries = [(row, node) for row, length in enumerate(lengths) for node in range(length + 1)]
     selected = [firsts[row + 1] - 1 - lengths[row] + node for row, node in queries]
@@ -110,11 +106,7 @@ def in_rows(output: ForwardOutput, tokens: Tensor) -> ForwardOutput:
 
 
 def in_columns(token_values: Tensor, layout: Layout) -> Tensor:
-    """Return hidden states `[row, column, width]` of the selected tokens, zeros where there is none.
-
-    Args:
-        token_values: `[token, width]`.
-    """
+    """Return states `[token, width]` of the selected tokens as `[row, column, width]`, zeros where there is none."""
     num_rows, num_selected = len(layout.firsts) - 1, len(layout.selected)
     if num_selected < len(token_values):
         token_values = token_values[torch.tensor(layout.selected[:])]
@@ -203,11 +195,7 @@ class KernelForward:
 
     @contextmanager
     def with_experts(self, selected: Mapping[int, Tensor]) -> Iterator[None]:
-        """Force the experts that tokens use in a forward pass, for a probe.
-
-        Args:
-            selected: `[token, k]` by layer.
-        """
+        """Force the experts `[token, k]`, by layer, that tokens use in a forward pass, for a probe."""
         held = {layer: each.int().contiguous() for layer, each in selected.items()}
         addresses = (c_void_p * self.decoder.num_layers)()
         for layer, each in held.items():
@@ -221,12 +209,7 @@ class KernelForward:
     def unembed(self, states: Tensor, *, is_normalised: bool = True) -> Tensor:
         """Return the logits `[..., vocab]` in float32 of hidden states `[..., width]`.
 
-        Args:
-            states: input of the LM head or, unless `is_normalised`, of the first layer of a decoder
-                whose layers have no attention.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
+        They are the input of the LM head or, unless `is_normalised`, of the first layer of a decoder without attention.
         """
         flat = states.float().contiguous()
         num_rows = flat.numel() // flat.shape[-1]
@@ -242,14 +225,7 @@ class KernelForward:
     ) -> None:
         """Write the keys and values that layers compute from the same states, for a block drafter.
 
-        Args:
-            cache: written at its placement.
-            states: `[token, width]` in float32, of all rows in order.
-            counts: number of tokens of each row.
-            step: starts of the rows.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
+        `states` `[token, width]` in float32 are those of all rows in order, with `counts` tokens each.
         """
         self._arguments.caches_only = True
         try:
@@ -261,12 +237,7 @@ class KernelForward:
     def __call__(self, cache: KeyValueCache, inputs: KernelInputs) -> ForwardOutput:
         """Run some layers in one call of the kernels; return hidden states `[token, width]` in float32.
 
-        Args:
-            cache: keys and values, written at its placement.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
-            BadInputError: a token id outside the vocabulary.
+        A token id outside the vocabulary raises a `BadInputError`.
         """
         call = self._prepare(cache, inputs)
         failure = self._kernels.secondguess_run(self.decoder.described, self._arguments, self._workspace)
@@ -286,20 +257,10 @@ class KernelForward:
         decision: ChainDecision,
         features: Tensor | None = None,
     ) -> DrawnChains:
-        """Draw chains after some tokens of rows, in one call of the kernels.
+        """Draw chains after the uncached tokens of rows, at least one each, in one call of the kernels.
 
-        Args:
-            cache: placed for the tokens and all nodes.
-            tokens: uncached tokens of each row, at least one.
-            starts: number of cached tokens before them, per row.
-            requests: one per row; `vocab_size` is at most the width of the logits.
-            features: `[token, width]` of the tokens of all rows, as in `KernelInputs`; those of nodes are the outputs of a
-                drafter head.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
-            BadInputError: a token id outside the vocabulary.
-            SecondGuessError: logits that are not finite.
+        The cache is placed for the tokens and all nodes. `features` `[token, width]` are as in `KernelInputs`; those of nodes are
+        the outputs of a drafter head.
         """
         flat = [token for row_tokens in tokens for token in row_tokens]
         layout = last_token_layout(tuple([len(row_tokens) for row_tokens in tokens]))
@@ -373,9 +334,7 @@ class KernelForward:
     def _room_for(self, num_tokens: int, asked: Sequence[int]) -> tuple[ctypes.Array[c_void_p], Tensor]:
         """Allocate the hidden states of these levels for the kernels.
 
-        Returns:
-            The addresses by level, null if not requested, and the states of the requested levels
-            `[level, token, width]`.
+        Return the addresses by level, null if not requested, and the states of the requested levels `[level, token, width]`.
         """
         addresses = (c_void_p * (self.decoder.num_layers + 1))()
         width = self.decoder.embedding.shape[1]

@@ -118,25 +118,12 @@ class Settings(Structure):
     ]
 
 
-class StoppingRule(Structure):
-    _fields_ = [("num_edges", c_int64), *_fields(c_void_p, "edges own following least groups")]
-
-
 class Chains(Structure):
     _fields_ = [
         *_fields(c_int64, "num_nodes vocab_size"),
         *_fields(c_void_p, "limits settings noises target_ids target_lengths"),
-        ("rule", POINTER(StoppingRule)),
         ("keeps_drafting", KEEP_DRAFTING),
         *_fields(c_void_p, "confidences answers lengths tokens probs"),
-    ]
-
-
-class Verification(Structure):
-    _fields_ = [
-        *_fields(c_int64, "num_rows num_nodes vocab_size row_stride stride probs_stride num_threads"),
-        *_fields(c_void_p, "logits draft_probs tokens lengths rules settings noises"),
-        *_fields(c_void_p, "accepted next_tokens samples"),
     ]
 
 
@@ -166,7 +153,6 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "truncated_softmax": (c_int, [*ROWS, c_double, c_int64, c_double, c_double, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),
     "race": (c_int64, [c_void_p, c_int64, c_uint64, c_void_p]),
-    "verify": (None, [POINTER(Verification)]),
     "residual": (c_double, [c_float, c_void_p, c_void_p, c_int64, c_void_p]),
     "linear": (c_int, [POINTER(Weight), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "pack": (None, [POINTER(Weight), POINTER(Source), c_int64]),
@@ -217,10 +203,7 @@ class Unit:
 def units() -> tuple[Unit, ...]:
     """Return the units that the kernels can use on this machine, fastest first.
 
-    Empty if the kernels were not built, or the processor supports none of them.
-
-    Raises:
-        SecondGuessError: if the kernels were built from other sources than those next to them.
+    Empty if the kernels were not built, or the processor supports none. Those built from other sources are refused.
     """
     opened = {kind: _open(kind) for kind in ("avx512", "avx2", "neon") if processor_supports(kind)}
     found = [Unit(kind, kernels) for kind, kernels in opened.items() if kernels]
@@ -241,11 +224,7 @@ def _has_tiles() -> bool:
 
 
 def _open(kind: str) -> ctypes.CDLL | None:
-    """Return the kernels of a kind, or None if they were not built.
-
-    Raises:
-        SecondGuessError: if they were built from other sources.
-    """
+    """Return the kernels of a kind, or None if they were not built; refuse those built from other sources."""
     folder = Path(__file__).parent
     built = folder / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not built.exists():
@@ -276,8 +255,8 @@ def _is_current(kernels: ctypes.CDLL, expected: str | None) -> bool:
         kernels.secondguess_sources.restype = c_char_p
         found: bytes = kernels.secondguess_sources()
         kernels.secondguess_sizes(sizes)
-        others = (kernels.secondguess_size_of_chains(), kernels.secondguess_size_of_verification())
+        size_of_chains: int = kernels.secondguess_size_of_chains()
     except AttributeError:
         return False
-    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chains, Verification)]
-    return expected in (None, found.decode()) and [*sizes, *others] == expected_sizes
+    expected_sizes = [ctypes.sizeof(kind) for kind in (*kinds, Chains)]
+    return expected in (None, found.decode()) and [*sizes, size_of_chains] == expected_sizes

@@ -10,9 +10,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from secondguess.errors import OutOfMemoryError, UnsupportedModelError
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.native.weights import Arena, pack_blocks, requantise, unpack_blocks
-from secondguess.runtime.support import num_threads
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 
@@ -72,11 +72,7 @@ class KernelLinear(nn.Module):
         return sum(each.nbytes for each in self._blocks.tensors)
 
     def plain_weight(self) -> Tensor:
-        """Return the weight `[output, input]` in plain layout.
-
-        Raises:
-            UnsupportedModelError: if it is quantised.
-        """
+        """Return the weight `[output, input]` in plain layout; refuse to if it is quantised."""
         if self.weight_format.is_quantised:
             raise UnsupportedModelError(
                 f"expected a layer with its weight in bfloat16, to save it or for a gradient, got one in "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import OutOfMemoryError
+from secondguess.runtime.machine import num_threads
 from secondguess.runtime.native import library
-from secondguess.runtime.support import num_threads
 
 
 def can_run(state: Tensor) -> bool:
@@ -42,16 +42,9 @@ class Recurrence:
     output_shape: torch.Size
 
     def advance(self, before: Tensor, after: Tensor, num_tokens: int) -> Tensor:
-        """Run the first tokens.
+        """Run the first tokens; return outputs `[row, token, head, number]` in float32.
 
-        Args:
-            after: takes the state after the last of them; may be `before`.
-
-        Returns:
-            Outputs `[row, token, head, number]` in float32.
-
-        Raises:
-            OutOfMemoryError: no memory for the workspace.
+        `after` takes the state after the last of them; it may be `before`.
         """
         outputs = library.float32_buffer(1, num_tokens, *self.output_shape[1:])
         arguments = self.arguments

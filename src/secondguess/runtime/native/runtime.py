@@ -23,6 +23,7 @@ from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
 from secondguess.runtime.exclusive import exclusive
 from secondguess.runtime.layered import LayeredRuntime
+from secondguess.runtime.machine import has_bfloat16, without_gradients
 from secondguess.runtime.native.decoder import NativeDecoder
 from secondguess.runtime.native.forward import (
     KernelForward,
@@ -36,7 +37,7 @@ from secondguess.runtime.native.forward import (
 )
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.support import context_length_of, has_bfloat16, without_gradients
+from secondguess.runtime.support import context_length_of
 from secondguess.runtime.weight_format import WeightFormat
 
 

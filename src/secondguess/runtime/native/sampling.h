@@ -254,26 +254,11 @@ int64_t secondguess_race(const float* weights, int64_t width, uint64_t hash, con
     return found;
 }
 
-// The weights w_0 to w_count of the prefixes of a chain, and the masses s_0 to s_(count - 1) of the residuals
-// after them, as `verifiers/block.py` defines them. p and q are distributions [node][width].
-void secondguess_chain_weights(const float* p, const float* q, const int64_t* tokens, int64_t count, int64_t width, double* weights,
-                               double* masses) {
-    double log_weight = 0;
-    for (int64_t node = 0; node < count; node++, p += width, q += width) {
-        weights[node] = std::exp(log_weight);
-        const Floats factor = all(weights[node]);
-        masses[node] = sum_over(width, [&](int64_t i, Lanes part) { return largest(factor * load(p + i, part) - load(q + i, part), zeros()); });
-        const double ratio = (double)p[tokens[node]] / std::max(q[tokens[node]], FLT_MIN);
-        log_weight = ratio > 0 ? std::min(0.0, log_weight + std::log(ratio)) : -INFINITY;
-    }
-    weights[count] = std::exp(log_weight);
-}
-
-// The residual max(factor * p - q, 0), and its sum.
+// The sum of the residual max(factor * p - q, 0), which is written to `residual` unless that is null.
 double secondguess_residual(float factor, const float* p, const float* q, int64_t width, float* residual) {
     return sum_over(width, [&](int64_t i, Lanes part) {
         const Floats left = largest(all(factor) * load(p + i, part) - load(q + i, part), zeros());
-        store(residual + i, left, part);
+        if (residual) store(residual + i, left, part);
         return left;
     });
 }
@@ -302,7 +287,7 @@ struct RowNoise {
     int64_t position;                // at which the round begins
     int64_t races;                   // draft tokens are drawn by races
 };
-enum Purpose { DRAFT = 1, ACCEPT = 2, DRAW = 3, RACE = 4, ROUND = 5, NUM_PURPOSES = 5 };
+enum Purpose { DRAFT = 1, RACE = 4, ROUND = 5, NUM_PURPOSES = 5 };  // of drafts; `hashes.py` has all
 
 inline uint64_t hash_of(uint64_t key, int64_t index, Purpose purpose) {
     const uint64_t step = 0x9E3779B97F4A7C15u;

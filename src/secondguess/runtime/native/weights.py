@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secondguess.runtime.machine import allocate_pages, num_threads
 from secondguess.runtime.native import library
 from secondguess.runtime.stored import TILE, WeightRows
-from secondguess.runtime.support import allocate_pages, num_threads
 from secondguess.runtime.weight_format import WeightFormat
 
 BLOCK = 32
@@ -71,15 +71,10 @@ def pack_blocks(
     weight_format: WeightFormat,
     gated: bool = False,
 ) -> Blocks:
-    """Return a linear layer's weight in the layout of the kernels.
+    """Return a linear layer's weight `[output, input]` in the layout of the kernels.
 
-    Codes of stored rows are kept where the encoding has what they need, and are rounded to it otherwise.
-
-    Args:
-        weight: `[output, input]`.
-        bias: `[output]` or None.
-        gated: whether the first half of the outputs are gates, which are interleaved with the
-            values that they multiply.
+    Codes of stored rows are kept where the encoding has what they need, and are rounded to it otherwise. With `gated`, the
+    first half of the outputs are gates, which are interleaved with the values that they multiply.
     """
     rows = weight if isinstance(weight, WeightRows) else WeightRows.of_tensor(weight)
     rows = rows.interleaved() if gated else rows

@@ -1,4 +1,4 @@
-"""Probabilities and draws by the kernels of `sampling.h`; where they cannot be used, by torch.
+"""Probabilities and draws by the kernels of `runtime/native/sampling.h`; where they cannot be used, by torch.
 
 The kernels take float32 on the host: a vocabulary is read once or twice instead of once per operation,
 and no threads are woken for it.
@@ -7,68 +7,16 @@ and no threads are woken for it.
 from __future__ import annotations
 
 import ctypes
-import math
-import warnings
 from collections.abc import Sequence
 from ctypes import c_double, c_int64
-from typing import NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.errors import MismatchWarning, NonFiniteLogitsError, OutOfMemoryError
+from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.native.library import units
-
-
-class KernelSettings(NamedTuple):
-    """Sampling settings of a row.
-
-    Args:
-        temperature: 0 for the most likely token.
-        top_k: 0 if it is disabled.
-        top_p: infinity if it is disabled, so that rounding drops no token.
-        log_min_p: -inf if it is disabled.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    log_min_p: float
-
-    @property
-    def truncates(self) -> bool:
-        """True if logits are selected by top-k or top-p."""
-        return self.top_k > 0 or self.top_p < 1
-
-
-def _are_finite(logits: Tensor) -> bool:
-    return not (bool(logits.isnan().any()) or bool((logits == math.inf).any()))
-
-
-def warn_unless_finite(logits: Tensor) -> None:
-    """Warn of a drafter's logits that are NaN or infinite, after which nothing is drafted."""
-    if not _are_finite(logits):
-        warnings.warn(
-            "the drafter's logits are NaN or infinite after some texts, where it drafts nothing: the output stays correct, "
-            "but few tokens are drafted; its weights are broken, or overflow in this precision: try another dtype",
-            MismatchWarning,
-            stacklevel=2,
-        )
-
-
-def require_finite(logits: Tensor, whose: str = "the model") -> None:
-    """Check logits of the target, or of a drafter.
-
-    Raises:
-        NonFiniteLogitsError: they are NaN or infinite.
-    """
-    if not _are_finite(logits):
-        raise NonFiniteLogitsError(
-            f"expected finite logits from {whose}, got NaN or infinity; its weights are broken, or "
-            "overflow in this precision: try another dtype"
-        )
 
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
@@ -213,12 +161,30 @@ def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Te
         dists = (weights[..., None] * p).sub_(q).clamp_min_(0.0)
         return dists, dists.sum(-1).cpu().numpy().astype(numpy.float64)
     dists = p.new_empty(p.shape)
-    arguments = zip(factors.ravel().tolist(), _addresses(p), _addresses(q), _addresses(dists), strict=True)
+    return dists, _residual_masses(kernels, factors, p, q, _addresses(dists))
+
+
+def residual_masses(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> NDArray[numpy.float64]:
+    """Return the sums of `residuals`; the kernels do not write these."""
+    kernels = kernels_for(p, q)
+    if kernels is None:
+        return residuals(factors, p, q)[1]
+    return _residual_masses(kernels, factors, p, q, [None] * factors.size)
+
+
+def _residual_masses(
+    kernels: ctypes.CDLL,
+    factors: NDArray[numpy.float64],
+    p: Tensor,
+    q: Tensor,
+    outputs: Sequence[int | None],
+) -> NDArray[numpy.float64]:
+    arguments = zip(factors.ravel().tolist(), _addresses(p), _addresses(q), outputs, strict=True)
     masses = [
-        kernels.secondguess_residual(factor, own, other, p.shape[-1], left)
-        for factor, own, other, left in arguments
+        kernels.secondguess_residual(factor, own, other, p.shape[-1], output)
+        for factor, own, other, output in arguments
     ]
-    return dists, numpy.array(masses).reshape(factors.shape)
+    return numpy.array(masses).reshape(factors.shape)
 
 
 def _shaped(tokens: list[int], shape: tuple[int, ...]) -> Tensor:

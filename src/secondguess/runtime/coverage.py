@@ -1,0 +1,57 @@
+"""Configurations that the runtimes with decoders of their own cover."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from secondguess.runtime.families import undescribed_reason
+from secondguess.runtime.native import library
+
+MAX_HEAD_SIZE = 512
+"""Largest size of heads that the compiled kernels take."""
+MISSING_KERNELS = (
+    "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
+)
+
+
+def unsupported_reason(runtime: str, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why a runtime does not cover a model, None if it does.
+
+    Args:
+        runtime: "native", "fused" or "graphs"; others have no decoder of their own.
+        config: the model's configuration.
+        dtype: dtype of the weights, before they are quantised.
+        device: device of the weights.
+    """
+    if runtime == "graphs":
+        return _graphs_reason(dtype, device) or undescribed_reason(config, with_experts=False)
+    if device.type != "cpu":
+        return f"our own decoders run on a CPU, not on {device}"
+    if reason := undescribed_reason(config):
+        return reason
+    return _kernels_reason(config, dtype) if runtime == "native" else None
+
+
+def _graphs_reason(dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, got {device}"
+    if dtype == torch.float64:
+        return "the kernels of graphs compute in float32, not in float64"
+    if find_spec("triton") is None:
+        return "the kernels of graphs need Triton, which is not installed"
+    return None
+
+
+def _kernels_reason(config: Any, dtype: torch.dtype) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if not library.units():
+        return MISSING_KERNELS
+    text = config.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_size % 2 or head_size > MAX_HEAD_SIZE:
+        return f"heads of {head_size} numbers; the kernels take even sizes up to {MAX_HEAD_SIZE}"
+    return None
