@@ -8,7 +8,7 @@ TRANSFORMERS = 5.17.0 5.24.0
 .PHONY: setup demo test test-transformers released check format bench fuzz
 setup: .venv/.ready
 
-NATIVE = $(wildcard src/secondguess/runtime/native/*.h src/secondguess/runtime/native/*.cpp)
+NATIVE = $(wildcard src/secondguess/runtime/cpu/*.h src/secondguess/runtime/cpu/*.cpp)
 
 .venv/.ready: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv

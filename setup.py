@@ -11,7 +11,7 @@ from runpy import run_path
 
 from setuptools import Extension, setup
 
-FOLDER = "src/secondguess/runtime/native"
+FOLDER = "src/secondguess/runtime/cpu"
 X86 = {
     "avx512": [
         *(f"avx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni", "vbmi")),
@@ -25,7 +25,7 @@ SOURCES = run_path(f"{FOLDER}/sources.py")["hash_sources"](Path(FOLDER))
 
 kernels = [
     Extension(
-        f"secondguess.runtime.native._{kind}",
+        f"secondguess.runtime.cpu._{kind}",
         sources=[f"{FOLDER}/{kind}.cpp"],
         depends=glob(f"{FOLDER}/*.h"),
         define_macros=[("SECONDGUESS_SOURCES", f'"{SOURCES}"')],

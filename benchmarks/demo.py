@@ -18,7 +18,7 @@ from common import make_parser
 from secondguess.api import LLM, load
 from secondguess.builtin import builtin_paths
 from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.runtime.quiet import no_progress_bars, quiet
+from secondguess.runtime.system.quiet import no_progress_bars, quiet
 
 with quiet():  # after that of secondguess.api, which imports Transformers without its warnings
     import make_pair

@@ -49,11 +49,11 @@ from secondguess.drafters.spec import make_drafter
 from secondguess.errors import OutOfMemoryError
 from secondguess.runtime.base import ChainRequest, RowNoise
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.graphs.runtime import GraphRuntime
-from secondguess.runtime.support import cached_layers, cached_values_per_token
+from secondguess.runtime.cuda.runtime import GraphRuntime
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.modules.support import cached_layers, cached_values_per_token
+from secondguess.runtime.modules.wrap import wrap_module
 from secondguess.runtime.weight_format import INT4
-from secondguess.runtime.wrap import wrap_module
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.truncation import kernel_settings
 from secondguess.verifiers import make_verifier

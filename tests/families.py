@@ -19,10 +19,10 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.families import undescribed_reason
-from secondguess.runtime.fused import fuse_for_kernels
-from secondguess.runtime.graphs.runtime import to_graphs
-from secondguess.runtime.native.library import units
+from secondguess.runtime.cpu.library import units
+from secondguess.runtime.cuda.runtime import to_graphs
+from secondguess.runtime.decoder.families import undescribed_reason
+from secondguess.runtime.decoder.fused import fuse_for_kernels
 from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 

@@ -82,7 +82,7 @@ def run_with_sanitizers(folder: Path) -> int:
 
 def check_copy() -> None:
     """Check that the package with sanitizers is imported, and has kernels."""
-    from secondguess.runtime.native import library
+    from secondguess.runtime.cpu import library
 
     loaded = Path(library.__file__)
     assert library.units(), "expected kernels, got none; were they built?"
@@ -91,7 +91,7 @@ def check_copy() -> None:
 
 def fuzz(options: argparse.Namespace) -> None:
     """Run cases with successive seeds."""
-    from secondguess.runtime.native import library
+    from secondguess.runtime.cpu import library
 
     units = library.units()
     cases = (decoder_case, chain_case, product_case, sampling_case)
@@ -115,8 +115,8 @@ def random_decoder(rng: random.Random):
     import transformers
 
     from families import COVERED, FAMILIES
-    from secondguess.runtime.fused import fuse
-    from secondguess.runtime.native import library
+    from secondguess.runtime.cpu import library
+    from secondguess.runtime.decoder.fused import fuse
     from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS
 
     name = rng.choice(COVERED)
@@ -151,8 +151,8 @@ def decoder_case(rng: random.Random) -> None:
 
     from families import random_tokens, row_of
     from secondguess.core import Draft
-    from secondguess.runtime.native.decoder import NativeDecoder
-    from secondguess.runtime.native.runtime import NativeRuntime
+    from secondguess.runtime.cpu.decoder import NativeDecoder
+    from secondguess.runtime.cpu.runtime import NativeRuntime
 
     runtime = NativeRuntime(NativeDecoder(*random_decoder(rng)))
     runtime.prefill_chunk = rng.choice([1, 7, 16, 512])
@@ -201,8 +201,8 @@ def chain_case(rng: random.Random) -> None:
     from chain_cases import SETTINGS, compare_batches, run_batches, run_rounds
 
     from secondguess.drafters.model import ModelDrafter
-    from secondguess.runtime.native.decoder import NativeDecoder
-    from secondguess.runtime.native.runtime import NativeRuntime
+    from secondguess.runtime.cpu.decoder import NativeDecoder
+    from secondguess.runtime.cpu.runtime import NativeRuntime
     from secondguess.sampling.noise import KeyedNoise
 
     # By the unit whose kernels also draw token by token.
@@ -229,9 +229,9 @@ def chain_case(rng: random.Random) -> None:
 def product_case(rng: random.Random) -> None:
     """Compare a product with torch's in float64."""
     import torch
-
     from runtime.test_native import Product, as_rounded
-    from secondguess.runtime.native import library
+
+    from secondguess.runtime.cpu import library
     from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS
 
     generator = torch.Generator().manual_seed(rng.getrandbits(30))

@@ -17,8 +17,8 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.errors import BadInputError
 from secondguess.proof.fakes import TableModel, random_probs
-from secondguess.runtime.tiny import tiny_pair
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.tiny import tiny_pair
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 from secondguess.verifiers.greedy import GreedyVerifier

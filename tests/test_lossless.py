@@ -21,13 +21,13 @@ from secondguess.decode import Components, decode
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.drafters.spec import make_drafter
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.library import units
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.products import can_pack
-from secondguess.runtime.row_by_row import RowByRowRuntime
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.library import units
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
+from secondguess.runtime.decoder.products import can_pack
+from secondguess.runtime.modules.row_by_row import RowByRowRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier

@@ -64,20 +64,20 @@ from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.graphs import chains, draws
-from secondguess.runtime.graphs import runtime as graphs
+from secondguess.runtime.cpu import chain as native_chain
+from secondguess.runtime.cpu import forward as native_forward
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.library import units
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.cuda import chains, draws
+from secondguess.runtime.cuda import runtime as graphs
+from secondguess.runtime.decoder.fused import FusedRuntime
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.hashes import Purpose
-from secondguess.runtime.native import chain as native_chain
-from secondguess.runtime.native import forward as native_forward
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.library import units
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.recurrent import RecurrentRuntime
-from secondguess.runtime.recurrent_cache import RecurrentCache
-from secondguess.runtime.tiny import tiny_pair
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.recurrent import RecurrentRuntime
+from secondguess.runtime.modules.recurrent_cache import RecurrentCache
+from secondguess.runtime.modules.tiny import tiny_pair
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise

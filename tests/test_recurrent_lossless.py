@@ -21,8 +21,8 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.spec import make_drafter
 from secondguess.errors import UnsupportedModelError
 from secondguess.proof.enumeration import enumerate_rounds
-from secondguess.runtime.module_runtime import ModuleRuntime
-from secondguess.runtime.wrap import wrap_module
+from secondguess.runtime.modules.module_runtime import ModuleRuntime
+from secondguess.runtime.modules.wrap import wrap_module
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 

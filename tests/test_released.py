@@ -23,13 +23,13 @@ from secondguess.api import LLM, load
 from secondguess.checkpoint.loader import _checked_tokens, _outline, _packed_decoder, load_model, module_of
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime.native import library
-from secondguess.runtime.native.check import check_decoder
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.packing import pack_linears
-from secondguess.runtime.rotary import Rotary
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.check import check_decoder
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.rotary import Rotary
+from secondguess.runtime.modules.packing import pack_linears
 
 pytestmark = [needs_kernels, pytest.mark.released]
 

@@ -35,10 +35,10 @@ from secondguess.drafters.none import NoDrafter
 from secondguess.errors import BadInputError
 from secondguess.proof.enumeration import enumerate_rounds, largest_difference
 from secondguess.proof.fakes import TableModel
-from secondguess.runtime.fused import FusedRuntime
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.tiny import tiny_pair
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.modules.tiny import tiny_pair
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier

@@ -29,10 +29,10 @@ from secondguess.proof.fakes import random_probs
 from secondguess.runtime import cached, tree
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.tiny import tiny_pair
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.modules.tiny import tiny_pair
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier, shapes, traversal, trees
 from secondguess.verifiers.traversal import TraversalVerifier

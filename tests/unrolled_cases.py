@@ -21,7 +21,7 @@ from secondguess.heads.feature import FeatureHead
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 

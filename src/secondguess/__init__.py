@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 # By default, OpenMP threads (used by torch) spin at barriers for a whole scheduler time slice,
 # which stalls processes that share their cores. The variable is read when torch is imported
-# (docs/runtimes.md). If it was imported before, `runtime/openmp.py` shortens the spins.
+# (docs/runtimes.md). If it was imported before, `runtime/system/openmp.py` shortens the spins.
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
     os.environ["GOMP_SPINCOUNT"] = "5000"
     _torch_spins_long = "torch" in sys.modules

@@ -34,7 +34,7 @@ from secondguess.pairing import (
     resolve_pair,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
-from secondguess.runtime.machine import without_defaults_of_caller
+from secondguess.runtime.system.machine import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece
 from secondguess.verifiers import make_verifier

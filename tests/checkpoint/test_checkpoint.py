@@ -36,10 +36,10 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import RUNTIMES
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError, UnsupportedModelError
-from secondguess.runtime.families import undescribed_reason
-from secondguess.runtime.native.library import processor_supports, units
-from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.support import cached_layers, cached_values_per_token, context_length_of
+from secondguess.runtime.cpu.library import processor_supports, units
+from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.decoder.families import undescribed_reason
+from secondguess.runtime.modules.support import cached_layers, cached_values_per_token, context_length_of
 
 TOKENS = [5, 6, 7, 8, 9]
 

@@ -23,8 +23,8 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, CheckpointError, SecondGuessError
-from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.weights import Arena, pack_blocks, unpack_blocks
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8, INT8_GROUPS
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]

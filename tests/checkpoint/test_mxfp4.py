@@ -20,12 +20,12 @@ from secondguess.checkpoint.quantised import FP4_LEVELS
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
-from secondguess.runtime.stored import GroupedWeight, StoredModel, WeightRows
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.cpu.weights import Arena, pack_blocks, unpack_blocks
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.decoder.stored import GroupedWeight, StoredModel, WeightRows
 from secondguess.runtime.weight_format import INT8_GROUPS, MXFP4, STORED_INT4
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]

@@ -27,8 +27,8 @@ from secondguess.checkpoint.plan import Checkpoint, check_dtype_of_torchao
 from secondguess.checkpoint.source import open_source
 from secondguess.core import Draft
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.native.weights import Arena, pack_blocks, unpack_blocks
-from secondguess.runtime.stored import GroupedWeight
+from secondguess.runtime.cpu.weights import Arena, pack_blocks, unpack_blocks
+from secondguess.runtime.decoder.stored import GroupedWeight
 from secondguess.runtime.weight_format import INT4_GROUPS, INT8_GROUPS
 
 TOKENS = [5, 6, 7, 8, 9, 40, 41]

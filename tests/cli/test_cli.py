@@ -26,7 +26,7 @@ from secondguess import __version__
 from secondguess.api import load
 from secondguess.cli import main
 from secondguess.configuration import LoadSettings
-from secondguess.runtime.native.library import units
+from secondguess.runtime.cpu.library import units
 from secondguess.sampling import Grammar, SamplingParams
 from secondguess.stats import Stats
 

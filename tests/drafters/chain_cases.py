@@ -13,7 +13,7 @@ from families import row_of
 from secondguess.core import Budgets, Draft, Row, Verdict
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.runtime.base import HiddenStates
-from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.cpu.runtime import NativeRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 

@@ -23,9 +23,9 @@ from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.errors import BadInputError
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
 from secondguess.runtime.slots import SlotTable
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier

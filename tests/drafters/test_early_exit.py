@@ -29,9 +29,9 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.learning import TrainingBatch
 from secondguess.names import parse_name
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.fused_decoder import Layer
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
+from secondguess.runtime.decoder.fused_decoder import Layer
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.train.losses import objective
 from secondguess.verifiers import make_verifier

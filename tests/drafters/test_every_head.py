@@ -22,12 +22,12 @@ from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_
 from secondguess.runtime import cache as cache_module
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.fused import FusedRuntime, fuse
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier

@@ -32,10 +32,10 @@ from secondguess.heads.native import (
 )
 from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
-from secondguess.runtime.fused import fuse
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.fused import fuse
 
 pytestmark = pytest.mark.skipif(not library.units(), reason="no compiled kernels on this machine")
 

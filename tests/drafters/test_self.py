@@ -23,8 +23,8 @@ from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.pairing import default_drafter
 from secondguess.runtime.base import QuantisedCopy
-from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.packing import copy_quantised
+from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.modules.packing import copy_quantised
 from secondguess.runtime.weight_format import INT4
 
 

@@ -24,10 +24,10 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.fused import fuse
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.fused import fuse
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from vocabulary_cases import vocabulary

@@ -29,10 +29,10 @@ from secondguess.errors import CheckpointError, MismatchWarning, UnsupportedMode
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import Provenance
 from secondguess.heads.medusa import MedusaHead
-from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.packing import why_not_copied
-from secondguess.runtime.support import cache_parameter
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.modules.packing import why_not_copied
+from secondguess.runtime.modules.support import cache_parameter
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from tree_drafter import DistTreeDrafter
 
 NUM_LINEARS = 7 * 2 + 1

@@ -24,7 +24,7 @@ from transformers import (
 import secondguess
 from drop_in_cases import END, LENGTH, PROMPT, SAME_DISTRIBUTION, ours, theirs, tiny_model
 from secondguess.drop_in import arguments
-from secondguess.runtime.support import cache_parameter
+from secondguess.runtime.modules.support import cache_parameter
 from test_images import gemma3, qwen3_vl
 
 pytestmark = pytest.mark.transformers

@@ -19,7 +19,7 @@ from secondguess.drafters.spec import make_drafter
 from secondguess.heads.base import TargetModel
 from secondguess.heads.learning import Objective, TrainingBatch
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 

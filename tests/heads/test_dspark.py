@@ -47,8 +47,8 @@ from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import NUM_ANCHORS, DsparkHead
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
-from secondguess.runtime.tiny import tiny_pair
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.tiny import tiny_pair
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.verifiers import make_verifier

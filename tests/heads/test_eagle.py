@@ -20,7 +20,7 @@ from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModel
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead, default_layers, load_eagle
 from secondguess.heads.layer import LayerConfig
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from unrolled_cases import (
     TEXT,
     VOCAB_SIZE,

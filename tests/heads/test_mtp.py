@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from secondguess.drafters.mtp import MtpDrafter
 from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.mtp import MtpHead, contains_mtp, find_module
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model, target_of
 
 TARGET = target_of()

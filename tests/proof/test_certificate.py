@@ -21,8 +21,8 @@ from secondguess.proof.certificate import (
     tiny_system,
 )
 from secondguess.proof.fakes import random_probs
-from secondguess.runtime import tiny as runtime_tiny
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules import tiny as runtime_tiny
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.verifiers import base
 from secondguess.verifiers.auto import AutoVerifier
 from vocabulary_cases import tiny_pair

@@ -24,11 +24,12 @@ from families import (
 from model_coverage.tiny import tiny_config
 from secondguess.core import Draft
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime import attention, cache
-from secondguess.runtime.module_runtime import last_norm
-from secondguess.runtime.native.forward import KernelForward
-from secondguess.runtime.support import cache_parameter
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime import cache
+from secondguess.runtime.cpu.forward import KernelForward
+from secondguess.runtime.modules import attention
+from secondguess.runtime.modules.module_runtime import last_norm
+from secondguess.runtime.modules.support import cache_parameter
+from secondguess.runtime.modules.transformers import TransformersRuntime
 
 NODES = random_tokens(4, seed=5)
 

@@ -11,7 +11,7 @@ import torch
 from families import needs_kernels
 from secondguess.core import Row
 from secondguess.params import SamplingParams
-from secondguess.runtime.native import library
+from secondguess.runtime.cpu import library
 from secondguess.sampling import kernels as sampling
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.truncation import make_rule

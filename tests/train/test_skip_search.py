@@ -12,7 +12,7 @@ from checkpoints import random_llama
 from secondguess.drafters.spec import make_drafter
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.skip import write_skipped
-from secondguess.runtime.fused import FusedRuntime, fuse
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
 from secondguess.train.skip_search import (
     SkipSearch,
     best_draft_length,

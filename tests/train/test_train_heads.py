@@ -19,7 +19,7 @@ from secondguess.errors import BadInputError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.files import Provenance, read_provenance
-from secondguess.runtime.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.train.losses import OBJECTIVES
 from secondguess.train.recipes import RECIPES, TargetInfo, make_recipe
 

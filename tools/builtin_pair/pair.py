@@ -35,7 +35,7 @@ from secondguess.errors import BadInputError
 from secondguess.files import write_atomically
 from secondguess.heads.files import Provenance
 from secondguess.names import check_range
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.system.quiet import quiet
 from secondguess.train.head_training import HeadJob, ProgressDisplay, train_head
 from secondguess.train.run_folder import Budget, check_or_record_options
 from secondguess.train.training_texts import AnswerSettings

@@ -21,8 +21,8 @@ from torch.nn import functional
 from builtin_pair.tokens import TokenStore
 from secondguess.errors import CheckpointError
 from secondguess.files import write_atomically
-from secondguess.runtime.machine import has_bfloat16
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.system.machine import has_bfloat16
+from secondguess.runtime.system.quiet import quiet
 from secondguess.train.head_trainer import make_optimizers
 from secondguess.train.run_folder import Budget
 

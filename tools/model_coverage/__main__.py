@@ -20,7 +20,7 @@ from model_coverage.compare import find_differences, load_tiny, read_references
 from model_coverage.report import Result, read_report, write_report
 from model_coverage.tiny import GAINS, write_tiny
 from secondguess.errors import SecondGuessError, UnsupportedModelError
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.system.quiet import quiet
 
 SECONDS = 180
 MAX_REASON = 250

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from secondguess.bench.systems import Run, System
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.runtime.quiet import no_progress_bars, quiet
+from secondguess.runtime.system.quiet import no_progress_bars, quiet
 from secondguess.workloads.provenance import public_name
 
 FAMILY = "transformers"

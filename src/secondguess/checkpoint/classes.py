@@ -9,8 +9,8 @@ from jinja2 import TemplateSyntaxError
 from torch.overrides import TorchFunctionMode
 
 from secondguess.errors import BadInputError
-from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import takes_masks
+from secondguess.runtime.modules.support import takes_masks
+from secondguess.runtime.system.quiet import quiet
 
 with quiet():
     from transformers.models.auto.modeling_auto import (

@@ -15,9 +15,9 @@ from secondguess.checkpoint.verdicts import read_verdict, verdict_file
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.coverage import unsupported_reason
-from secondguess.runtime.families import FAMILIES, missing_weights, undescribed_reason
-from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import cached_layers, check_supported, num_kv_heads
+from secondguess.runtime.decoder.families import FAMILIES, missing_weights, undescribed_reason
+from secondguess.runtime.modules.support import cached_layers, check_supported, num_kv_heads
+from secondguess.runtime.system.quiet import quiet
 from secondguess.runtime.weight_format import INT4, QUANTIZATIONS
 
 MAX_ROWS = 100_000

@@ -7,7 +7,7 @@ from typing import Any
 
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.native.runtime import NativeRuntime
+from secondguess.runtime.cpu.runtime import NativeRuntime
 from secondguess.runtime.weight_format import QUANTIZATIONS
 
 

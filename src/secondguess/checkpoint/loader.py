@@ -25,18 +25,18 @@ from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file,
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.coverage import MISSING_KERNELS
-from secondguess.runtime.families import missing_weights, weight_shapes
-from secondguess.runtime.fused_decoder import FusedDecoder
-from secondguess.runtime.machine import autocast_dtype, without_defaults_of_caller
-from secondguess.runtime.native import library
-from secondguess.runtime.native.check import check_decoder
-from secondguess.runtime.native.decoder import NativeDecoder
-from secondguess.runtime.native.linear import KernelLinear
-from secondguess.runtime.native.runtime import NativeRuntime
-from secondguess.runtime.packing import pack_linears, quantise_linears
-from secondguess.runtime.products import can_pack
-from secondguess.runtime.quiet import quiet
-from secondguess.runtime.stored import StoredModel
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.check import check_decoder
+from secondguess.runtime.cpu.decoder import NativeDecoder
+from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.cpu.runtime import NativeRuntime
+from secondguess.runtime.decoder.families import missing_weights, weight_shapes
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.decoder.products import can_pack
+from secondguess.runtime.decoder.stored import StoredModel
+from secondguess.runtime.modules.packing import pack_linears, quantise_linears
+from secondguess.runtime.system.machine import autocast_dtype, without_defaults_of_caller
+from secondguess.runtime.system.quiet import quiet
 from secondguess.runtime.weight_format import BFLOAT16, QUANTIZATIONS, WeightFormat
 
 LAYER_NUMBER = re.compile(r"(?P<before>.+?)\.(?P<number>\d+)\.(?P<after>.+)")
@@ -125,15 +125,15 @@ def module_runtime(plan: Checkpoint, name: str, model: Any) -> CachedRuntime | N
         model: the module, in evaluation mode; it must not be used by the caller afterwards.
     """
     if name in ("fused", "graphs"):
-        from secondguess.runtime.fused import FusedRuntime, fuse, fuse_for_kernels
-        from secondguess.runtime.graphs.runtime import to_graphs
+        from secondguess.runtime.cuda.runtime import to_graphs
+        from secondguess.runtime.decoder.fused import FusedRuntime, fuse, fuse_for_kernels
 
         if name == "fused":
             fused = fuse(model, can_pack(plan.dtype, plan.device))
             return None if fused is None else FusedRuntime(fused)
         checked = fuse_for_kernels(model)
         return to_graphs(checked) if checked else None
-    from secondguess.runtime.wrap import wrap_module
+    from secondguess.runtime.modules.wrap import wrap_module
 
     if plan.quantises_linears:
         quantise_linears(model, QUANTIZATIONS[str(plan.quantize)])
@@ -248,8 +248,8 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
 
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
-    from secondguess.runtime.module_runtime import remember
-    from secondguess.runtime.wrap import wrap_module
+    from secondguess.runtime.modules.module_runtime import remember
+    from secondguess.runtime.modules.wrap import wrap_module
 
     dtype, restore = autocast_dtype(model.device), remember(model)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from secondguess.errors import OutOfMemoryError
-from secondguess.runtime import cgroup
+from secondguess.runtime.system import cgroup
 
 GIB = 2**30
 

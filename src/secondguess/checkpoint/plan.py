@@ -27,19 +27,19 @@ from secondguess.checkpoint.source import FolderSource, Source, open_source
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
 from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.coverage import unsupported_reason
-from secondguess.runtime.families import FAMILIES, weight_shapes
-from secondguess.runtime.machine import has_bfloat16
-from secondguess.runtime.native.check import HEAD_OUTPUTS
-from secondguess.runtime.packing import LinearCounts, can_quantise, count_linears, few_linears_error
-from secondguess.runtime.products import can_pack
-from secondguess.runtime.quiet import quiet
-from secondguess.runtime.support import (
+from secondguess.runtime.cpu.check import HEAD_OUTPUTS
+from secondguess.runtime.decoder.families import FAMILIES, weight_shapes
+from secondguess.runtime.decoder.products import can_pack
+from secondguess.runtime.modules.packing import LinearCounts, can_quantise, count_linears, few_linears_error
+from secondguess.runtime.modules.support import (
     cached_layers,
     cached_values_per_token,
     check_class,
     check_config,
     context_length_of,
 )
+from secondguess.runtime.system.machine import has_bfloat16
+from secondguess.runtime.system.quiet import quiet
 from secondguess.runtime.weight_format import (
     BFLOAT16,
     INT4,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secondguess.checkpoint.weight_files import TensorFiles, TensorHeader
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.stored import GROUP, GroupedWeight, WeightRows, rows_of
+from secondguess.runtime.decoder.stored import GROUP, GroupedWeight, WeightRows, rows_of
 from secondguess.runtime.weight_format import BFLOAT16, INT4_GROUPS, INT8_GROUPS, MXFP4, WeightFormat
 
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]

@@ -40,9 +40,9 @@ from secondguess.errors import (
     OutOfMemoryError,
     SecondGuessError,
 )
-from secondguess.runtime.exclusive import loading
-from secondguess.runtime.quiet import no_progress_bars, quiet
-from secondguess.runtime.stored import WeightSource
+from secondguess.runtime.decoder.stored import WeightSource
+from secondguess.runtime.system.exclusive import loading
+from secondguess.runtime.system.quiet import no_progress_bars, quiet
 from secondguess.runtime.weight_format import WeightFormat
 
 with quiet():

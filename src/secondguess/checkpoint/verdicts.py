@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.runtime.native import library
-from secondguess.runtime.native.check import CheckedPart
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.check import CheckedPart
 from secondguess.runtime.weight_format import WeightFormat
 
 SETTING = "SECONDGUESS_CACHE"

@@ -38,8 +38,8 @@ from secondguess.drop_in.processors import StoppingConditions, read_logits_proce
 from secondguess.errors import BadInputError
 from secondguess.pairing import LOOKUP_DRAFTER
 from secondguess.prompts import EncodedPrompt, encode_with_images
-from secondguess.runtime.machine import autocast_dtype
-from secondguess.runtime.support import check_config
+from secondguess.runtime.modules.support import check_config
+from secondguess.runtime.system.machine import autocast_dtype
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from secondguess.core import ImageInputs
 from secondguess.errors import BadInputError
 from secondguess.images import MODELS_WITH_IMAGES
-from secondguess.runtime.support import CACHE_PARAMETERS
+from secondguess.runtime.modules.support import CACHE_PARAMETERS
 
 # Read here, or by Transformers when it prepares prompt, lengths, processors and criteria.
 SUPPORTED = frozenset({

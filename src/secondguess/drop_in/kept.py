@@ -24,7 +24,7 @@ from secondguess.drafters.spec import DrafterSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.pairing import COPY_DRAFTER, LOOKUP_DRAFTER, pair_vocabularies
-from secondguess.runtime.packing import copy_quantised, count_linears, forget_copies, why_not_copied
+from secondguess.runtime.modules.packing import copy_quantised, count_linears, forget_copies, why_not_copied
 from secondguess.runtime.weight_format import INT4
 
 

@@ -24,7 +24,7 @@ from secondguess.engine.prefill_budget import PrefillBudget
 from secondguess.engine.scheduler import Scheduler
 from secondguess.errors import SecondGuessError
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.machine import without_defaults_of_caller
+from secondguess.runtime.system.machine import without_defaults_of_caller
 
 logger = logging.getLogger(__name__)
 

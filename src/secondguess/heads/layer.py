@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.errors import BadInputError, UnsupportedModelError
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.system.quiet import quiet
 
 AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: `(layer, query, key, value)` to the attention output, per query in the value's size.

@@ -34,14 +34,14 @@ from secondguess.runtime.base import (
     HiddenStates,
     Runtime,
 )
-from secondguess.runtime.exclusive import exclusive
-from secondguess.runtime.fused import PROBE_WIDTH, probe_passes
-from secondguess.runtime.native import library
-from secondguess.runtime.native.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
-from secondguess.runtime.native.forward import KernelForward, KernelInputs, even_layout, in_rows, kernel_step
-from secondguess.runtime.native.runtime import KernelRuntime, NativeRuntime
-from secondguess.runtime.rotary import Rotary
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
+from secondguess.runtime.cpu.forward import KernelForward, KernelInputs, even_layout, in_rows, kernel_step
+from secondguess.runtime.cpu.runtime import KernelRuntime, NativeRuntime
+from secondguess.runtime.decoder.fused import PROBE_WIDTH, probe_passes
+from secondguess.runtime.decoder.rotary import Rotary
 from secondguess.runtime.step import ForwardStep
+from secondguess.runtime.system.exclusive import exclusive
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 
 ComputationT = TypeVar("ComputationT")

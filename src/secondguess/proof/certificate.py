@@ -250,7 +250,7 @@ def tiny_system(
     """
     from secondguess.checkpoint.loader import module_runtime
     from secondguess.checkpoint.plan import Checkpoint
-    from secondguess.runtime.tiny import tiny_pair
+    from secondguess.runtime.modules.tiny import tiny_pair
 
     model, _ = tiny_pair()
 

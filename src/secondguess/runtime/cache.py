@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.runtime.machine import allocate_pages
+from secondguess.runtime.system.machine import allocate_pages
 
 MIN_CAPACITY = 256
 

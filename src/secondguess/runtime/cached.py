@@ -30,11 +30,11 @@ from secondguess.runtime.base import (
     quantised_copy_error,
 )
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.exclusive import CallLock, exclusive
-from secondguess.runtime.machine import without_gradients
-from secondguess.runtime.openmp import bound_spinning
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
+from secondguess.runtime.system.exclusive import CallLock, exclusive
+from secondguess.runtime.system.machine import without_gradients
+from secondguess.runtime.system.openmp import bound_spinning
 from secondguess.runtime.weight_format import WeightFormat
 
 UNLIMITED = 2**31

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from secondguess.runtime.families import undescribed_reason
-from secondguess.runtime.native import library
+from secondguess.runtime.cpu import library
+from secondguess.runtime.decoder.families import undescribed_reason
 
 MAX_HEAD_SIZE = 512
 """Largest size of heads that the compiled kernels take."""

@@ -1,4 +1,4 @@
-"""Probabilities and draws by the kernels of `runtime/native/sampling.h`; where they cannot be used, by torch.
+"""Probabilities and draws by the kernels of `runtime/cpu/sampling.h`; where they cannot be used, by torch.
 
 The kernels take float32 on the host: a vocabulary is read once or twice instead of once per operation,
 and no threads are woken for it.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.errors import OutOfMemoryError
-from secondguess.runtime.native.library import units
+from secondguess.runtime.cpu.library import units
 
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:

@@ -24,7 +24,7 @@ from secondguess.heads.learning import (
     TrainingBatch,
 )
 from secondguess.runtime.base import EmbeddingAndHead
-from secondguess.runtime.quiet import no_progress_bars, quiet
+from secondguess.runtime.system.quiet import no_progress_bars, quiet
 
 with quiet():
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -24,7 +24,7 @@ from secondguess.heads.files import Provenance
 from secondguess.heads.learning import overlap
 from secondguess.heads.skip import write_skipped
 from secondguess.names import check_range
-from secondguess.runtime.fused import FusedRuntime
+from secondguess.runtime.decoder.fused import FusedRuntime
 from secondguess.train.head_training import DEFAULT_PROMPTS, ProgressDisplay
 from secondguess.train.run_folder import (
     RUN,

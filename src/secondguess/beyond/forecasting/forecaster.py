@@ -24,7 +24,7 @@ from transformers import (
 
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.support import cache_parameter
+from secondguess.runtime.modules.support import cache_parameter
 
 HEADS = ("student_t", "normal")
 """Distribution heads with a density."""

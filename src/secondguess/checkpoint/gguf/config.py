@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secondguess.checkpoint.gguf.file import GgufFile
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime.quiet import quiet
+from secondguess.runtime.system.quiet import quiet
 
 with quiet():
     from transformers import AutoConfig

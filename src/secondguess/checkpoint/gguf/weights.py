@@ -19,10 +19,10 @@ from torch import Tensor
 from secondguess.checkpoint.gguf.config import ROPE_TENSORS
 from secondguess.checkpoint.gguf.file import GgufFile, GgufTensor
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.runtime.families import FAMILIES, head_size_of
-from secondguess.runtime.native import library
-from secondguess.runtime.native.weights import decode_rows
-from secondguess.runtime.stored import WeightRows
+from secondguess.runtime.cpu import library
+from secondguess.runtime.cpu.weights import decode_rows
+from secondguess.runtime.decoder.families import FAMILIES, head_size_of
+from secondguess.runtime.decoder.stored import WeightRows
 from secondguess.runtime.weight_format import INT4_GROUPS, INT8, INT8_GROUPS, MXFP4, WeightFormat
 
 FORMATS = {

@@ -1,0 +1,1 @@
+"""Runtimes over Transformers modules, and their linear layers on the kernels."""

@@ -1,0 +1,1 @@
+"""Threads, locks, memory and warnings of the process."""
