@@ -47,8 +47,8 @@ from secondguess.decode import Batch, Components
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.spec import make_drafter
 from secondguess.errors import OutOfMemoryError
-from secondguess.runtime.base import ChainRequest, RowNoise
 from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.chains import ChainRequest, RowNoise
 from secondguess.runtime.cuda.runtime import GraphRuntime
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.modules.support import cached_layers, cached_values_per_token

@@ -82,7 +82,7 @@ from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.probs import compute_target_probs
-from secondguess.verifiers import auto, base, block, coupled, make_verifier, rejection
+from secondguess.verifiers import auto, base, block, coupled, make_verifier, rejection, residuals
 from unrolled_cases import WIDTH, drafts_as_it_learned, fresh_head
 from verifiers.test_verifiers import batches_are_verified_like_single_rows
 
@@ -364,27 +364,29 @@ def head_says_its_words() -> bool:
 
 
 def redraw_from_the_target_after_a_rejection(patch: Patch) -> None:
-    patch.setattr(base, "next_token_probs", lambda draft, dists, lengths, weights: base.at(dists, lengths))
+    patch.setattr(
+        residuals, "next_token_probs", lambda draft, dists, lengths, weights: residuals.at(dists, lengths)
+    )
 
 
 def bonus_from_the_last_drafted_place(patch: Patch) -> None:
-    original = base.next_token_probs
+    original = residuals.next_token_probs
 
     def next_token_probs(draft, dists, lengths, weights):
         whole = torch.from_numpy(lengths) == draft.lengths
-        before = base.at(dists, (lengths - 1).clip(0))
+        before = residuals.at(dists, (lengths - 1).clip(0))
         return torch.where(whole[:, None], before, original(draft, dists, lengths, weights))
 
-    patch.setattr(base, "next_token_probs", next_token_probs)
+    patch.setattr(residuals, "next_token_probs", next_token_probs)
 
 
 def correction_from_the_place_behind(patch: Patch) -> None:
-    original = base.next_token_probs
+    original = residuals.next_token_probs
 
     def next_token_probs(draft, dists, lengths, weights):
         return original(draft, dists, (lengths + 1).clip(max=draft.num_nodes), weights)
 
-    patch.setattr(base, "next_token_probs", next_token_probs)
+    patch.setattr(residuals, "next_token_probs", next_token_probs)
 
 
 def uncapped_last_test(patch: Patch) -> None:
@@ -521,7 +523,9 @@ def sampled_draft_treated_as_certain(patch: Patch) -> None:
     patch.setattr(
         rejection,
         "likelihood_ratios",
-        lambda draft, dists: base.likelihood_ratios(Draft(draft.tokens, draft.parents, draft.lengths), dists),
+        lambda draft, dists: residuals.likelihood_ratios(
+            Draft(draft.tokens, draft.parents, draft.lengths), dists
+        ),
     )
 
 
@@ -571,18 +575,18 @@ def probabilities_passed_to_tokens_encoded_again(patch: Patch) -> None:
 
 
 def lenience(patch: Patch) -> None:
-    patch.setattr(rejection, "likelihood_ratios", lambda *args: 1.05 * base.likelihood_ratios(*args))
+    patch.setattr(rejection, "likelihood_ratios", lambda *args: 1.05 * residuals.likelihood_ratios(*args))
 
 
 def clipped_residual(patch: Patch) -> None:
-    original = base.residual
+    original = residuals.residual
 
     def residual(*args):
         left = original(*args)
         dists = torch.where(left.dists < 1e-3, 0.0, left.dists)
-        return base.Residual(dists, dists.sum(-1).numpy())
+        return residuals.Residual(dists, dists.sum(-1).numpy())
 
-    patch.setattr(base, "residual", residual)
+    patch.setattr(residuals, "residual", residual)
 
 
 def top_p_after_the_ratio(patch: Patch) -> None:
@@ -595,7 +599,7 @@ def top_p_after_the_ratio(patch: Patch) -> None:
 
     patch.setattr(base, "compute_target_probs", remember)
     patch.setattr(
-        rejection, "likelihood_ratios", lambda draft, dists: base.likelihood_ratios(draft, seen["probs"])
+        rejection, "likelihood_ratios", lambda draft, dists: residuals.likelihood_ratios(draft, seen["probs"])
     )
 
 
@@ -603,19 +607,19 @@ def distributions_of_the_next_place(patch: Patch) -> None:
     patch.setattr(
         rejection,
         "likelihood_ratios",
-        lambda draft, dists: base.likelihood_ratios(draft, dists.roll(-1, 1)),
+        lambda draft, dists: residuals.likelihood_ratios(draft, dists.roll(-1, 1)),
     )
 
 
 def padding_counts_as_rejected(patch: Patch) -> None:
     """A short row of a padded batch, accepted whole, is corrected for a node that it never had."""
-    original = base.next_token_probs
+    original = residuals.next_token_probs
 
     def next_token_probs(draft, dists, lengths, weights):
         padded = torch.full_like(draft.lengths, draft.num_nodes)
         return original(Draft(draft.tokens, draft.parents, padded, draft.probs), dists, lengths, weights)
 
-    patch.setattr(base, "next_token_probs", next_token_probs)
+    patch.setattr(residuals, "next_token_probs", next_token_probs)
 
 
 def tree_walk_ignores_parents(patch: Patch) -> None:

@@ -23,7 +23,7 @@ from secondguess.proof.certificate import (
 from secondguess.proof.fakes import random_probs
 from secondguess.runtime.modules import tiny as runtime_tiny
 from secondguess.runtime.modules.transformers import TransformersRuntime
-from secondguess.verifiers import base
+from secondguess.verifiers import residuals
 from secondguess.verifiers.auto import AutoVerifier
 from vocabulary_cases import tiny_pair
 
@@ -85,7 +85,7 @@ def test_other_temperatures_pass(temperature):
 def test_a_wrong_distribution_fails(monkeypatch):
     """Corrections drawn from the target's distribution instead of the residual: the classic mistake."""
     monkeypatch.setattr(
-        base, "next_token_probs", lambda draft, dists, lengths, weights: base.at(dists, lengths)
+        residuals, "next_token_probs", lambda draft, dists, lengths, weights: residuals.at(dists, lengths)
     )
     certificate = certify(tiny_system(), SMALL)
     assert not certificate.passed

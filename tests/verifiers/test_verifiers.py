@@ -13,14 +13,9 @@ from secondguess.sampling.noise import KeyedNoise
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.probs import compute_target_probs
 from secondguess.verifiers import VERIFIERS, make_verifier
-from secondguess.verifiers.base import (
-    Exactness,
-    accept_matching,
-    next_token_probs,
-    query_depths,
-    verify_logits,
-)
+from secondguess.verifiers.base import Exactness, accept_matching, query_depths, verify_logits
 from secondguess.verifiers.block import prefix_weights
+from secondguess.verifiers.residuals import next_token_probs
 from secondguess.verifiers.shapes import shape_of
 from secondguess.verifiers.traversal import traverse
 

@@ -13,7 +13,8 @@ from secondguess.drafters.sampling_drafter import HeadDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.native import feature_runtime
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, HiddenStates, Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 
 
 class FeatureDrafter(HeadDrafter):

@@ -20,7 +20,8 @@ from torch import Tensor
 from secondguess.core import Draft, Row
 from secondguess.drafters.sampling_drafter import PREFILL_THRESHOLD, SamplingDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 
 UNKNOWN_TOKEN = 0
 """Token that a draft model reads in place of a token outside its vocabulary."""

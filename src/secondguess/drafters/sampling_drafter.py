@@ -16,14 +16,8 @@ from secondguess.drafters.base import Drafter, DrafterResources, Requirements, s
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import (
-    ChainDecision,
-    ChainRequest,
-    DrawnChains,
-    KernelSettings,
-    Runtime,
-    VocabularyMap,
-)
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains, KernelSettings, VocabularyMap
 from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs

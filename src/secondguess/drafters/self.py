@@ -19,7 +19,8 @@ from secondguess.drafters.sampling_drafter import SamplingDrafter, expand_to_bat
 from secondguess.drafters.trees import TreeShape, read_tree_options
 from secondguess.errors import BadInputError
 from secondguess.names import Name
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, Runtime
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.weight_format import INT4
 
 

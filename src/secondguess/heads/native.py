@@ -26,14 +26,8 @@ from secondguess.heads.layer import LayerConfig, RotaryPositions
 from secondguess.heads.medusa import MedusaHead
 from secondguess.heads.runtime import FEATURE_KEY, Block, BlockRuntime, FeatureRuntime
 from secondguess.params import SamplingParams
-from secondguess.runtime.base import (
-    ChainDecision,
-    ChainRequest,
-    DrawnChains,
-    ForwardOutput,
-    HiddenStates,
-    Runtime,
-)
+from secondguess.runtime.base import ForwardOutput, HiddenStates, Runtime
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cpu import library
 from secondguess.runtime.cpu.decoder import ACTIVATIONS, NativeDecoder, PackedDecoder
 from secondguess.runtime.cpu.forward import KernelForward, KernelInputs, even_layout, in_rows, kernel_step

@@ -8,17 +8,17 @@ cached yet, so that a draft model catches up after any verification result.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.errors import NonFiniteLogitsError, UnsupportedModelError
+from secondguess.errors import UnsupportedModelError
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.weight_format import WeightFormat
 
 HiddenStates = dict[int, Tensor]
@@ -61,97 +61,6 @@ class EmbeddingAndHead:
     embed: Callable[[Tensor], Tensor]
     normalise: Callable[[Tensor], Tensor]
     unembed: Callable[[Tensor], Tensor]
-
-
-class KernelSettings(NamedTuple):
-    """Sampling settings of a row.
-
-    Args:
-        temperature: 0 for the most likely token.
-        top_k: 0 if it is disabled.
-        top_p: infinity if it is disabled, so that rounding drops no token.
-        log_min_p: -inf if it is disabled.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    log_min_p: float
-
-    @property
-    def truncates(self) -> bool:
-        """True if logits are selected by top-k or top-p."""
-        return self.top_k > 0 or self.top_p < 1
-
-
-class RowNoise(NamedTuple):
-    """Source of the random decisions of one row in a round, which the kernels make like `KeyedNoise`.
-
-    Args:
-        key: unsigned hash of the row's seed and sample index.
-        position: at which the round begins.
-        races: True if draft tokens are drawn by races.
-    """
-
-    key: int
-    position: int
-    races: bool
-
-
-@dataclass(frozen=True, eq=False)
-class VocabularyMap:
-    """Tokens of a draft model with another vocabulary than the target's.
-
-    Args:
-        ids: `[vocab]` int64, the target's token whose arrival time in races each has; an id beyond them for
-            a token that the target does not have.
-        lengths: `[vocab]` int64, number of the target's tokens that each stands for; 0 for a token without bytes, which
-            ends the draft.
-    """
-
-    ids: Tensor
-    lengths: Tensor
-
-
-@dataclass(frozen=True)
-class ChainRequest:
-    """Chain of draft tokens to draw for one row, each after a forward pass over the one before it.
-
-    Args:
-        num_nodes: largest number of nodes.
-        vocab_size: width of the distributions; logits beyond are not used.
-        settings: temperature, top-k, top-p and min-p of the row.
-        noise: by which the nodes are drawn; unused at temperature 0.
-        vocabulary: of a model with another vocabulary than the target's; None for the target's.
-    """
-
-    num_nodes: int
-    vocab_size: int
-    settings: KernelSettings
-    noise: RowNoise
-    vocabulary: VocabularyMap | None = None
-
-
-class DrawnChains(NamedTuple):
-    """Chains of draft tokens of several rows.
-
-    Args:
-        tokens: per row, at least one.
-        probs: `[row, node, vocab]`, the distribution that each was drawn from, zeros beyond a row's nodes; None if all
-            rows have temperature 0.
-    """
-
-    tokens: list[list[int]]
-    probs: Tensor | None
-
-
-KeepChains = Callable[[Sequence[int], Tensor, int, Sequence[float]], list[bool]]
-"""Decides which chains continue: called with the rows in question, the logits `[row, vocab]` of their last nodes, which are
-valid during the call, the depth of these nodes and the probabilities of the most likely tokens. Entries of rows that drew
-no node at this depth are meaningless."""
-
-ChainDecision = KeepChains | None
-"""Decides which chains continue, after each level but the last of a row; None draws all nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -419,21 +328,3 @@ def quantised_copy_error(weight_format: WeightFormat, target: str) -> Unsupporte
         "bfloat16, that the graphs runtime runs, or that are Transformers modules mostly of linear layers on a CPU. Load a "
         "checkpoint that is not quantised with dtype bfloat16 and without quantize, or use another drafter, such as suffix."
     )
-
-
-def are_finite(logits: Tensor) -> bool:
-    """Return whether no logit is NaN or infinite; -inf is allowed."""
-    return not (bool(logits.isnan().any()) or bool((logits == math.inf).any()))
-
-
-def require_finite(logits: Tensor, whose: str = "the model") -> None:
-    """Check logits of the target, or of a drafter.
-
-    Raises:
-        NonFiniteLogitsError: they are NaN or infinite.
-    """
-    if not are_finite(logits):
-        raise NonFiniteLogitsError(
-            f"expected finite logits from {whose}, got NaN or infinity; its weights are broken, or "
-            "overflow in this precision: try another dtype"
-        )

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from secondguess.core import Row, token_tensor
-from secondguess.runtime.base import RowNoise
+from secondguess.runtime.chains import RowNoise
 from secondguess.runtime.hashes import (
     ALL_BITS,
     IntArray,

@@ -24,7 +24,7 @@ from torch import Tensor
 from secondguess.core import Commit, Draft, Row, TokenLogprob
 from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
 from secondguess.params import SamplingParams
-from secondguess.runtime.base import are_finite, require_finite
+from secondguess.runtime.finite import are_finite, require_finite
 from secondguess.sampling.penalties import LogitProcessors
 from secondguess.sampling.truncation import Rule, make_rule, most_likely
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from secondguess.params import SamplingParams
-from secondguess.runtime.base import KernelSettings
+from secondguess.runtime.chains import KernelSettings
 from secondguess.sampling.kernels import kernels_for, softmax, truncated_softmax
 
 Rule = Callable[[Tensor], Tensor]

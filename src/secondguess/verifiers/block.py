@@ -25,10 +25,9 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import (
-    Exactness,
+from secondguess.verifiers.base import Exactness, UncoupledVerifier
+from secondguess.verifiers.residuals import (
     FloatArray,
-    UncoupledVerifier,
     likelihood_ratios,
     make_chain_verdict,
     masses_of_residuals,

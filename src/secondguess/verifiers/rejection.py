@@ -10,13 +10,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import (
-    Exactness,
-    UncoupledVerifier,
-    accepted_prefix,
-    likelihood_ratios,
-    make_chain_verdict,
-)
+from secondguess.verifiers.base import Exactness, UncoupledVerifier
+from secondguess.verifiers.residuals import accepted_prefix, likelihood_ratios, make_chain_verdict
 
 
 class RejectionVerifier(UncoupledVerifier):

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import Exactness, FloatArray
+from secondguess.verifiers.base import Exactness
+from secondguess.verifiers.residuals import FloatArray
 from secondguess.verifiers.shapes import Shape
 from secondguess.verifiers.trees import Level, TokenProbs, TreeVerifier, make_tree_verdict
 

@@ -20,15 +20,8 @@ from torch import Tensor
 
 from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
-from secondguess.verifiers.base import (
-    SMALLEST,
-    FloatArray,
-    UncoupledVerifier,
-    at,
-    residual,
-    to_host,
-    verify_groups,
-)
+from secondguess.verifiers.base import UncoupledVerifier, verify_groups
+from secondguess.verifiers.residuals import SMALLEST, FloatArray, at, residual, to_host
 from secondguess.verifiers.shapes import Shape, SiblingRank, shape_of
 
 

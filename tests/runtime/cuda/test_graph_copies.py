@@ -28,7 +28,7 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.errors import UnsupportedModelError
 from secondguess.pairing import default_drafter
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
-from secondguess.runtime.base import ChainRequest
+from secondguess.runtime.chains import ChainRequest
 from secondguess.runtime.cuda.quantised import BLOCK, GROUP, QuantisedProduct, quantised_copy
 from secondguess.runtime.cuda.runtime import GraphRuntime, to_graphs
 from secondguess.runtime.decoder.fused import fuse_for_kernels

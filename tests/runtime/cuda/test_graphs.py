@@ -18,7 +18,7 @@ from secondguess.errors import SecondGuessError, UnsupportedModelError
 from secondguess.preparation import preparation_time
 from secondguess.proof.certificate import CertifyOptions, certify, tiny_system
 from secondguess.runtime import cache, coverage
-from secondguess.runtime.base import ChainRequest, KernelSettings
+from secondguess.runtime.chains import ChainRequest, KernelSettings
 from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.cuda import chains
 from secondguess.runtime.cuda import runtime as graphs

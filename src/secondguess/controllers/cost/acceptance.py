@@ -7,7 +7,6 @@ hazard of survival analysis (Kaplan and Meier 1958), is not biased by drafts tha
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -102,13 +101,7 @@ class Acceptance:
         return self._node_probs
 
     def learn(self, bins: Sequence[int], length: int, accepted: int) -> None:
-        """Add a draft.
-
-        Args:
-            bins: bins of the confidences of its first nodes; empty for a lookup.
-            length: number of its nodes, or levels.
-            accepted: number of nodes accepted.
-        """
+        """Add a draft of so many levels and accepted nodes; `bins` are those of the first nodes, none for a lookup."""
         self._node_probs = None
         self._appears.add(float(length > 0))
         self._gain.add(accepted)
@@ -141,8 +134,3 @@ class AcceptanceStats:
         if key not in self._kinds:
             self._kinds[key] = Acceptance(self._pools.setdefault(pool, Acceptance()))
         return self._kinds[key]
-
-
-def confidence_bin(confidence: float) -> int:
-    """Return the bin of a confidence."""
-    return bisect_right(CONFIDENCE_EDGES, confidence)

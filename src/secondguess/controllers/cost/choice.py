@@ -22,33 +22,21 @@ LOOKAHEADS = (1, 2, 4)
 
 @dataclass(slots=True, eq=False)
 class Proposal:
-    """Draft of a candidate that is considered for a row.
+    """Draft of a candidate that is considered for a row."""
 
-    Args:
-        row: index of the row in the batch.
-        acceptance: statistics of such drafts.
-        limit: largest number of levels.
-        prefill: share of the drafter's prefill in a round, in plain rounds.
-        survivals: of a lookup, the probabilities that its first 1, 2, ... nodes are accepted; else empty.
-        gain, width: expected number of tokens gained and of nodes.
-        bonus: tokens that it might gain beyond that.
-        net: gain and bonus, less its time at the present rate, if it were the only draft.
-        length: largest number of levels to draft.
-        bins, survival, is_open: while drafting, the bins of the nodes' confidences, the probability that all of them
-            are accepted, and whether another may follow.
-    """
-
-    row: int
+    row: int  # index of the row in the batch
     candidate: Candidate
     acceptance: Acceptance
-    limit: int
-    prefill: float
-    survivals: list[float]
-    gain: float
-    width: int
-    bonus: float
-    net: float = 0.0
-    length: int = 0
+    limit: int  # largest number of levels that are possible
+    prefill: float  # share of the drafter's prefill in a round, in plain rounds
+    survivals: list[float]  # of a lookup, the probabilities that its first 1, 2, ... nodes are accepted
+    gain: float  # expected number of tokens gained
+    width: int  # expected number of nodes
+    bonus: float  # tokens that it might gain beyond `gain`
+    net: float = 0.0  # gain and bonus, less its time at the present rate, if it were the only draft
+    length: int = 0  # largest number of levels to draft
+    # While drafting: bins of the nodes' confidences, the probability that all nodes are accepted, and whether
+    # another may follow.
     bins: list[int] = field(default_factory=list)
     survival: float = 1.0
     is_open: bool = True
@@ -56,17 +44,11 @@ class Proposal:
 
 @dataclass
 class Chooser:
-    """Choice of drafts at measured times and a rate.
-
-    Args:
-        times: measured times.
-        num_rows: batch size.
-        rate: tokens per row and plain round that are gained otherwise.
-    """
+    """Choice of drafts at measured times and a rate."""
 
     times: RoundTimes
-    num_rows: int
-    rate: float
+    num_rows: int  # batch size
+    rate: float  # tokens per row and plain round that are gained otherwise
 
     def most_rows(self, part: int) -> int:
         """Return for how many rows a part may draft: four times as many as before, as the cost is unknown at first."""

@@ -15,12 +15,13 @@ pays, drafts are tried from time to time, and `loss_budget.py` bounds the time t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from secondguess.controllers.base import Controller
-from secondguess.controllers.cost.acceptance import AcceptanceStats, confidence_bin
+from secondguess.controllers.cost.acceptance import CONFIDENCE_EDGES, AcceptanceStats
 from secondguess.controllers.cost.choice import Chooser, Proposal, first_with_ties
 from secondguess.controllers.cost.loss_budget import FIRST_BUDGET, LossBudget
 from secondguess.controllers.cost.times import RoundTimes, mean_length
@@ -189,7 +190,7 @@ class CostController(Controller):
                 continue
             if proposal.is_open:
                 own, following = proposal.acceptance.node_probs()
-                number = confidence_bin(confidences[proposal.row])
+                number = bisect_right(CONFIDENCE_EDGES, confidences[proposal.row])
                 proposal.bins.append(number)
                 proposal.survival *= own[number]
                 proposal.is_open = False

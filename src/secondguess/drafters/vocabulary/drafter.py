@@ -12,7 +12,8 @@ from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
-from secondguess.runtime.base import KernelSettings, Runtime, VocabularyMap
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.chains import KernelSettings, VocabularyMap
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise

@@ -10,15 +10,9 @@ from functools import lru_cache
 from torch import Tensor
 
 from secondguess.errors import OutOfMemoryError, SecondGuessError
-from secondguess.runtime.base import (
-    ChainDecision,
-    ChainRequest,
-    DrawnChains,
-    KernelSettings,
-    RowNoise,
-    require_finite,
-)
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains, KernelSettings, RowNoise
 from secondguess.runtime.cpu import library
+from secondguess.runtime.finite import require_finite
 
 NOT_FINITE, INTERRUPTED = 3, 4
 STOP, CONTINUE = 1, 2

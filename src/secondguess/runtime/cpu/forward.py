@@ -17,8 +17,9 @@ from torch import Tensor
 
 from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, ForwardOutput
+from secondguess.runtime.base import ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cpu import library
 from secondguess.runtime.cpu.chain import ChainCall
 from secondguess.runtime.cpu.decoder import PackedDecoder

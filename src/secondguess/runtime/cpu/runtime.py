@@ -10,17 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.core import Draft, Row, token_tensor
-from secondguess.runtime.base import (
-    ChainDecision,
-    ChainRequest,
-    DrawnChains,
-    EmbeddingAndHead,
-    ForwardOutput,
-    HiddenStates,
-    QuantisedCopy,
-)
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
 from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cpu.decoder import NativeDecoder
 from secondguess.runtime.cpu.forward import (
     KernelForward,

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.base import ChainDecision, ChainRequest, DrawnChains, require_finite
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cuda.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.cuda.draws import Draws, Modes, draw_nodes, draw_parameters
 from secondguess.runtime.cuda.operations import PassInputs
 from secondguess.runtime.cuda.queries import RowQueries, fields_of
+from secondguess.runtime.finite import require_finite
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.system.machine import without_gradients
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.runtime.base import ChainRequest
+from secondguess.runtime.chains import ChainRequest
 from secondguess.runtime.cuda.capture import StaticInputs
 from secondguess.runtime.cuda.operations import PassInputs, most_likely
 from secondguess.runtime.hashes import Purpose, hash_of, scalar_uniforms, uniform_per_token_on_device

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.runtime.base import (
-    ChainDecision,
-    ChainRequest,
-    DrawnChains,
-    ForwardOutput,
-    HiddenStates,
-    QuantisedCopy,
-    quantised_copy_error,
-)
+from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy, quantised_copy_error
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cuda.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.cuda.chains import MAX_CATCH_UP, ChainModel, can_draw, draw_chains
 from secondguess.runtime.cuda.forward import run_decoder
