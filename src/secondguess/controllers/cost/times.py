@@ -289,11 +289,7 @@ class RoundTimes:
         return time
 
     def _notice(self, ratios: deque[float], ratio: float) -> None:
-        """Start a check of plain rounds if all but one of the recent times deviate in the same direction.
-
-        Args:
-            ratios: recent times relative to the expected ones, to which `ratio` is added.
-        """
+        """Add a time relative to the expected one; check plain rounds if all recent ones but one deviate alike."""
         ratios.append(ratio)
         ordered = sorted(ratios)
         if len(ordered) == NUM_RECENT and (ordered[1] > OUTLIER or ordered[-2] < 1 / OUTLIER):
