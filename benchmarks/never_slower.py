@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TextIO
 
@@ -34,12 +35,15 @@ from secondguess.workloads.loading import load_workload
 
 
 @contextmanager
-def noise_model() -> Iterator[str]:
-    """Make a temporary checkpoint shaped like the built-in drafter, with random weights."""
-    trained = builtin_paths()[1]
+def noise_model(target: str) -> Iterator[str]:
+    """Make a temporary checkpoint with random weights: the built-in drafter's, or a quarter of the target's layers."""
+    trained = builtin_paths()[1] if target == "builtin" else target
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained))
+        config = AutoConfig.from_pretrained(trained)
+        if target != "builtin":
+            config.num_hidden_layers = max(config.num_hidden_layers // 4, 1)
+        model = AutoModelForCausalLM.from_config(config)
         model.bfloat16().save_pretrained(folder)
         AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
         yield folder
@@ -100,7 +104,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
 
     Intermediate rows are printed to standard error after every repeat.
     """
-    models = Models("builtin", options.dtype, "cpu")
+    models = Models(options.model, options.dtype, "cpu")
     workload = load_workload(options.prompts, options.num_prompts)
     prompts = encode_workload(models.target, workload, options.max_tokens).prompts
     # Plain decoding twice: the difference between the two is the machine's noise.
@@ -139,6 +143,7 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
 
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--model", default="builtin", help="the target, a folder")
     parser.add_argument("--prompts", default=None)
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -150,16 +155,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with noise_model() as noise:
+    with noise_model(options.model) as noise:
         table = compare(
             options,
             {
                 "noise": f"model:{noise}",
-                "itself": "model:builtin",
+                "itself": f"model:{options.model}",
                 "suffix and noise": f"suffix+model:{noise}",
             },
         )
-    models = {"builtin": builtin_paths()[0]}
+    models = {options.model: builtin_paths()[0] if options.model == "builtin" else Path(options.model)}
     store(options, {"table": table}, num_threads=options.threads, dtype=options.dtype, models=models)
 
 
