@@ -80,13 +80,13 @@ NAMES = {
         "layer-skip": "train/test_skip_command.py::test_the_found_layers_can_be_used_as_a_drafter",
     },
     "runtimes": {
-        "native": "runtime/test_native.py::test_a_tokens_bits_depend_only_on_its_prefix",
-        "fused": "runtime/test_fused.py::test_bfloat16_logits_are_bit_identical_to_the_module",
-        "graphs": "runtime/test_graphs.py::test_a_chain_drawn_at_once_equals_one_drawn_token_by_token",
+        "native": "runtime/cpu/test_native.py::test_a_tokens_bits_depend_only_on_its_prefix",
+        "fused": "runtime/decoder/test_fused.py::test_bfloat16_logits_are_bit_identical_to_the_module",
+        "graphs": "runtime/cuda/test_graphs.py::test_a_chain_drawn_at_once_equals_one_drawn_token_by_token",
         "transformers": "test_lossless.py::test_greedy_output_equals_plain_decoding",
     },
     "quantizations": dict.fromkeys(
-        ("int8", "int4"), "runtime/test_native.py::test_quantised_weights_differ_by_rounding"
+        ("int8", "int4"), "runtime/cpu/test_native.py::test_quantised_weights_differ_by_rounding"
     ),
     "grammars": {
         "regex": "test_distributions.py::test_a_grammar_holds_inside_a_draft",
