@@ -5,7 +5,7 @@ BIN = .venv/bin
 # The oldest and the newest release that pyproject.toml allows.
 TRANSFORMERS = 5.17.0 5.24.0
 
-.PHONY: setup demo test test-transformers released check format bench fuzz
+.PHONY: setup demo quick test test-transformers released check format bench fuzz
 setup: .venv/.ready
 
 NATIVE = $(wildcard src/secondguess/runtime/cpu/*.h src/secondguess/runtime/cpu/*.cpp)
@@ -20,6 +20,11 @@ demo: setup
 	$(BIN)/secondguess generate "def count_words(text):" --max-tokens 200
 	$(BIN)/python benchmarks/demo.py
 	$(BIN)/secondguess verify
+
+# Structure, the decoding loop, verification and drafters; and what TESTS names, as in `make quick TESTS=tests/server`.
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_layout.py tests/test_core.py \
+	    tests/test_decode.py tests/verifiers tests/sampling tests/drafters/test_every_drafter.py $(TESTS)
 
 # Without network the tests of the released model are skipped.
 test: setup
