@@ -273,7 +273,7 @@ def load(
     """Load a target and its drafter.
 
     Args:
-        model: a directory or the name of a cached model; `builtin` is the built-in target.
+        model: a directory, a GGUF file or the name of a cached model; `builtin` is the built-in target.
         drafter: `none`, `model:PATH`, `ngram`, `suffix`, `grid`, `jacobi`, `self:int4`, `early-exit:K` or `[:PATH]`,
             `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`

@@ -67,7 +67,7 @@ class CachedRuntime(Runtime):
     the thread that admits it; its rounds may alternate with those of other threads' rows.
 
     Attributes:
-        kind: name of the runtime, one of `resolve.RUNTIMES` except `auto`.
+        kind: name of the runtime, one of `checkpoint.resolve.RUNTIMES` except `auto`.
         module: the Transformers module that the runtime runs; None if it runs none.
         takes_images: True if prompts may have images (`Row.images`).
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,

@@ -1,8 +1,8 @@
 """Descriptions of the decoder families that the fused decoder supports.
 
 Each family is one entry of `FAMILIES`. `undescribed_reason` rejects configurations with features
-that a description cannot express. The probe in `fused.fuse` then checks that the description is
-correct.
+that a description cannot express. Probes (`fused.fuse`, `cpu/check.py`) then check
+that the description is correct.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 On a CPU the time of a small model is determined by the number of its calls. A module makes some
 fifty per layer and prepares masks and positions through several levels of Python; this decoder
-makes about twenty. Transformers loads the model. Its weights are then packed and joined layer by
-layer, and the module's own are released on the way.
+makes about twenty. Weights are packed and joined layer by layer. Those of a module that Transformers has
+loaded are released on the way, those of a file are read layer by layer.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _normalised_heads(norm: Norm, heads: Tensor) -> Tensor:
 
 
 class FusedDecoder:
-    """Weights of a decoder, in the form that `FusedRuntime` runs.
+    """Weights of a decoder, as `FusedRuntime` runs them and the kernels pack them.
 
     Args:
         model: a causal language model of one of the `FAMILIES`: a module of Transformers, whose layers are removed, or
