@@ -22,6 +22,10 @@ PRIOR_WEIGHT = 4.0
 """Weight of a prior expectation, in observations."""
 DECAY = 1 - 1 / 100
 """Factor by which the weight of an observation decays with each further one."""
+FADING = 1 - 1 / 50
+"""Factor by which the weight of a node's acceptance decays with each draft that could have had this node."""
+MAX_AGE = 256
+"""Number of rounds after which statistics that were not added to lose half of their weight."""
 FIRST_SHARE, FIRST_GAIN, FIRST_WIDTH = 0.8, 1.0, 2.0
 """Expected acceptance of a node, and tokens gained by a draft of so many nodes, of an unknown drafter."""
 BONUS, BONUS_OFFSET = 1.5, 0.15
@@ -41,6 +45,11 @@ class Mean:
     def add(self, value: float) -> None:
         self.total = self.total * DECAY + value
         self.count = self.count * DECAY + 1
+
+    def fade(self, factor: float) -> None:
+        """Reduce the weight of the observations, which otherwise could prevent new ones for ever."""
+        self.total *= factor
+        self.count *= factor
 
     def shrunk(self, expected: float) -> float:
         return (self.total + PRIOR_WEIGHT * expected) / (self.count + PRIOR_WEIGHT)
@@ -62,6 +71,18 @@ class Acceptance:
         self._error, self._appears = Mean(), Mean()
         self._gain, self._width = Mean(), Mean()
         self._node_probs: tuple[list[float], list[float]] | None = None
+        self._last_round = 0
+
+    def age(self, now: int) -> None:
+        """Halve the weight of what was last observed many rounds ago; rounds are numbered."""
+        if now - self._last_round > MAX_AGE:
+            self._last_round, self._node_probs = now, None
+            nodes = (self._any_node, self._error, *self._by_position)
+            bins = (*self._by_confidence, *self._next_by_confidence)
+            for mean in (*nodes, *bins, self._appears, self._gain, self._width):
+                mean.fade(0.5)
+        if self._general is not None:
+            self._general.age(now)
 
     @property
     def expected_draft(self) -> tuple[float, float]:
@@ -100,9 +121,9 @@ class Acceptance:
             self._node_probs = own, [mean.shrunk(following) for mean in self._next_by_confidence]
         return self._node_probs
 
-    def learn(self, bins: Sequence[int], length: int, accepted: int) -> None:
+    def learn(self, bins: Sequence[int], length: int, accepted: int, now: int = 0) -> None:
         """Add a draft of so many levels and accepted nodes; `bins` are those of the first nodes, none for a lookup."""
-        self._node_probs = None
+        self._node_probs, self._last_round = None, now
         self._appears.add(float(length > 0))
         self._gain.add(accepted)
         self._width.add(max(length, 1))
@@ -115,14 +136,19 @@ class Acceptance:
                 self._error.add(outcome - BIN_CENTRES[bins[position]])
             if 0 < position <= len(bins):
                 self._next_by_confidence[bins[position - 1]].add(outcome)
+        if accepted == length <= MAX_POSITION:
+            self._by_position[length].fade(FADING)
+            if len(bins) >= length > 0:
+                self._next_by_confidence[bins[length - 1]].fade(FADING)
         if self._general is not None:
-            self._general.learn(bins, length, accepted)
+            self._general.learn(bins, length, accepted, now)
 
 
 class AcceptanceStats:
     """Acceptance by drafter, temperature and kind of candidate."""
 
     def __init__(self) -> None:
+        self.num_rounds = 0
         self._pools: dict[Hashable, Acceptance] = {}
         self._kinds: dict[Hashable, Acceptance] = {}
 
@@ -133,4 +159,5 @@ class AcceptanceStats:
         key = pool, candidate.kind
         if key not in self._kinds:
             self._kinds[key] = Acceptance(self._pools.setdefault(pool, Acceptance()))
+        self._kinds[key].age(self.num_rounds)
         return self._kinds[key]

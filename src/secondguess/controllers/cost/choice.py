@@ -49,6 +49,14 @@ class Chooser:
     times: RoundTimes
     num_rows: int  # batch size
     rate: float  # tokens per row and plain round that are gained otherwise
+    pass_costs: dict[int, float] = field(default_factory=dict)
+
+    def pass_cost(self, num_nodes: int) -> float:
+        """Return what so many nodes add to the target's pass, in plain rounds."""
+        cost = self.pass_costs.get(num_nodes)
+        if cost is None:
+            cost = self.pass_costs[num_nodes] = self.times.pass_cost(self.num_rows, num_nodes)
+        return cost
 
     def most_rows(self, part: int) -> int:
         """Return for how many rows a part may draft: four times as many as before, as the cost is unknown at first."""
@@ -56,7 +64,7 @@ class Chooser:
 
     def price(self, proposals: Sequence[Proposal], num_nodes: int) -> float:
         """Return the tokens per row that could be gained in the time of drafts with so many nodes in all."""
-        time = self.times.pass_cost(self.num_rows, num_nodes)
+        time = self.pass_cost(num_nodes)
         if proposals:
             line = self.times.draft_line(proposals[0].candidate.part, len(proposals))
             if line is not None:
@@ -83,7 +91,11 @@ class Chooser:
         lookups = [proposal for proposal in proposals if proposal.survivals]
         models = [proposal for proposal in proposals if not proposal.survivals]
         models.sort(key=lambda proposal: proposal.gain, reverse=True)
-        bonus = max([proposal.bonus for proposal in proposals], default=0.0)
+        # Several models would draft one after the other, each for its rows.
+        models = [proposal for proposal in models if proposal.candidate.part == models[0].candidate.part]
+        bonus, bonus_of_models = (
+            max([own.bonus for own in group], default=0.0) for group in (lookups, models)
+        )
         nodes = sorted([value for proposal in lookups for value in proposal.survivals], reverse=True)
         gains = [proposal.gain for proposal in models]
         num_nodes = num_models = 0
@@ -95,7 +107,7 @@ class Chooser:
         # The time of the pass over all nodes depends on both numbers, so each is chosen given the other.
         for _ in range(2):
             num_nodes = best_count(nodes, partial(price, num_models=num_models), bonus)
-            num_models = best_count(gains, partial(price, num_nodes), bonus)
+            num_models = best_count(gains, partial(price, num_nodes), bonus_of_models)
         least = nodes[num_nodes - 1] if num_nodes else 2.0
         for proposal in lookups:
             proposal.length = sum([value >= least for value in proposal.survivals])
@@ -121,8 +133,7 @@ class Chooser:
                 return 0.0
             line = self.times.draft_line(part, count)
             steps = 0.0 if line is None else line.slope * num_levels
-            extra = self.times.pass_cost(self.num_rows, num_nodes + count * num_levels)
-            extra -= self.times.pass_cost(self.num_rows, num_nodes)
+            extra = self.pass_cost(num_nodes + count * num_levels) - self.pass_cost(num_nodes)
             return self.num_rows * self.rate * (steps + extra)
 
         # A single further level may cost too much where the time of a pass jumps, and several may pay.
@@ -135,15 +146,16 @@ class Chooser:
 
 
 def best_count(values: Sequence[float], price: Callable[[int], float], bonus: float = 0.0) -> int:
-    """Return how many of descending values to take for the largest sum less its price; all of equal values."""
+    """Return how many of descending values to take for the largest sum less its price; all or none of equal values."""
     nothing = price(0) if values else 0.0
     best, taken, total = 0.0, 0, bonus
     for count, value in enumerate(values, start=1):
         total += value
-        if total - price(count) + nothing > best:
-            best, taken = total - price(count) + nothing, count
-    while 0 < taken < len(values) and values[taken] == values[taken - 1]:
-        taken += 1
+        if count < len(values) and values[count] == value:
+            continue
+        net = total - price(count) + nothing
+        if net > best:
+            best, taken = net, count
     return taken
 
 

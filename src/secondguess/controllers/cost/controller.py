@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from secondguess.controllers.base import Controller
 from secondguess.controllers.cost.acceptance import CONFIDENCE_EDGES, AcceptanceStats
 from secondguess.controllers.cost.choice import Chooser, Proposal, first_with_ties
-from secondguess.controllers.cost.loss_budget import FIRST_BUDGET, LossBudget
+from secondguess.controllers.cost.loss_budget import FIRST_BUDGET, INCOME, LossBudget
 from secondguess.controllers.cost.times import RoundTimes, mean_length
 from secondguess.controllers.draft_probs import DraftProbs
 from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Draft, Plan, RoundTime, Row, Verdict
@@ -36,8 +36,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 512
 RATE_DECAY = 1 - 1 / 16
 PLAIN_RATE_DECAY = 1 - 1 / 8
 """Decay of the rate of tokens in a round with drafts and in a plain one."""
-MAX_SHARED_ROUNDS = 64
+MAX_SHARED_ROUNDS = 256
 """Largest number of rounds over which a drafter's prefill is charged, as a row may end early."""
+RENEWAL_ROUNDS = 32
+"""Least number of rounds between two renewals of the budget after changes of the machine's speed."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class CostController(Controller):
         self._proposals: list[Proposal] = []
         self._rate = Rate()
         self._is_trial = False
+        self._since_renewal = RENEWAL_ROUNDS
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -114,11 +117,13 @@ class CostController(Controller):
 
     def plan(self, rows: Sequence[Row], candidates: Sequence[Sequence[Candidate]]) -> list[Plan]:
         self._proposals, self._is_trial = [], False
-        self.measures_plain = self.times.needs_plain(len(rows), mean_length(rows))
-        if not (self.measures_plain or self.budget.is_spent):
-            kind = next((candidate.kind for candidate in candidates[0] if candidate.longest), None)
-            # Tokens inside a match are worth less than others, as decoding is fast there anyway.
-            self._rate = self._rates[kind if len(rows) == 1 else len(rows)]
+        # A round with drafts of requested lengths cannot be plain.
+        can_be_plain = not any([row.params.draft_length for row in rows])
+        self.measures_plain = can_be_plain and self.times.needs_plain(len(rows), mean_length(rows))
+        kind = next((candidate.kind for candidate in candidates[0] if candidate.longest), None)
+        # Tokens inside a match are worth less than others, as decoding is fast there anyway.
+        self._rate = self._rates[len(rows), kind if len(rows) == 1 else None]
+        if self.times.knows_plain() and not (self.measures_plain or self.budget.is_spent):
             self._chooser = Chooser(self.times, len(rows), self._rate.value)
             self._proposals = self._choose(rows, candidates)
         plans = [Plan(0, 0)] * len(rows)
@@ -136,12 +141,13 @@ class CostController(Controller):
                 best += sorted(filter(None, proposals), key=lambda proposal: -proposal.net)[:1]
         chosen = self._chooser.choose(best, rows)
         if not chosen and best:
-            (first, *_) = trial = first_with_ties(best, 1, rows)
-            price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows) + first.prefill
-            is_due = self._trials[first.candidate.part].is_due()
-            # The expected price may be wrong, which only a trial can show.
-            if is_due and self.budget.balance >= min(price, FIRST_BUDGET):
-                chosen, self._is_trial = trial, True
+            part = max(best, key=lambda proposal: proposal.net).candidate.part
+            if self._trials[part].is_due() and self.budget.allows_trials:
+                trial = first_with_ties(best, 1, rows)
+                price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows)
+                # The expected price may be wrong, which only a trial can show.
+                if self.budget.balance >= min(price, FIRST_BUDGET):
+                    chosen, self._is_trial = trial, True
         for proposal in chosen:
             is_new = not proposal.survivals and self.times.is_new(proposal.candidate.part)
             if self._is_trial or is_new or not self.times.knows_passes():
@@ -177,7 +183,7 @@ class CostController(Controller):
         cost = self.times.prefill_cost(candidate.part, candidate.num_uncached)
         if self.times.is_new(candidate.part) and cost > max(self.budget.balance / 2, row.room / 30):
             return None
-        return cost / max(row.room / (1 + gain), 1.0)
+        return cost / max(min(row.room / (1 + gain), MAX_SHARED_ROUNDS), 1.0)
 
     def keep_drafting(self, rows: Sequence[Row], draft_probs: DraftProbs, depth: int) -> list[bool]:
         answers = [False] * len(rows)
@@ -204,34 +210,49 @@ class CostController(Controller):
 
     def learn(self, rows: Sequence[Row], draft: Draft, verdict: Verdict, time: RoundTime) -> None:
         lengths, num_rows = draft.num_levels, len(rows)
+        self._acceptance.num_rounds += 1
+        self._since_renewal += 1
         if not draft.num_nodes and not self._proposals:
             self._learn_plain(rows, time)
             return
         drafted = [proposal for proposal in self._proposals if lengths[proposal.row]]
-        planned = {proposal.row for proposal in self._proposals}
-        if not self._proposals or any(length and row not in planned for row, length in enumerate(lengths)):
-            return  # Drafts that were not planned here, whose time is not that of the plan.
         for proposal in self._proposals:
             # A row whose cache the drafter fills first has no draft yet.
             if lengths[proposal.row] or not proposal.candidate.num_uncached:
-                proposal.acceptance.learn(proposal.bins, lengths[proposal.row], verdict.lengths[proposal.row])
-        elapsed = self._learn_times(rows, drafted, lengths, time)
-        tokens = 1 + sum(verdict.lengths) / num_rows
-        self._rate.add(tokens, elapsed)
-        excess = (time.total - time.prefill) / self.times.plain(num_rows) - elapsed
-        self.budget.record(rows, tokens - elapsed, elapsed, excess)
+                accepted = verdict.lengths[proposal.row]
+                proposal.acceptance.learn(
+                    proposal.bins, lengths[proposal.row], accepted, self._acceptance.num_rounds
+                )
+        planned = [proposal.row for proposal in self._proposals]
+        if not planned:
+            return
+        tokens = 1 + sum([verdict.lengths[row] for row in planned]) / num_rows
+        if sum([lengths[row] for row in planned]) == sum(lengths):
+            elapsed = self._learn_times(rows, drafted, lengths, time)
+            self._rate.add(tokens, elapsed)
+            excess = (time.total - time.prefill) / self.times.plain(num_rows) - elapsed
+            self.budget.record(rows, tokens - elapsed, elapsed, excess)
+        else:  # With other drafts, whose time is not that of the plan: the expected time counts.
+            num_nodes = sum([lengths[row] for row in planned])
+            elapsed = 1 + self._chooser.price(drafted, num_nodes) / (num_rows * self._chooser.rate)
+            self.budget.record(rows, tokens - elapsed, elapsed)
         if self._is_trial:
             self._trials[self._proposals[0].candidate.part].record(tokens > elapsed)
 
     def _learn_plain(self, rows: Sequence[Row], time: RoundTime) -> None:
         """Learn from a round without drafts."""
         num_rows = len(rows)
-        if self.times.add_plain(num_rows, mean_length(rows), time.total - time.plan - time.prefill):
+        seconds = time.total - time.plan - time.prefill
+        if (
+            self.times.add_plain(num_rows, mean_length(rows), seconds)
+            and self._since_renewal >= RENEWAL_ROUNDS
+        ):
+            self._since_renewal = 0
             self.budget.renew()
             self._trials.clear()
-        planning = time.plan / self.times.plain(num_rows)
         self._rate.add(1, 1, PLAIN_RATE_DECAY)
-        self.budget.record(rows, -planning, 1)
+        # At most half of the income, so that trials go on where planning takes long.
+        self.budget.record(rows, -min(time.plan / self.times.plain(num_rows), INCOME / 2), 1)
 
     def _learn_times(
         self, rows: Sequence[Row], drafted: Sequence[Proposal], lengths: Sequence[int], time: RoundTime

@@ -19,10 +19,11 @@ MAX_LOSS = 6.0
 class LossBudget:
     """Wall-clock balance of drafting: what it gained, less what it lost, and an income.
 
-    Without a budget nothing is tried, and at a deficit of MAX_LOSS nothing is drafted. Any N plain rounds therefore
-    lose at most MAX_BUDGET + MAX_LOSS + INCOME * N + 3 R, with R the loss of one round of drafting: an unexpected
-    time counts as a disturbance by other load on the machine until it occurs for the third time. The prefill of a
-    draft model serves all later rounds of its row and is charged to them.
+    Without a budget nothing is tried, and at a deficit of MAX_LOSS nothing is drafted until the income has covered what
+    is beyond. A time that is longer than expected counts as a disturbance by other load on the machine until the
+    third in a row. With R the loss of one round of drafting, any N rounds on a quiet machine therefore lose at most
+    MAX_BUDGET + MAX_LOSS + INCOME * N + 3 R (1 + INCOME * N). The prefill of a draft model serves all later rounds
+    of its row and is charged to them.
     """
 
     def __init__(self) -> None:
@@ -40,22 +41,28 @@ class LossBudget:
         """True while nothing may be drafted."""
         return self.balance < -MAX_LOSS
 
-    def record(self, rows: Sequence[Row], gain: float, elapsed: float, excess: float = 0.0) -> None:
+    def record(self, rows: Sequence[Row], gain: float, elapsed: float, excess: float | None = None) -> None:
         """Record a round.
 
         Args:
             gain: plain rounds that it gained (negative: lost).
             elapsed: time that it took.
-            excess: time that other load on the machine may have added. The third in a row counts.
+            excess: time that other load on the machine may have added to drafting, of which the third in a row counts;
+                None for a plain round.
         """
-        gain -= max(min(excess, *self._excesses), 0.0)
-        self._excesses = (excess, self._excesses[0])
+        if excess is not None:
+            self._charge(max(min(excess, *self._excesses), 0.0))
+            self._excesses = (excess, self._excesses[0])
         for row in rows if self._outstanding else ():
             left, share = self._outstanding.pop(row, (0.0, 0.0))
             gain -= min(left, share)
             if left > share:
                 self._outstanding[row] = left - share, share
         self.balance = min(self.balance + gain + INCOME * elapsed, MAX_BUDGET)
+
+    def _charge(self, time: float) -> None:
+        """Charge a time that may not be drafting's fault: alone it must not stop drafting for thousands of rounds."""
+        self.balance -= min(time, max(self.balance + MAX_LOSS + 1, 0.0))
 
     def defer(self, row: Row, cost: float, num_rounds: float) -> None:
         """Charge a cost over the next rounds of a row."""
@@ -68,4 +75,4 @@ class LossBudget:
 
     def release(self, row: Row) -> None:
         """Charge what is outstanding of a row that has ended."""
-        self.balance -= self._outstanding.pop(row, (0.0, 0.0))[0]
+        self._charge(self._outstanding.pop(row, (0.0, 0.0))[0])

@@ -204,11 +204,11 @@ class RoundTimes:
     def add_plain(self, num_rows: int, context: float, seconds: float) -> bool:
         """Add a plain round; return whether the machine has changed its speed."""
         known = self._plain.setdefault(num_rows, PlainTime(context))
-        change = known.add(context, seconds)
+        change = known.add(context, max(seconds, 1e-9))
         if change != 1.0:
             for other in self._plain.values():
                 if other is not known:
-                    other.recent = deque([time * change for time in other.recent], maxlen=5)
+                    other.age = MAX_AGE
         if self._num_checks:
             self._num_checks = 0 if change != 1.0 else self._num_checks - 1
             if not self._num_checks and change == 1.0:  # not the machine has changed, but the cost of drafts
@@ -221,6 +221,10 @@ class RoundTimes:
         for lines in self._drafts.values():
             for line in lines.values():
                 line.forget()
+
+    def knows_plain(self) -> bool:
+        """Return whether a plain round was timed."""
+        return bool(self._plain)
 
     def pass_cost(self, num_rows: int, num_nodes: int) -> float:
         """Return what drafts of so many nodes add to the target's pass over all rows, in plain rounds."""
@@ -257,9 +261,9 @@ class RoundTimes:
     def add_pass(self, num_rows: int, num_nodes: int, seconds: float) -> float:
         """Add the target's part of a round with drafts; return its time in plain rounds, clipped if it was disturbed."""
         self._plain[nearest(self._plain, num_rows)].age += 1
-        costs = self._passes.setdefault(num_rows, PassCosts(num_rows))
         time = seconds / self.plain(num_rows)
         self._notice(self._pass_ratios, time / (1 + self.pass_cost(num_rows, num_nodes)))
+        costs = self._passes.setdefault(num_rows, PassCosts(num_rows))
         # How far an unknown number of nodes is from the line is uncertain.
         time = costs.clip(time, (1 + costs.at(num_nodes)) * (1 if costs.knows(num_nodes) else 2))
         costs.add(num_nodes, time - 1)
