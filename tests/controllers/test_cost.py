@@ -23,7 +23,7 @@ from secondguess.sampling import SamplingParams
 
 def loss_bound(num_rounds: int, worst_round: float) -> float:
     """Return the largest loss over any rounds that `loss_budget` promises, in plain rounds."""
-    return MAX_BUDGET + MAX_LOSS + INCOME * num_rounds + 3 * worst_round * (1 + INCOME * num_rounds)
+    return MAX_BUDGET + MAX_LOSS + INCOME * num_rounds + 4 * worst_round * (1 + INCOME * num_rounds)
 
 
 def best_fixed(chance: float, step: float, node: float, any_node: float = 0.0) -> float:

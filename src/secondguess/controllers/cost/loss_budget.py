@@ -22,7 +22,7 @@ class LossBudget:
     Without a budget nothing is tried, and at a deficit of MAX_LOSS nothing is drafted until the income has covered what
     is beyond. A time that is longer than expected counts as a disturbance by other load on the machine until the
     third in a row. With R the loss of one round of drafting, any N rounds on a quiet machine therefore lose at most
-    MAX_BUDGET + MAX_LOSS + INCOME * N + 3 R (1 + INCOME * N). The prefill of a draft model serves all later rounds
+    MAX_BUDGET + MAX_LOSS + INCOME * N + 4 R (1 + INCOME * N). The prefill of a draft model serves all later rounds
     of its row and is charged to them.
     """
 
