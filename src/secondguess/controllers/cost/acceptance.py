@@ -24,7 +24,7 @@ DECAY = 1 - 1 / 100
 """Factor by which the weight of an observation decays with each further one."""
 FADING = 1 - 1 / 50
 """Factor by which the weight of a node's acceptance decays with each draft that could have had this node."""
-MAX_AGE = 256
+MAX_AGE = 512
 """Number of rounds after which statistics that were not added to lose half of their weight."""
 FIRST_SHARE, FIRST_GAIN, FIRST_WIDTH = 0.8, 1.0, 2.0
 """Expected acceptance of a node, and tokens gained by a draft of so many nodes, of an unknown drafter."""

@@ -38,7 +38,7 @@ PLAIN_RATE_DECAY = 1 - 1 / 8
 """Decay of the rate of tokens in a round with drafts and in a plain one."""
 MAX_SHARED_ROUNDS = 256
 """Largest number of rounds over which a drafter's prefill is charged, as a row may end early."""
-RENEWAL_ROUNDS = 32
+RENEWAL_ROUNDS = 64
 """Least number of rounds between two renewals of the budget after changes of the machine's speed."""
 
 
@@ -145,6 +145,8 @@ class CostController(Controller):
             if self._trials[part].is_due() and self.budget.allows_trials:
                 trial = first_with_ties(best, 1, rows)
                 price = self._chooser.price(trial, TRIAL_LENGTH * len(trial)) / len(rows)
+                for proposal in trial:
+                    price += self.times.prefill_cost(part, proposal.candidate.num_uncached)
                 # The expected price may be wrong, which only a trial can show.
                 if self.budget.balance >= min(price, FIRST_BUDGET):
                     chosen, self._is_trial = trial, True
