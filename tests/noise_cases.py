@@ -7,10 +7,11 @@ from itertools import product
 
 import torch
 
-from secondguess.core import Draft, Row, padded_tensor
+from secondguess.core import Draft, Row
 from secondguess.proof.certificate import g_test
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import KeyedNoise
+from secondguess.tensors import padded_tensor
 from secondguess.verifiers import make_verifier
 
 # First-order distributions over three tokens: row t is the distribution after token t.

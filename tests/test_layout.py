@@ -17,7 +17,7 @@ PACKAGE = Path(secondguess.__file__).parent
 REPOSITORY = PACKAGE.parents[1]
 
 FLOORS = (
-    "errors", "preparation", "images", "files", "names", "validation", "builtin", "params", "core",
+    "errors", "preparation", "images", "files", "names", "validation", "builtin", "params", "tensors", "core",
     "runtime", "sampling", "stats", "checkpoint", "prompts", "verifiers", "controllers", "heads", "drafters", "decode",
     "workloads", "configuration", "pairing", "engine", "api", "beyond", "proof", "drop_in", "export", "server",
     "bench", "train", "cli", "__main__",

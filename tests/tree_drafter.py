@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from secondguess.core import Budgets, Draft, Row, padded_tensor, token_tensor
+from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.proof.fakes import NextTokenDist
 from secondguess.sampling.noise import Noise
+from secondguess.tensors import padded_tensor, token_tensor
 
 
 @dataclass

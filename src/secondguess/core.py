@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy
@@ -39,6 +38,8 @@ from torch import Tensor
 
 from secondguess.params import MAX_DRAFT_LENGTH as MAX_DRAFT_LENGTH
 from secondguess.params import SamplingParams
+from secondguess.tensors import ancestor_closure, padded, padded_tensor, token_tensor
+from secondguess.tensors import within_vocabulary as within_vocabulary
 
 FinishReason = Literal["stop", "length", "context", "grammar"]
 """Reason why a row ended.
@@ -262,7 +263,7 @@ class Draft:
         [[-1, 0], [-1, -1]]
         """
         shapes, parents, lengths = _structure_of_chains(tuple(map(len, chains)), torch.device(device))
-        token_lists = _padded(chains, 0)
+        token_lists = padded(chains, 0)
         tokens = token_tensor(token_lists, parents.device).reshape(parents.shape)
         draft = cls(tokens, parents, lengths, probs)
         # Known here; reading them from a device would wait for it.
@@ -515,49 +516,6 @@ class DraftSource(Protocol):
     def chain(self, limit: int) -> list[int]:
         """Return at most `limit` draft tokens of the last candidate."""
         ...
-
-
-def ancestor_closure(parents: Tensor) -> Tensor:
-    """Return `[row, node, node]` bool, True if the second node is the first or its ancestor.
-
-    The relation "itself or parent" is squared until paths of any depth are covered, which takes
-    log2(nodes) products.
-
-    Args:
-        parents: `[row, node]` int64, -1 at a root.
-    """
-    num_nodes = parents.shape[1]
-    nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    covered = 1
-    while covered < num_nodes - 1:
-        reach = (reach @ reach).clamp_(max=1.0)
-        covered *= 2
-    return reach > 0
-
-
-def within_vocabulary(chain: list[int], vocab_size: float) -> list[int]:
-    """Return a chain up to its first token that the target's logits lack, such as an image token of the prompt."""
-    if not chain or max(chain) < vocab_size:
-        return chain
-    return list(takewhile(lambda token: token < vocab_size, chain))
-
-
-def token_tensor(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return an int64 tensor from lists of equal length, much faster than `torch.tensor`."""
-    on_host = torch.from_numpy(numpy.array(ids, numpy.int64))
-    return on_host if device.type == "cpu" else on_host.to(device)
-
-
-def padded_tensor(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return int64 `[row, i]` from lists of any lengths, padded on the right."""
-    padded = _padded(rows, filler)
-    return token_tensor(padded, device).reshape(len(rows), len(padded[0]) if padded else 0)
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
-    width = max(map(len, rows), default=0)
-    return [[*row, *([filler] * (width - len(row)))] for row in rows]
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,8 @@ from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
-from secondguess.runtime.base import Runtime, partial_forward_error
+from secondguess.runtime.base import Runtime
+from secondguess.runtime.refusals import partial_forward_error
 from secondguess.runtime.weight_format import INT4
 from secondguess.verifiers.base import Verifier
 

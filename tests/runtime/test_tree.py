@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from families import root_path
-from secondguess.core import Draft, ancestor_closure
+from secondguess.core import Draft
 from secondguess.runtime import tree
+from secondguess.tensors import ancestor_closure
 
 
 @st.composite

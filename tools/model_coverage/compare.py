@@ -17,13 +17,14 @@ from secondguess.checkpoint.classes import LOADED_WHOLE
 from secondguess.checkpoint.description import describe
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.controllers import make_controller
-from secondguess.core import Budgets, Draft, Row, padded_tensor
+from secondguess.core import Budgets, Draft, Row
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.engine.generation import Generation
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.noise import Noise
+from secondguess.tensors import padded_tensor
 from secondguess.verifiers import make_verifier
 
 PROMPT_LENGTHS = (20, 3, 11)

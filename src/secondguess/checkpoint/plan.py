@@ -25,7 +25,6 @@ from secondguess.checkpoint.quantised import Encoding, encoding_error
 from secondguess.checkpoint.resolve import check_dtype, check_quantization, check_runtime
 from secondguess.checkpoint.source import FolderSource, Source, open_source
 from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError
-from secondguess.runtime.base import quantised_copy_error
 from secondguess.runtime.coverage import unsupported_reason
 from secondguess.runtime.cpu.check import HEAD_OUTPUTS
 from secondguess.runtime.decoder.families import FAMILIES, weight_shapes
@@ -38,6 +37,7 @@ from secondguess.runtime.modules.support import (
     check_config,
     context_length_of,
 )
+from secondguess.runtime.refusals import quantised_copy_error
 from secondguess.runtime.system.machine import has_bfloat16
 from secondguess.runtime.system.quiet import quiet
 from secondguess.runtime.weight_format import (

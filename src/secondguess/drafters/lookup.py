@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from secondguess.core import Budgets, Candidate, Draft, Row, within_vocabulary
+from secondguess.core import Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements
 from secondguess.names import Name, format_options, read_options, refuse_argument
 from secondguess.runtime.base import HiddenStates
 from secondguess.sampling.noise import Noise
+from secondguess.tensors import within_vocabulary
 
 
 class TextIndex(Protocol):

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
-from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row, within_vocabulary
+from secondguess.core import MAX_DRAFT_LENGTH, Candidate, Row
 from secondguess.sampling.grammar import GrammarMatcher
+from secondguess.tensors import within_vocabulary
 
 FORCED_PART = -1
 PREDICTION_PART = -2

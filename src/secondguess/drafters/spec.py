@@ -20,23 +20,17 @@ from secondguess.runtime.weight_format import WeightFormat
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One of the drafters that a name joins, or its only one.
+    """One of the drafters that a name joins, or its only one."""
 
-    Args:
-        name: the part of the name.
-        drafter: class of the drafter.
-        required: requirements of the drafter.
-        head_bytes: bytes of the weights that it adds to the target, where known: those of a trained
-            head, in the target's dtype, or of a copy of the target; 0 for a head in the target's own
-            folder, which is counted with the target.
-        vocabularies: those of target and draft model, if their tokenizers differ and both are known.
-    """
-
-    name: Name
+    name: Name  # the part of the name
     drafter: type[Drafter]
     required: Requirements
+    # Bytes of the weights that it adds to the target, where known: those of a trained head, in the target's dtype,
+    # or of a copy of the target; 0 for a head in the target's own folder, which is counted with the target.
     head_bytes: int = 0
-    vocabularies: VocabularyPair | None = None
+    vocabularies: VocabularyPair | None = (
+        None  # of target and draft model, if their tokenizers are known to differ
+    )
 
     @property
     def kind(self) -> str:
@@ -77,15 +71,10 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """Drafter as its name specifies it; properties as of `Drafter`.
+    """Drafter as its name specifies it; properties as of `Drafter`."""
 
-    Args:
-        name: as the user wrote it.
-        parts: drafters that the name joins.
-    """
-
-    name: str
-    parts: tuple[PartSpec, ...]
+    name: str  # as the user wrote it
+    parts: tuple[PartSpec, ...]  # drafters that the name joins
 
     @classmethod
     def parse(cls, text: str) -> Self:

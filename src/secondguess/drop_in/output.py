@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.core import Row, padded_tensor
+from secondguess.core import Row
 from secondguess.drop_in.processors import StoppingConditions, token_ids
 from secondguess.errors import BadInputError
+from secondguess.tensors import padded_tensor
 
 
 class StopStringWatcher:

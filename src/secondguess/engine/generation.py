@@ -12,15 +12,7 @@ from weakref import proxy
 from secondguess.checkpoint import memory
 from secondguess.checkpoint.codes import TokenCodes
 from secondguess.checkpoint.loaded import LoadedModel
-from secondguess.core import (
-    Commit,
-    DraftSource,
-    FinishReason,
-    Row,
-    StopChecker,
-    TokenLogprob,
-    within_vocabulary,
-)
+from secondguess.core import Commit, DraftSource, FinishReason, Row, StopChecker, TokenLogprob
 from secondguess.drafters import select_parts
 from secondguess.drafters.row_sources import ForcedTokens, Prediction
 from secondguess.engine.models import Models
@@ -32,6 +24,7 @@ from secondguess.sampling import SamplingParams
 from secondguess.sampling.grammar import GrammarMatcher, compiler_for
 from secondguess.sampling.text import Piece, StreamingDetokenizer, text_of_token
 from secondguess.stats import Stats
+from secondguess.tensors import within_vocabulary
 from secondguess.verifiers.base import Exactness, Verifier
 
 

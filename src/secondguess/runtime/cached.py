@@ -18,24 +18,19 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, ancestor_closure, token_tensor
+from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
-from secondguess.runtime.base import (
-    ForwardOutput,
-    HiddenStates,
-    QuantisedCopy,
-    Runtime,
-    join_hidden,
-    quantised_copy_error,
-)
+from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.refusals import quantised_copy_error
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.system.exclusive import CallLock, exclusive
 from secondguess.runtime.system.machine import without_gradients
 from secondguess.runtime.system.openmp import bound_spinning
 from secondguess.runtime.weight_format import WeightFormat
+from secondguess.tensors import ancestor_closure, token_tensor
 
 UNLIMITED = 2**31
 KEY_MULTIPLE = 32

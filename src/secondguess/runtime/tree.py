@@ -35,7 +35,7 @@ def attach_drafts(
 
 
 def depths(closure: Tensor) -> Tensor:
-    """Return the number of proper ancestors of each node, `[row, node]`, given their closure (`core.ancestor_closure`)."""
+    """Return the number of proper ancestors of each node, `[row, node]`, given their closure (`tensors.ancestor_closure`)."""
     return closure.sum(-1) - 1
 
 
@@ -95,7 +95,7 @@ class ChainMasks:
 
 
 def tree_mask(starts: Tensor, closure: Tensor, num_keys: int) -> Tensor:
-    """Return the mask of trees, `[row, 1, query, key]` bool, given their closure (`core.ancestor_closure`).
+    """Return the mask of trees, `[row, 1, query, key]` bool, given their closure (`tensors.ancestor_closure`).
 
     Each query attends to every cached token, to its ancestors among the queries and to itself. Query `t` is written to cache
     position `starts[row] + t`.

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from secondguess.core import Row, token_tensor
+from secondguess.core import Row
 from secondguess.runtime.chains import RowNoise
 from secondguess.runtime.hashes import (
     ALL_BITS,
@@ -38,6 +38,7 @@ from secondguess.runtime.hashes import (
 )
 from secondguess.sampling.kernels import draw_by_inversion, first_arrivals, kernels_for
 from secondguess.sampling.truncation import most_likely
+from secondguess.tensors import token_tensor
 
 
 class Noise(ABC):

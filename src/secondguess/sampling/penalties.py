@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secondguess.core import Row, padded_tensor
+from secondguess.core import Row
 from secondguess.params import SamplingParams
 from secondguess.sampling.grammar import mask_by_grammar_
+from secondguess.tensors import padded_tensor
 
 
 @dataclass(frozen=True)

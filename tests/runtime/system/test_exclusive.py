@@ -149,7 +149,7 @@ SCRIPT = """
 import os, sys, threading, time, torch
 from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.core import Draft, Row
+from secondguess.core import (Draft, Row)
 from secondguess.sampling import SamplingParams
 torch.set_num_threads(2)
 runtime = load_model(Checkpoint.resolve(sys.argv[1], dtype="bfloat16", device="cpu", runtime="native")).runtime

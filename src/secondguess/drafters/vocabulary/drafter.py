@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row, token_tensor, within_vocabulary
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Draft, Row
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.view import DraftView
@@ -19,6 +19,7 @@ from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import at_least_float32, warn_unless_finite
 from secondguess.sampling.truncation import kernel_settings, make_rule
+from secondguess.tensors import token_tensor, within_vocabulary
 
 GREEDY = KernelSettings(temperature=0.0, top_k=0, top_p=math.inf, log_min_p=-math.inf)
 """Settings of drafts of text for rows that are not coupled, whatever the request's settings are."""

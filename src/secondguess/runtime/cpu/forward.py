@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondguess.core import token_tensor
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.runtime.base import ForwardOutput
 from secondguess.runtime.cache import KeyValueCache
@@ -25,6 +24,7 @@ from secondguess.runtime.cpu.chain import ChainCall
 from secondguess.runtime.cpu.decoder import PackedDecoder
 from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.system.machine import num_threads
+from secondguess.tensors import token_tensor
 
 NO_MEMORY, UNKNOWN_TOKEN = 1, 2
 NUM_PREALLOCATED_SLOTS = 1024

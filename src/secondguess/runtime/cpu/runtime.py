@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.core import Draft, Row, token_tensor
+from secondguess.core import Draft, Row
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
 from secondguess.runtime.cache import IndexedCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
@@ -32,6 +32,7 @@ from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.system.exclusive import exclusive
 from secondguess.runtime.system.machine import has_bfloat16, without_gradients
 from secondguess.runtime.weight_format import WeightFormat
+from secondguess.tensors import token_tensor
 
 
 class KernelRuntime(CachedRuntime):

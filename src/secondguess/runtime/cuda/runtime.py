@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft, Row
-from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy, quantised_copy_error
+from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cuda.capture import ROWS, Graph, GraphCache, StaticInputs, bucket
 from secondguess.runtime.cuda.chains import MAX_CATCH_UP, ChainModel, can_draw, draw_chains
@@ -32,6 +32,7 @@ from secondguess.runtime.decoder.fused import (
     probe_passes,
 )
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder
+from secondguess.runtime.refusals import quantised_copy_error
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.system.exclusive import exclusive
 from secondguess.runtime.system.machine import without_gradients
