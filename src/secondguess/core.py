@@ -241,7 +241,7 @@ class Draft:
 
         `vocab_size` is that of `probs`; None for a deterministic draft, without `probs`. It selects
         the verification rule, and a row's text must not depend on whether another row had room to
-        draft. Cached, because rounds in backoff use the same one.
+        draft. Cached, because all plain rounds use the same one.
         """
         probs = (
             None

@@ -91,7 +91,7 @@ def test_outputs_and_pieces_are_those_of_generate(engine: Engine, llm: LLM) -> N
         request("import os\n", temperature=1.0, seed=3, n=3),
         request("x = 1\n", temperature=0.7, seed=4, stop=("=",), logprobs=2),
     ]
-    clients = [submitted(engine, each) for each in requests]
+    clients = [submitted(engine, own) for own in requests]
     for client, each in zip(clients, requests, strict=True):
         event = client.last_event()
         assert isinstance(event, Finished)

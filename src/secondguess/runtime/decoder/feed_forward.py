@@ -134,14 +134,12 @@ def mix_experts(
     states: Tensor,
     selected: Tensor,
     weights: Tensor,
-    output: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sums of the outputs of each token's experts, `[token, width]`.
 
-    `selected` and `weights` `[token, k]` are the experts of each token and their routing weights. Sums are added to `output`,
-    if that is given, in the order of the experts.
+    `selected` and `weights` `[token, k]` are the experts of each token and their routing weights.
     """
-    mixed = torch.zeros_like(states) if output is None else output
+    mixed = torch.zeros_like(states)
     for expert in sorted(set(selected.flatten().tolist())):
         tokens, ranks = torch.where(selected == expert)
         added = experts[expert](states[tokens]) * weights[tokens, ranks, None]

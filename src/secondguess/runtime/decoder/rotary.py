@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,25 +103,6 @@ class Rotary:
 
 def _interleaved(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.stack(tuple(parts), dim).flatten(dim - 1)
-
-
-def scaled_frequencies(
-    rope_parameters: dict[str, Any], size: int, device: torch.device | None
-) -> tuple[Tensor, float]:
-    """Return the frequencies `[size / 2]` of a scaling of rotary positions, and the factor on cosines and sines.
-
-    `rope_parameters` are the fields of a scaling that does not depend on the length of the text; a missing one is a
-    `KeyError`.
-    """
-    config = SimpleNamespace(  # the part of a configuration that these functions read
-        hidden_size=size,
-        num_attention_heads=1,
-        head_dim=size,
-        rope_parameters=rope_parameters,
-        standardize_rope_params=lambda: None,
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_parameters["rope_type"]](config, device)
-    return frequencies, float(factor)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:

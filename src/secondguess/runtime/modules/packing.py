@@ -33,11 +33,6 @@ def can_quantise(device: torch.device) -> bool:
     return device.type == "cpu" and bool(units())
 
 
-def can_pack_linears(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels can run the linear layers of a module: bfloat16 on a CPU."""
-    return dtype == torch.bfloat16 and can_quantise(device)
-
-
 def pack_linears(model: Any) -> bool:
     """Replace a model's linear layers in bfloat16 by those of the kernels; return whether they were.
 
