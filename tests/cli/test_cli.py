@@ -475,7 +475,12 @@ def in_an_import():
 @pytest.mark.parametrize("interrupt", [in_a_finalizer, in_an_import])
 def test_ctrl_c_that_arrives_in_a_finalizer_or_an_import_is_not_lost(monkeypatch, capsys, interrupt):
     monkeypatch.setattr("secondguess.cli._run", lambda arguments: interrupt())
-    assert main([]) == 130
+    # Nothing is interrupted where a caller, such as an earlier test, ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "secondguess: interrupted\n"
 
 
