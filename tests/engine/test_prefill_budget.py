@@ -13,15 +13,15 @@ from checkpoints import write_llama
 from secondguess import load
 from secondguess.core import Row
 from secondguess.engine import shared_batch
-from secondguess.engine.prefill_budget import (
+from secondguess.engine.shared_batch import (
     ARRIVAL_DELAY,
     MAX_DELAY,
     MAX_TOKENS,
     MIN_TOKENS,
     MIN_TOKENS_ALONE,
     PrefillBudget,
+    RowGroup,
 )
-from secondguess.engine.shared_batch import RowGroup
 from secondguess.sampling import SamplingParams
 
 

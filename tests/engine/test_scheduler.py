@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondguess.engine.scheduler import Scheduler
+from secondguess.engine.shared_batch import Scheduler
 
 CAPACITY, MAX_ROWS = 100, 4
 

@@ -15,8 +15,7 @@ import torch
 
 from secondguess import LLM, load
 from secondguess.core import Commit, Row
-from secondguess.engine.prefill_budget import MAX_DELAY
-from secondguess.engine.shared_batch import InterruptedRoundError, RowGroup
+from secondguess.engine.shared_batch import MAX_DELAY, InterruptedRoundError, RowGroup
 from secondguess.sampling import SamplingParams
 
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [8, 9, 8, 9, 8], [10, 11, 12])
@@ -147,7 +146,7 @@ def test_an_interrupted_acquisition_leaves_no_lock(
 def test_rows_of_one_group_wait_until_all_are_prefilled(
     llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("secondguess.engine.prefill_budget.MAX_TOKENS", 4)  # no two prompts in one step
+    monkeypatch.setattr("secondguess.engine.shared_batch.MAX_TOKENS", 4)  # no two prompts in one step
     num_rows, score = [], llm.target.runtime.score
     monkeypatch.setattr(
         llm.target.runtime, "score", lambda rows, *rest: num_rows.append(len(rows)) or score(rows, *rest)
@@ -161,7 +160,7 @@ def test_rows_of_one_group_wait_until_all_are_prefilled(
 def test_rows_do_not_wait_for_a_prefill_of_their_group_while_another_group_decodes(
     llm: LLM, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("secondguess.engine.prefill_budget.MAX_TOKENS", 4)
+    monkeypatch.setattr("secondguess.engine.shared_batch.MAX_TOKENS", 4)
     rounds, score = [], llm.target.runtime.score
     monkeypatch.setattr(
         llm.target.runtime, "score", lambda rows, *rest: rounds.append(list(rows)) or score(rows, *rest)

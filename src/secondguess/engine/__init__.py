@@ -1,9 +1,7 @@
 """Engine: the rows of all calls and requests on the same models decode together.
 
-`models.py` holds the models, `scheduler.py` decides which rows join, `prefill_budget.py` how much is prefilled between
-rounds, `shared_batch.py` runs the rounds,
-`generation.py` turns commits into outputs, `text_scores.py` has log-probabilities of given texts, and
-`service.py` runs requests on a thread of its own, for a server.
+`models.py` holds the models, `shared_batch.py` admits rows and runs the rounds, `generation.py` turns commits into outputs,
+`text_scores.py` has log-probabilities of given texts, and `service.py` runs requests on a thread of its own, for a server.
 """
 
 from secondguess.engine.generation import NewPiece as NewPiece
