@@ -16,7 +16,6 @@ import torch
 
 from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.memory import check_memory, head_memory
-from secondguess.checkpoint.source import one_at_a_time
 from secondguess.controllers import make_controller
 from secondguess.core import TokenLogprob
 from secondguess.drafters.spec import DrafterSpec, make_drafter
@@ -34,6 +33,7 @@ from secondguess.pairing import (
     resolve_pair,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
+from secondguess.runtime.system.exclusive import one_at_a_time
 from secondguess.runtime.system.machine import without_defaults_of_caller
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.text import Piece

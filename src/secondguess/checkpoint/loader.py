@@ -20,7 +20,7 @@ from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.memory import check_memory, return_freed_memory
 from secondguess.checkpoint.plan import Checkpoint, require_torchao
 from secondguess.checkpoint.progress import report_bytes
-from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source, one_at_a_time
+from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
@@ -35,6 +35,7 @@ from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.decoder.products import can_pack
 from secondguess.runtime.decoder.stored import StoredModel
 from secondguess.runtime.modules.packing import pack_linears, quantise_linears
+from secondguess.runtime.system.exclusive import one_at_a_time
 from secondguess.runtime.system.machine import autocast_dtype, without_defaults_of_caller
 from secondguess.runtime.system.quiet import quiet
 from secondguess.runtime.weight_format import BFLOAT16, QUANTIZATIONS, WeightFormat

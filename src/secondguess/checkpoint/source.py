@@ -41,7 +41,7 @@ from secondguess.errors import (
     SecondGuessError,
 )
 from secondguess.runtime.decoder.stored import WeightSource
-from secondguess.runtime.system.exclusive import loading
+from secondguess.runtime.system.exclusive import one_at_a_time
 from secondguess.runtime.system.quiet import no_progress_bars, quiet
 from secondguess.runtime.weight_format import WeightFormat
 
@@ -57,17 +57,6 @@ ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of `from_pretrained`. If `trust_remote_code` is left out, Transformers asks on the standard input."""
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of `generation_config.json` that are sampling settings."""
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Return a context that one thread at a time is in.
-
-    While it loads a model, Transformers replaces functions of its own and of torch, and the default dtype. A fork
-    waits until it has restored them.
-    """
-    with loading:
-        yield
 
 
 class Source(ABC):

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from families import FAMILIES, KINDS, needs_kernels, random_tokens, row_of, runtime_of, write_checkpoint
-from secondguess.checkpoint.source import one_at_a_time
 from secondguess.core import Draft
 from secondguess.runtime.system import exclusive
 
@@ -223,7 +222,7 @@ def test_a_fork_waits_for_a_checkpoint_that_is_read():
     """Transformers changes the default dtype meanwhile."""
     entered = threading.Event()
 
-    @one_at_a_time()
+    @exclusive.one_at_a_time()
     def read():
         torch.set_default_dtype(torch.bfloat16)
         entered.set()
@@ -236,7 +235,7 @@ def test_a_fork_waits_for_a_checkpoint_that_is_read():
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        with one_at_a_time():
+        with exclusive.one_at_a_time():
             os._exit(0 if torch.get_default_dtype() == torch.float32 else 1)
     _, status = os.waitpid(child, 0)
     reader.join()

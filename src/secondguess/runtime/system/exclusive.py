@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -61,6 +62,17 @@ _registry = threading.RLock()
 _all: WeakSet[CallLock] = WeakSet()
 _held: list[CallLock] = []
 _exiting = False
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Return a context that one thread at a time is in.
+
+    While it loads a model, Transformers replaces functions of its own and of torch, and the default dtype. A fork
+    waits until it has restored them.
+    """
+    with loading:
+        yield
 
 
 def _before_fork() -> None:
