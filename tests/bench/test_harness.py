@@ -7,8 +7,8 @@ from bench_fakes import FakeBatcher, FakeSystem
 
 from secondguess.bench.config import BenchConfig
 from secondguess.bench.costs import Costs
-from secondguess.bench.harness import costs_of
 from secondguess.bench.measurement import Batch, Measurement, Setting, make_batches, turns
+from secondguess.bench.results import costs_of
 from secondguess.bench.roster import all_drafters, drafters_to_run
 from secondguess.bench.systems import Run
 from secondguess.builtin import builtin_paths, head_path

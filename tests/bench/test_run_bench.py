@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from secondguess.api import load
-from secondguess.bench import BenchConfig, as_markdown, run_bench, save_report
+from secondguess.bench.config import BenchConfig
+from secondguess.bench.harness import run_bench
 from secondguess.bench.peers import TransformersModel, TransformersSystem, transformers_systems
 from secondguess.bench.roster import make_systems
 from secondguess.bench.systems import Models, Run, SecondguessSystem
+from secondguess.bench.writing import as_markdown, save_report
 from secondguess.errors import BadInputError, CheckpointError, OutOfMemoryError
 from secondguess.workloads.loading import DATA_VARIABLE
 

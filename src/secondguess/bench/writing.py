@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
-from secondguess.bench.report import CostTable, Report, Result, TaskResult
+from secondguess.bench.report import CostTable, Report, Result, Rounds, TaskResult
 from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
 from secondguess.bench.tables import show, show_count, show_ratio, table
 from secondguess.files import write_atomically
@@ -23,11 +23,10 @@ PHASE_NAMES = {"score": "target"}
 
 def unused_path(path: Path, *suffixes: str) -> Path:
     """Return a path, with a number before its suffix if there is a file already, also with another of `suffixes`."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    for candidate in chain([path], numbered):
-        if not any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
-            return candidate
-    raise AssertionError("numbers do not end")
+    candidate, numbers = path, count(2)
+    while any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
+        candidate = path.with_stem(f"{path.stem}-{next(numbers)}")
+    return candidate
 
 
 def save_report(report: Report, folder: str | Path) -> list[Path]:
@@ -64,8 +63,8 @@ def as_markdown(report: Report) -> str:
         NOTES,
         *(
             block
-            for (temperature, size), results in report.by_setting().items()
-            for block in _blocks_at(temperature, size, results)
+            for setting, results in report.by_setting().items()
+            for block in _blocks_at(*setting, results)
         ),
         *_costs(report.costs),
         _provenance(report),
@@ -126,33 +125,29 @@ def _task_table(results: Sequence[Result]) -> str:
 
 
 def _rounds_table(results: Sequence[Result]) -> str:
-    found = [(result, result.rounds) for result in results if result.rounds is not None]
-    columns = {
-        "method": [result.system for result, _ in found],
-        "tokens per pass (tau)": [f"{rounds.acceptance_length:.2f}" for _, rounds in found],
-        "acceptance rate": [
-            ("nothing drafted" if rounds.acceptance_rate is None else f"{rounds.acceptance_rate:.1%}")
-            if result.speculates
-            else ""
-            for result, rounds in found
-        ],
-        "by position in the draft": [
-            " ".join(f"{rate:.2f}" for rate in rounds.acceptance_by_position[:9]) for _, rounds in found
-        ],
-        "mean draft length": [f"{rounds.draft_length:.2f}" for _, rounds in found],
-        "draft step / pass (c)": [f"{rounds.cost_ratio:.3f}" for _, rounds in found],
-        "predicted tokens/s": [show(rounds.predicted_tokens_per_second, ".1f") for _, rounds in found],
-        "measured/predicted": [show(rounds.measured_over_predicted, ".3f") for _, rounds in found],
-        "share of time": [
-            ", ".join(
-                f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
-                for phase, share in rounds.share_of_seconds.items()
-                if share >= 0.005
-            )
-            for _, rounds in found
-        ],
+    rows = [_rounds_row(result, result.rounds) for result in results if result.rounds is not None]
+    return table(list(rows[0]), [list(row.values()) for row in rows]) if rows else ""
+
+
+def _rounds_row(result: Result, rounds: Rounds) -> dict[str, str]:
+    """Return the cells of a system by column."""
+    rate = "nothing drafted" if rounds.acceptance_rate is None else f"{rounds.acceptance_rate:.1%}"
+    shares = [
+        f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
+        for phase, share in rounds.share_of_seconds.items()
+        if share >= 0.005
+    ]
+    return {
+        "method": result.system,
+        "tokens per pass (tau)": f"{rounds.acceptance_length:.2f}",
+        "acceptance rate": rate if result.speculates else "",
+        "by position in the draft": " ".join(f"{rate:.2f}" for rate in rounds.acceptance_by_position[:9]),
+        "mean draft length": f"{rounds.draft_length:.2f}",
+        "draft step / pass (c)": f"{rounds.cost_ratio:.3f}",
+        "predicted tokens/s": show(rounds.predicted_tokens_per_second, ".1f"),
+        "measured/predicted": show(rounds.measured_over_predicted, ".3f"),
+        "share of time": ", ".join(shares),
     }
-    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _text_table(results: Sequence[Result]) -> str:
