@@ -34,7 +34,8 @@ class Measured(Measurement):
 
     def __init__(self, systems, num_prompts, temperatures, batch_sizes, seed):
         prompts, tasks = [[1, 2]] * num_prompts, [""] * num_prompts
-        super().__init__(prompts, tasks, 4, temperatures, batch_sizes, seed)
+        config = BenchConfig(num_tokens=4, temperatures=temperatures, batch_sizes=batch_sizes, seed=seed)
+        super().__init__(prompts, tasks, config)
         self.systems, self.probe = systems, CountingProbe()
 
     def run(self, progress):

@@ -52,7 +52,7 @@ def report(complete=True, note=""):
         name="tiny",
         complete=complete,
         workbench=Conditions("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
-        costs=CostTable.of(20, COSTS, {"draft": COSTS.draft_step}),
+        costs=CostTable.of(20, COSTS, {"draft": COSTS}),
         results=results(),
         provenance=Provenance(
             date="2026-01-02T03:04:05+00:00",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,8 +10,6 @@ from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.names import ALL
 from secondguess.validation import Count, Different, Seed, Settings, Temperature
-
-PEERS = ("transformers",)
 
 
 class MeasuringSettings(Settings):
@@ -38,7 +36,7 @@ class MeasuringSettings(Settings):
 class BenchConfig(MeasuringSettings):
     """Configuration of a benchmark: prompts, systems and the name of its report."""
 
-    against: Different[str] = ()
+    against: Different[Literal["transformers"]] = ()
     prompts: Annotated[Different[str], Field(min_length=1)] | None = None
     tasks: Different[str] = ()
     num_prompts: Count = 40
@@ -49,9 +47,6 @@ class BenchConfig(MeasuringSettings):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] = "bench"
 
     def model_post_init(self, context: Any) -> None:
-        for peer in self.against:
-            if peer not in PEERS:
-                raise BadInputError(f"expected against to be one of {', '.join(PEERS)}, got {peer!r}")
         if self.against and 1 not in self.batch_sizes:
             raise BadInputError(
                 f"expected 1 among batch_sizes, since {', '.join(self.against)} decodes one prompt at a time, "

@@ -45,14 +45,7 @@ class Bench:
         self.drafters = drafters_to_run(config, self.models.default_drafter)
         longest = config.num_tokens + max(map(len, self.encoded.prompts))
         self.models.check_batch_memory(self.drafters, max(config.batch_sizes), longest)
-        self.measurement = Measurement(
-            self.encoded.prompts,
-            workload.tasks,
-            config.num_tokens,
-            config.temperatures,
-            config.batch_sizes,
-            config.seed,
-        )
+        self.measurement = Measurement(self.encoded.prompts, workload.tasks, config)
 
     def make_probe(self, systems: Sequence[System]) -> ForwardTimer:
         """Return the timer of target passes and of the draft steps of all draft models."""
@@ -82,7 +75,7 @@ class Bench:
             Comparison(setting, systems, runs, tasks[setting.batch_size], measured.seed)
             for setting, runs in measured.finished_runs(systems).items()
         ]
-        steps = {public_name(model): probe.costs(model).draft_step for model in draft_models(systems)}
+        drafting = {public_name(model): probe.costs(model) for model in draft_models(systems)}
         return Report(
             name=name,
             complete=complete,
@@ -98,7 +91,7 @@ class Bench:
                 tasks=tasks,
                 notes=[*self.encoded.notes, *notes],
             ),
-            costs=CostTable.of(probe.context_length, probe.costs(), steps),
+            costs=CostTable.of(probe.context_length, probe.costs(), drafting),
             results=[result for comparison in comparisons for result in comparison.results(probe)],
             provenance=self.models.provenance(num_threads, measured.seed),
         )

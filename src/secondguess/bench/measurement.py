@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from secondguess.bench.config import BenchConfig, TuneConfig
 from secondguess.bench.costs import ForwardTimer
 from secondguess.bench.systems import Run, System
 from secondguess.errors import BadInputError
@@ -60,21 +61,15 @@ def turns(
 class Measurement:
     """Runs of systems, batch by batch; at batch size 1 a batch is a prompt.
 
-    `prompts` are token ids, `tasks` has the task of each. Batch i has the seed `seed` + i.
+    `prompts` are token ids, `tasks` has the task of each. Batch i has the seed of the configuration + i.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tasks: Sequence[str],
-        num_tokens: int,
-        temperatures: Sequence[float],
-        batch_sizes: Sequence[int],
-        seed: int,
+        self, prompts: Sequence[Sequence[int]], tasks: Sequence[str], config: BenchConfig | TuneConfig
     ) -> None:
-        self.prompts, self.num_tokens = prompts, num_tokens
-        self.temperatures, self.seed = temperatures, seed
-        self.batches = {size: make_batches(tasks, size) for size in batch_sizes}
+        self.prompts, self.num_tokens = prompts, config.num_tokens
+        self.temperatures, self.seed = config.temperatures, config.seed
+        self.batches = {size: make_batches(tasks, size) for size in config.batch_sizes}
         self.forget_runs()
 
     def forget_runs(self) -> None:

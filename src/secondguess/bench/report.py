@@ -6,6 +6,7 @@ docs/benchmarks.md explains the figures. None stands for what does not apply to 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from secondguess.bench.costs import Costs
@@ -104,14 +105,14 @@ class CostTable:
     cost_ratio: dict[str, float]
 
     @classmethod
-    def of(cls, context_length: int, costs: Costs, draft_steps: dict[str, float]) -> CostTable:
-        """Return the table of the target's costs and of the seconds of one draft step by draft model."""
+    def of(cls, context_length: int, target: Costs, drafting: Mapping[str, Costs]) -> CostTable:
+        """Return the table of the target's costs, and of those with each draft model."""
         return cls(
             context_length=context_length,
-            target_ms={m: 1000 * costs.target[m] for m in sorted(costs.target)},
-            curve=costs.curve,
-            draft_step_ms={name: 1000 * seconds for name, seconds in draft_steps.items()},
-            cost_ratio={name: seconds / costs.target[1] for name, seconds in draft_steps.items()},
+            target_ms={m: 1000 * target.target[m] for m in sorted(target.target)},
+            curve=target.curve,
+            draft_step_ms={name: 1000 * costs.draft_step for name, costs in drafting.items()},
+            cost_ratio={name: costs.cost_ratio for name, costs in drafting.items()},
         )
 
 

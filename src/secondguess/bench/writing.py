@@ -8,7 +8,7 @@ from pathlib import Path
 
 from secondguess.bench.report import CostTable, Report, Result, Rounds, TaskResult
 from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
-from secondguess.bench.tables import show, show_count, show_ratio, table
+from secondguess.bench.tables import show, show_count, table
 from secondguess.files import write_atomically
 
 NOTES = """\
@@ -108,17 +108,19 @@ def _speed_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         ratios = [result.against.get(baseline) for baseline in baselines]
-        shown = [f"{show_ratio(ratio)}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
+        shown = [f"{ratio}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
         rows.append([result.system, f"{result.tokens_per_second:.1f}", *shown])
     return table(["method", "tokens/s", *(f"speedup over {baseline}" for baseline in baselines)], rows)
 
 
 def _task_table(results: Sequence[Result]) -> str:
     def show_task(found: TaskResult) -> str:
-        parts = [f"{found.tokens_per_second:.1f}", show_ratio(found.against_plain)]
-        if found.against_plain is not None and found.acceptance_length is not None:
-            parts.append(f"tau {found.acceptance_length:.2f}")
-        return ", ".join(part for part in parts if part)
+        parts = [f"{found.tokens_per_second:.1f}"]
+        if found.against_plain is not None:
+            parts.append(str(found.against_plain))
+            if found.acceptance_length is not None:
+                parts.append(f"tau {found.acceptance_length:.2f}")
+        return ", ".join(parts)
 
     header = ["method", *(f"{task} ({found.num_batches})" for task, found in results[0].by_task.items())]
     return table(header, [[result.system, *map(show_task, result.by_task.values())] for result in results])

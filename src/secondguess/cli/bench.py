@@ -77,8 +77,8 @@ SYSTEM_OPTIONS = {
         show_default=DRAFTERS_DEFAULT,
     ),
 }
-LISTS = {"prompts": list[str], "drafters": list[str]}
-"""Options with several values whose setting may be None."""
+LISTS = {"against": list[str], "prompts": list[str], "drafters": list[str]}
+"""Options with several values whose setting has another type."""
 
 BENCH = Group(
     (
