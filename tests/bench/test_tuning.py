@@ -17,7 +17,6 @@ from secondguess.bench.recommendation import PLAIN, recommend
 from secondguess.bench.systems import Run
 from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
 from secondguess.bench.writing import as_markdown
-from secondguess.errors import OutOfMemoryError
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +40,6 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
                 minutes=0.02,
             )
         )
-
-
-def test_a_batch_that_does_not_fit_into_memory_is_refused(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 3 * 10**7)
-    config = TuneConfig(
-        model=str(tiny_checkpoint),
-        drafters=("ngram",),
-        prompts="builtin",
-        num_prompts=1,
-        num_tokens=2,
-        batch_sizes=(1, 1024),
-        minutes=0.01,
-    )
-    with pytest.raises(OutOfMemoryError, match=r"1,024 rows .* smaller --batch-size"):
-        run_tune(config)
 
 
 def test_a_budget_is_shared_between_steps():
