@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from secondguess.bench.config import TuneConfig
-from secondguess.cli import options
+from secondguess.cli import options, sampling
 from secondguess.cli.bench import (
     DRAFTERS_DEFAULT,
-    LISTS,
     PLACE_OPTIONS,
     PROMPTS_DEFAULT,
     save_and_print,
@@ -20,7 +19,6 @@ from secondguess.cli.option_groups import Group, option, options_of, settings_of
 from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
-from secondguess.cli.sampling import TEMPERATURE
 from secondguess.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -28,23 +26,20 @@ if TYPE_CHECKING:
 
 CONFIGURATION = Path("secondguess.toml")
 
-SYSTEM_OPTIONS = {
+TUNE_OPTIONS = {
     "drafters": model_option(
         f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
         "--drafter",
         callback=options.check_drafter,
         show_default=DRAFTERS_DEFAULT,
     ),
-}
-PROMPT_OPTIONS = {
     "prompts": workload_option(
         "A file of prompts, as bench takes it, or builtin for a small built-in set.",
         show_default=PROMPTS_DEFAULT,
     ),
     "num_prompts": workload_option("Maximum number of prompts, evenly spread over the file."),
     "num_tokens": workload_option("Maximum number of new tokens per prompt.", "--max-tokens"),
-}
-RUN_OPTIONS = {
+    "temperature": sampling.OPTIONS["temperature"],
     "batch_sizes": workload_option(
         "Number of prompts that decode together; repeatable, such as 1, 4 and 16 for a server.",
         "--batch-size",
@@ -53,14 +48,10 @@ RUN_OPTIONS = {
     "minutes": workload_option("Time budget in minutes; with less, fewer prompts and runs."),
     "seed": workload_option("Seed of sampling."),
 }
-
 TUNE = Group(
     (
         option("model", Annotated[str, options.model_argument(options.MODEL_NAMES)], Parameter.empty),
-        *options_of(TuneConfig, SYSTEM_OPTIONS, LISTS),
-        *options_of(TuneConfig, PROMPT_OPTIONS),
-        option("temperature", TEMPERATURE, 0.0),
-        *options_of(TuneConfig, RUN_OPTIONS),
+        *options_of(TuneConfig, TUNE_OPTIONS, {"drafters": list[str]}),
         *PLACE_OPTIONS,
     ),
     lambda context: settings_of(context, TuneConfig),
