@@ -12,19 +12,20 @@ length that was best for that part, chosen afterwards.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from statistics import median
 
 import torch
 from common import make_parser, store
-from in_turns import ModelsWithOwnCaches, in_turns
+from in_turns import ModelsWithOwnCaches, repeat_in_turns
 from replay import replay
 from round_costs import Stage, measure_round_costs
 from traces import record
 
 from secondguess.api import encode, load
 from secondguess.bench.encoding import encode_workload
-from secondguess.bench.systems import Models, SecondguessSystem
+from secondguess.bench.systems import Models, Run, SecondguessSystem
 from secondguess.bench.tables import table
 from secondguess.builtin import builtin_paths
 from secondguess.controllers import make_controller
@@ -118,27 +119,22 @@ def for_real(
     systems = {
         name: SecondguessSystem(ModelsWithOwnCaches(models), options.drafter, name) for name in controllers
     }
-    in_turns(systems, prompts[:1], 32, temperature, 0)
-    for system in systems.values():
-        system.reset()
-    seconds, decoding = ({name: [[] for _ in prompts] for name in systems} for _ in range(2))
-    for _ in range(options.repeats):
-        for number, prompt in enumerate(prompts):
-            for name, run in in_turns(systems, [prompt], options.max_tokens, temperature, number).items():
-                seconds[name][number].append(run.seconds)
-                decoding[name][number].append(run.decode_seconds)
-    return speeds_of(seconds, mix.tasks, options.max_tokens), speeds_of(
-        decoding, mix.tasks, options.max_tokens
+    batches = [[prompt] for prompt in prompts]
+    *_, runs = repeat_in_turns(systems, batches, options.max_tokens, temperature, options.repeats)
+    whole, decoding = (
+        speeds_of(runs, seconds, mix.tasks, options.max_tokens)
+        for seconds in (attrgetter("seconds"), attrgetter("decode_seconds"))
     )
+    return whole, decoding
 
 
 def speeds_of(
-    seconds: dict[str, list[list[float]]], tasks: Sequence[str], num_tokens: int
+    runs: dict[str, list[list[Run]]], seconds: Callable[[Run], float], tasks: Sequence[str], num_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Return tokens/s by name and part, from seconds by name, prompt and run."""
+    """Return tokens/s by name and part, from the median seconds of every prompt's runs."""
     speeds = {}
-    for name, of_prompts in seconds.items():
-        typical = [median(runs) for runs in of_prompts]
+    for name, of_prompts in runs.items():
+        typical = [median(map(seconds, repeated)) for repeated in of_prompts]
         by_part = {
             part: [time for time, task in zip(typical, tasks, strict=True) if task == part]
             for part in dict.fromkeys(tasks)

@@ -9,7 +9,7 @@ run their last rounds in turn with fewer systems.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from secondguess.bench.systems import Models, Run, SecondguessSystem
@@ -66,3 +66,28 @@ def in_turns(
         rng.shuffle(playing)
         playing = [name for name in playing if running_batches[name].step()]
     return {name: running_batch.run() for name, running_batch in running_batches.items()}
+
+
+def repeat_in_turns(
+    systems: Mapping[str, SecondguessSystem],
+    batches: Sequence[Sequence[Sequence[int]]],
+    num_tokens: int,
+    temperature: float,
+    repeats: int,
+) -> Iterator[dict[str, list[list[Run]]]]:
+    """Decode all batches several times after a warm-up; yield the runs so far by system and batch after every repeat.
+
+    Memory placement affects processor caches: allocating KV caches anew for every repeat turns this into noise
+    instead of a constant advantage of one system.
+    """
+    in_turns(systems, batches[0], 32, temperature, 0)
+    for system in systems.values():
+        system.reset()
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in batches] for name in systems}
+    for _ in range(repeats):
+        for system in systems.values():
+            system.release()
+        for number, batch in enumerate(batches):
+            for name, run in in_turns(systems, batch, num_tokens, temperature, number).items():
+                runs[name][number].append(run)
+        yield runs

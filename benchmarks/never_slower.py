@@ -25,7 +25,7 @@ from typing import TextIO
 
 import torch
 from common import make_parser, store
-from in_turns import ModelsWithOwnCaches, in_turns
+from in_turns import ModelsWithOwnCaches, repeat_in_turns
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from secondguess.bench.encoding import encode_workload
@@ -121,19 +121,10 @@ def compare(options: argparse.Namespace, drafters: dict[str, str]) -> list[dict[
     ]
     table = []
     for temperature in options.temperature:
-        in_turns(systems, batches[0], 32, temperature, 0)
-        for system in systems.values():
-            system.reset()
-        seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in systems}
-        for _ in range(options.repeats):
-            for system in systems.values():
-                # Memory placement affects processor caches: allocating KV caches anew turns this
-                # into noise instead of a constant advantage of one system.
-                system.release()
-            for number, batch in enumerate(batches):
-                runs = in_turns(systems, batch, options.max_tokens, temperature, number)
-                for name, run in runs.items():
-                    seconds[name][number].append(run.seconds)
+        for runs in repeat_in_turns(systems, batches, options.max_tokens, temperature, options.repeats):
+            seconds = {
+                name: [[run.seconds for run in repeated] for repeated in own] for name, own in runs.items()
+            }
             rows = summarise(seconds, temperature, size)
             tell(rows, sys.stderr)
         tell(rows, sys.stdout)

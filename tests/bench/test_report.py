@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from bench_fakes import FakeSystem, stats_of
@@ -12,13 +13,14 @@ from bench_fakes import FakeSystem, stats_of
 from secondguess.bench.costs import Costs
 from secondguess.bench.measurement import Setting
 from secondguess.bench.report import Conditions, CostTable, Report
-from secondguess.bench.results import compare_texts, fastest_speculators, make_results, summarise_rounds
+from secondguess.bench.results import Comparison, compare_texts, summarise_rounds
 from secondguess.bench.systems import Run
 from secondguess.bench.writing import as_markdown, save_report
 from secondguess.workloads.provenance import Provenance
 
 TASKS = ["code", "talk", "talk"]
 COSTS = Costs({1: 0.1, 4: 0.13}, draft_step=0.01)
+PROBE = SimpleNamespace(costs=lambda model: COSTS)
 
 
 def runs(speeds, tokens=(1, 2, 3, 4), stats=None):
@@ -42,8 +44,7 @@ def results(temperature=0.0):
         "theirs plain": runs([5.0, 10.0, 20.0], tokens=(1, 2, 3, 5)),
         "theirs fast": runs([20.0, 20.0, 20.0], tokens=(1, 2, 3, 5)),
     }
-    setting, costs = Setting(temperature), dict.fromkeys(("ours plain", "ours fast"), COSTS)
-    return make_results(systems(), {setting: by_system}, {setting: costs}, {1: TASKS}, seed=0)
+    return Comparison(Setting(temperature), systems(), by_system, TASKS, seed=0).results(PROBE)
 
 
 def report(complete=True, note=""):
@@ -51,7 +52,7 @@ def report(complete=True, note=""):
         name="tiny",
         complete=complete,
         workbench=Conditions("prompts.jsonl", "abc", note, 3, 4, 4, 17.0, 0, {1: TASKS}, []),
-        costs=CostTable.of(20, COSTS, {"draft": COSTS.draft_step}),
+        costs=CostTable.of(20, COSTS, {"draft": COSTS}),
         results=results(),
         provenance=Provenance(
             date="2026-01-02T03:04:05+00:00",
@@ -99,10 +100,8 @@ def test_rounds_are_summed_over_prompts():
 
 
 def test_a_system_that_drafted_nothing_has_no_acceptance():
-    names = ["ours plain", "ours fast"]
-    setting, costs = Setting(0.0), dict.fromkeys(names, COSTS)
-    timed = {setting: {name: runs([4.0], stats=stats_of([(0, 0)] * 4)) for name in names}}
-    told = make_results(systems()[:2], timed, {setting: costs}, {1: ["x"]}, seed=0)
+    timed = {name: runs([4.0], stats=stats_of([(0, 0)] * 4)) for name in ("ours plain", "ours fast")}
+    told = Comparison(Setting(0.0), systems(), timed, ["x"], seed=0).results(PROBE)
     shown = dataclasses.replace(report(), results=told)
     assert json.loads(shown.to_json())["results"][1]["rounds"]["acceptance_rate"] is None
     assert "| ours fast | 1.00 | nothing drafted |" in page_of(shown)
@@ -169,8 +168,8 @@ def results_over(num_prompts, batch_size=1):
         name: runs([speed + place for place in range(num_prompts)])
         for name, speed in (("ours plain", 10.0), ("ours fast", 20.0))
     }
-    timed = {Setting(0.0, batch_size): by_system}
-    return make_results(systems()[:2], timed, {}, {batch_size: ["same"] * num_prompts}, seed=0)
+    tasks = ["same"] * num_prompts
+    return Comparison(Setting(0.0, batch_size), systems(), by_system, tasks, seed=0).results(PROBE)
 
 
 @pytest.mark.parametrize(("batch_size", "units"), [(1, "prompts"), (4, "batches")])
@@ -190,20 +189,21 @@ def test_an_interval_needs_enough_prompts(batch_size, units):
 
 
 def test_a_single_task_has_no_table():
-    timed = {Setting(0.0): {"ours plain": runs([1.0] * 3)}}
-    told = make_results(systems()[:1], timed, {}, {1: ["same"] * 3}, seed=0)
+    timed = {"ours plain": runs([1.0] * 3)}
+    told = Comparison(Setting(0.0), systems(), timed, ["same"] * 3, seed=0).results(PROBE)
     assert "By task" not in page_of(dataclasses.replace(report(), results=told))
 
 
 def test_ratios_are_computed_within_one_setting():
-    """At batch size 2 no system of the other family runs; at temperature 1 all are slower."""
+    """At batch size 2 no system of the other family runs."""
     log = []
     rivals = [FakeSystem("ours", log), FakeSystem("theirs", log, family="theirs")]
-    by_setting = {
-        Setting(0.0): {"ours": runs([4.0]), "theirs": runs([2.0])},
-        Setting(0.0, 2): {"ours": runs([6.0])},
-    }
-    told = make_results(rivals, by_setting, {}, {1: ["x"], 2: ["x"]}, seed=0)
+    by_size = {1: {"ours": runs([4.0]), "theirs": runs([2.0])}, 2: {"ours": runs([6.0])}}
+    told = [
+        result
+        for size, timed in by_size.items()
+        for result in Comparison(Setting(0.0, size), rivals, timed, ["x"], seed=0).results(PROBE)
+    ]
     assert [(each.system, each.batch_size, set(each.against)) for each in told] == [
         ("ours", 1, {"theirs"}), ("theirs", 1, {"ours"}), ("ours", 2, set()),
     ]  # fmt: skip
@@ -243,7 +243,9 @@ def test_a_family_is_represented_by_its_fastest_speculative_system():
     ]
     # The mean of `slow` is larger; its median is not.
     speeds = {"plain": [9.0] * 3, "slow": [1.0, 2.0, 90.0], "fast": [3.0, 3.0, 3.0], "lone": [1.0] * 3}
-    assert fastest_speculators(rivals, speeds) == {"secondguess": "fast"}
+    timed = {name: runs(own) for name, own in speeds.items()}
+    compared = Comparison(Setting(0.0), rivals, timed, ["x"] * 3, seed=0)
+    assert compared.fastest_speculators() == {"secondguess": "fast"}
 
 
 def test_the_json_has_stable_names(tmp_path):

@@ -10,14 +10,13 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from secondguess.bench import as_markdown, tuning
+from secondguess.bench import tuning
 from secondguess.bench.config import TuneConfig
 from secondguess.bench.recommendation import PLAIN, recommend
 from secondguess.bench.systems import Run
 from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
-from secondguess.errors import OutOfMemoryError
+from secondguess.bench.writing import as_markdown
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +40,6 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
                 minutes=0.02,
             )
         )
-
-
-def test_a_batch_that_does_not_fit_into_memory_is_refused(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("secondguess.checkpoint.memory.available_memory", lambda _: 3 * 10**7)
-    config = TuneConfig(
-        model=str(tiny_checkpoint),
-        drafters=("ngram",),
-        prompts="builtin",
-        num_prompts=1,
-        num_tokens=2,
-        batch_sizes=(1, 1024),
-        minutes=0.01,
-    )
-    with pytest.raises(OutOfMemoryError, match=r"1,024 rows .* smaller --batch-size"):
-        run_tune(config)
 
 
 def test_a_budget_is_shared_between_steps():
@@ -281,20 +265,6 @@ def test_a_closed_pipe_loses_no_result(secondguess_command, tmp_path, monkeypatc
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
-def test_the_default_number_of_threads_is_that_of_torch(secondguess_command, tiny_checkpoint, monkeypatch):
-    seen = []
-
-    def run(config, progress):
-        seen.append(config.num_threads)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tuning, "run_tune", run)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    for options in ([], ["--threads", "3"]):
-        secondguess_command("tune", tiny_checkpoint, "--drafter", "suffix", "--prompts", "builtin", *options)
-    assert seen == [7, 3]
-
-
 def test_an_interruption_reports_the_step_and_writes_nothing(
     secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
 ):
@@ -337,7 +307,7 @@ def test_an_interruption_reports_the_step_and_writes_nothing(
         ),
         (["--minutes", "nan"], "expected --minutes to be a finite number"),
         (["--minutes", "-1"], "expected --minutes to be greater than or equal to 0.01"),
-        (["--threads", "0"], "expected num_threads to be greater than or equal to 1"),
+        (["--threads", "0"], "expected --threads to be greater than or equal to 1"),
         (["--temperature", "-1"], "expected --temperature to be greater than or equal to 0"),
         (["--dtype", "int3"], "expected dtype"),
         (["--output", "a-file"], "expected a folder for --output, got the file a-file"),

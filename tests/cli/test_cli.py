@@ -670,7 +670,7 @@ def test_inspect_distinguishes_sliding_and_full_layers(secondguess_command, tmp_
 def test_bench_uses_its_options_and_saves_the_report(
     secondguess_command, tmp_path, monkeypatch, tiny_checkpoint
 ):
-    from secondguess.bench import BenchConfig
+    from secondguess.bench.config import BenchConfig
 
     seen = []
 
@@ -683,9 +683,9 @@ def test_bench_uses_its_options_and_saves_the_report(
         assert folder == tmp_path
         return [folder / "a.json", folder / "a.md"]
 
-    monkeypatch.setattr("secondguess.bench.run_bench", run_bench)
-    monkeypatch.setattr("secondguess.bench.as_markdown", lambda _: "# table\n")
-    monkeypatch.setattr("secondguess.bench.save_report", save_report)
+    monkeypatch.setattr("secondguess.bench.harness.run_bench", run_bench)
+    monkeypatch.setattr("secondguess.bench.writing.as_markdown", lambda _: "# table\n")
+    monkeypatch.setattr("secondguess.bench.writing.save_report", save_report)
     plain = secondguess_command("bench", "--output", tmp_path)
     # Interrupted, and yet saved.
     assert (plain.code, plain.out) == (130, "# table\n")
@@ -721,7 +721,7 @@ def test_bench_uses_its_options_and_saves_the_report(
 
 
 def test_bench_checks_its_folder_before_measuring(secondguess_command, tmp_path, monkeypatch):
-    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("secondguess.bench.harness.run_bench", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "folder"):
         done = secondguess_command("bench", "--output", output)
@@ -734,9 +734,9 @@ def test_a_benchmark_that_cannot_be_saved_is_still_printed(secondguess_command, 
     def save_report(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("secondguess.bench.run_bench", lambda *_: None)
-    monkeypatch.setattr("secondguess.bench.as_markdown", lambda _: "# table\n")
-    monkeypatch.setattr("secondguess.bench.save_report", save_report)
+    monkeypatch.setattr("secondguess.bench.harness.run_bench", lambda *_: None)
+    monkeypatch.setattr("secondguess.bench.writing.as_markdown", lambda _: "# table\n")
+    monkeypatch.setattr("secondguess.bench.writing.save_report", save_report)
     done = secondguess_command("bench", "--output", tmp_path)
     assert (done.code, done.out) == (2, "# table\n")
     assert "no space left" in done.err

@@ -6,9 +6,8 @@ A round that drafts k nodes costs k draft steps and one target pass over k + 1 t
                       = T(1) * sum over rounds of  v(k + 1) + k * c
 
 with v(m) = T(m) / T(1) and c = T_draft / T(1) (section 3.3 of Leviathan et al., arXiv 2211.17192,
-with the measured cost of verifying m tokens in place of the assumption v = 1). Sampling,
-verification, cache bookkeeping and Python are not part of the model, so 1 minus `measured /
-predicted` (speeds) is overhead.
+with the measured cost of verifying m tokens in place of the assumption v = 1). The rest of the time
+is overhead.
 
 Passes are timed throughout the run, not in one block at the start: `sample` is called after every
 batch, and target passes alternate with draft steps as in a round, so that caches and clock speed
@@ -85,16 +84,11 @@ class ForwardTimer:
         context: Sequence[int],
         widths: Sequence[int] = WIDTHS,
     ) -> None:
-        self._target = target
-        self._draft_models = dict(draft_models)
-        self._context = list(context)
-        self._widths = widths
+        self._target, self._draft_models = target, draft_models
+        self._context, self._widths = list(context), widths
+        self.context_length = len(context)
         self._target_seconds: dict[int, list[float]] = defaultdict(list)
         self._draft_seconds: dict[str, list[float]] = defaultdict(list)
-
-    @property
-    def context_length(self) -> int:
-        return len(self._context)
 
     def warm_up(self) -> None:
         """Run every pass and discard the timings, since the first passes allocate memory."""

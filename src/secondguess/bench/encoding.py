@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from secondguess.api import encode
 from secondguess.checkpoint.loaded import LoadedModel
@@ -13,8 +13,7 @@ MIN_TRUNCATED_TOKENS = 16
 """Fewest tokens of a truncated prompt; a shorter one would not represent its task."""
 
 
-@dataclass(frozen=True)
-class EncodedWorkload:
+class EncodedWorkload(NamedTuple):
     """Prompts as token ids, in the order of the workload, with a note on those truncated on the left to fit."""
 
     prompts: list[list[int]]
@@ -23,11 +22,7 @@ class EncodedWorkload:
 
 
 def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) -> EncodedWorkload:
-    """Encode all prompts, truncating on the left those that leave no room for the new tokens.
-
-    Raises:
-        BadInputError: fewer than `MIN_TRUNCATED_TOKENS` tokens of a prompt would be left.
-    """
+    """Encode all prompts, truncating on the left those that leave no room for the new tokens."""
     whole = [encode(target, prompt) for prompt in workload.prompts]
     room = target.runtime.context_length - num_tokens
     if room < 1:
@@ -44,11 +39,11 @@ def encode_workload(target: LoadedModel, workload: Workload, num_tokens: int) ->
     first = getattr(target.tokenizer, "bos_token_id", None)
     prompts = [truncate_left(prompt, room, first) for prompt in whole]
     num_truncated = sum(len(prompt) > room for prompt in whole)
-    notes = [
+    note = (
         f"{num_truncated} of {len(prompts)} prompts were cut from the left to the {room} tokens that the target's "
         "context leaves for them"
-    ]
-    return EncodedWorkload(prompts, num_truncated, notes if num_truncated else [])
+    )
+    return EncodedWorkload(prompts, num_truncated, [note] if num_truncated else [])
 
 
 def truncate_left(tokens: list[int], room: int, first: int | None) -> list[int]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from secondguess.bench.config import BenchConfig, TuneConfig
-from secondguess.bench.costs import WIDTHS, Costs, ForwardTimer, typical_context
+from secondguess.bench.costs import WIDTHS, ForwardTimer, typical_context
 from secondguess.bench.encoding import encode_workload
 from secondguess.bench.measurement import Measurement, Progress
 from secondguess.bench.report import Conditions, CostTable, Report
-from secondguess.bench.results import make_results
+from secondguess.bench.results import Comparison
 from secondguess.bench.roster import drafters_to_run, make_systems
-from secondguess.bench.summary import sum_stats
-from secondguess.bench.systems import Models, Run, SecondguessSystem, System, draft_models, threads
+from secondguess.bench.systems import Models, System, draft_models, threads
 from secondguess.workloads.loading import Workload, load_workload
 from secondguess.workloads.provenance import public_name
 
@@ -22,55 +20,32 @@ from secondguess.workloads.provenance import public_name
 def run_bench(config: BenchConfig, progress: Progress = lambda done, total, what: None) -> Report:
     """Run a benchmark and return its report.
 
-    Ctrl-C ends the run early with a report over the finished prompts (`complete` is False).
-
-    Raises:
-        BadInputError: unreadable prompts, or prompts of which too little fits the model's context;
-            an unknown name.
-        CheckpointError: a model that cannot be loaded.
-        KeyboardInterrupt: Ctrl-C before any prompt was finished.
+    Ctrl-C ends the run early with a report over the finished prompts, or passes if there are none.
     """
     workload = load_workload(config.prompts, config.num_prompts, config.tasks)
     if workload.note:
         progress(0, 0, workload.note)
     with threads(config.num_threads) as num_threads:
-        bench = Bench(config, workload, lambda default: drafters_to_run(config, default), config.temperatures)
+        bench = Bench(config, workload)
         systems, notes = make_systems(config, bench.models)
         probe = bench.make_probe(systems)
         complete = bench.measurement.run(systems, probe, progress)
-    report = bench.report(config.name, systems, probe, num_threads, [*notes, *bench.measurement.notes])
-    return replace(report, complete=complete)
+    notes += bench.measurement.notes
+    return bench.report(config.name, systems, probe, num_threads, notes, complete)
 
 
 class Bench:
-    """Models, prompts and measurement of a benchmark or a tuning."""
+    """Models, prompts and measurement of a benchmark or a tuning; the memory for them is checked first."""
 
-    def __init__(
-        self,
-        config: BenchConfig | TuneConfig,
-        workload: Workload,
-        drafters: Callable[[str], Iterable[str]],
-        temperatures: Sequence[float],
-    ) -> None:
-        """Load the models and check the memory.
-
-        Args:
-            drafters: returns the drafters to compare, from the target's default one.
-        """
-        self.models = Models(config.model, config.dtype, config.device)
+    def __init__(self, config: BenchConfig | TuneConfig, workload: Workload) -> None:
+        named = () if config.runs_all else config.drafters or ()
+        self.models = Models(config.model, config.dtype, config.device, drafters=named)
         self.workload = workload
         self.encoded = encode_workload(self.models.target, workload, config.num_tokens)
-        self.drafters = tuple(drafters(self.models.default_drafter))
+        self.drafters = drafters_to_run(config, self.models.default_drafter)
         longest = config.num_tokens + max(map(len, self.encoded.prompts))
         self.models.check_batch_memory(self.drafters, max(config.batch_sizes), longest)
-        self.measurement = Measurement(
-            self.encoded.prompts,
-            workload.tasks,
-            config.num_tokens,
-            temperatures,
-            config.batch_sizes,
-            config.seed,
-        )
+        self.measurement = Measurement(self.encoded.prompts, workload.tasks, config)
 
     def make_probe(self, systems: Sequence[System]) -> ForwardTimer:
         """Return the timer of target passes and of the draft steps of all draft models."""
@@ -88,27 +63,22 @@ class Bench:
         probe: ForwardTimer,
         num_threads: int,
         notes: Iterable[str],
+        complete: bool = True,
     ) -> Report:
         """Return the report of what was measured, with the notes after those on the prompts."""
         measured, workload = self.measurement, self.workload
-        runs = measured.finished_runs(systems)
-        ours = {system.name: system for system in systems if isinstance(system, SecondguessSystem)}
-        costs = {
-            setting: {
-                name: costs_of(ours[name], probe, own, setting.batch_size)
-                for name, own in of.items()
-                if name in ours
-            }
-            for setting, of in runs.items()
-        }
         finished = measured.finished_prompts
         tasks = {
             size: [batch.task for batch in batches] for size, batches in measured.finished_batches.items()
         }
-        steps = {public_name(model): probe.costs(model).draft_step for model in draft_models(systems)}
+        comparisons = [
+            Comparison(setting, systems, runs, tasks[setting.batch_size], measured.seed)
+            for setting, runs in measured.finished_runs(systems).items()
+        ]
+        drafting = {public_name(model): probe.costs(model) for model in draft_models(systems)}
         return Report(
             name=name,
-            complete=True,
+            complete=complete,
             workbench=Conditions(
                 workload=workload.name,
                 workload_sha256=workload.sha256,
@@ -121,21 +91,7 @@ class Bench:
                 tasks=tasks,
                 notes=[*self.encoded.notes, *notes],
             ),
-            costs=CostTable.of(probe.context_length, probe.costs(), steps),
-            results=make_results(systems, runs, costs, tasks, measured.seed),
+            costs=CostTable.of(probe.context_length, probe.costs(), drafting),
+            results=[result for comparison in comparisons for result in comparison.results(probe)],
             provenance=self.models.provenance(num_threads, measured.seed),
         )
-
-
-def costs_of(system: SecondguessSystem, probe: ForwardTimer, runs: Sequence[Run], batch_size: int) -> Costs:
-    """Return the forward costs for the runs of one of our systems in one setting.
-
-    A draft model's step is timed in isolation. A head's step is its drafting time per level, which
-    includes processing the committed tokens; rows of a batch share a level's time.
-    """
-    costs = probe.costs(system.draft_model)
-    if system.draft_model is not None or not system.has_draft_probs:
-        return costs
-    total = sum_stats(run.stats for run in runs if run.stats is not None)
-    num_levels = sum(total.drafted_per_position) / batch_size
-    return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs

@@ -1,8 +1,12 @@
-"""Benchmark report: the data that is saved as JSON, and that Markdown is made from."""
+"""Benchmark report: the data that is saved as JSON, and that Markdown is made from.
+
+docs/benchmarks.md explains the figures. None stands for what does not apply to a system or was not measured.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from secondguess.bench.costs import Costs
@@ -10,30 +14,12 @@ from secondguess.bench.summary import Ratio
 from secondguess.workloads.provenance import Provenance
 
 SCHEMA = 5
-"""Schema version of the JSON.
-
-2: batch sizes, tasks, intervals of tokens/s and notes; `per_prompt` became `per_batch`.
-3: `possessions`, the size and the training time of each drafter.
-4: intervals are null for fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
-5: without `possessions`.
-"""
+"""Version of the JSON, raised when a name or a meaning changes."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Statistics of a system's rounds over all prompts.
-
-    Args:
-        acceptance_length: tokens per target pass and row, correction or bonus included (tau).
-        acceptance_rate: accepted over drafted nodes; None if nothing was drafted.
-        draft_length: mean number of nodes per round.
-        cost_ratio: one draft step over one target pass (c). For a draft model the step is timed in
-            isolation, for heads it is the drafting time per level; 0 for lookup, which runs no model.
-        predicted_tokens_per_second, measured_over_predicted: decoding speed by the cost model, and
-            the measured one over it (medians over prompts, without prefill); None for batches and
-            trees, whose passes differ in cost from those that were timed.
-        share_of_seconds: share of time of each phase.
-    """
+    """Statistics of a system's rounds over all prompts; speeds are predicted and compared without prefill."""
 
     acceptance_length: float
     acceptance_rate: float | None
@@ -48,16 +34,9 @@ class Rounds:
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Comparison of a system's texts at temperature 0 with those of its reference.
+    """Comparison of a system's texts at temperature 0 with those of the system `reference`.
 
-    Args:
-        reference: for a speculating system the plain decoding of its family, for another family's
-            plain decoding ours.
-        num_prompts_differing: texts that differ. Each counts as one flip, since everything after
-            the first difference continues another prefix.
-        num_tokens_differing: positions at which the tokens differ, those after a flip included.
-        num_tokens: positions compared.
-        first_differences: per text, the index of the first difference; None if equal.
+    Everything after a text's first difference continues another prefix, so a differing text counts as one flip.
     """
 
     reference: str
@@ -69,15 +48,7 @@ class TextComparison:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One system on the prompts of one task.
-
-    Args:
-        num_batches: number of batches (at batch size 1: prompts) of this task.
-        tokens_per_second: median over these batches.
-        against_plain: ratio to the plain decoding of the same family; None for the plain decoding
-            itself, and for families without one.
-        acceptance_length: tau; None for systems that report no statistics.
-    """
+    """One system on the batches of one task, compared with the plain decoding of its family."""
 
     num_batches: int
     tokens_per_second: float
@@ -89,16 +60,8 @@ class TaskResult:
 class Result:
     """One system at one temperature and batch size.
 
-    Args:
-        tokens_per_second: median over batches of all new tokens over seconds, prefill included.
-        interval: 95 % percentile-bootstrap interval of `tokens_per_second`; None with too few
-            batches (see `summary.MIN_PROMPTS_FOR_INTERVAL`).
-        per_batch: tokens/s of each batch (at batch size 1: each prompt), in the workload's order.
-        against: ratios to each plain system and to each family's fastest speculating one, by name.
-        by_task: results per task.
-        rounds: None for systems that report no statistics.
-        equality: None at temperatures above 0, and for our plain decoding, the reference of every
-            family's plain decoding.
+    Speeds are all new tokens of a batch over its seconds, prefill included: `per_batch` in the workload's order, and
+    their median with its interval. `against` has ratios to every plain system and every family's fastest other one.
     """
 
     system: str
@@ -117,14 +80,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions shared by all systems.
-
-    Args:
-        workload_note: reason why the default prompts were not used; empty if there is none.
-        num_prompts_cut: prompts that were truncated on the left to fit the target's context.
-        tasks: by batch size, the task of each batch in the order of `Result.per_batch`.
-        notes: further notes for the reader, such as systems that are missing in some settings.
-    """
+    """Conditions shared by all systems; `tasks` has by batch size the task of each batch in `Result.per_batch`."""
 
     workload: str
     workload_sha256: str
@@ -140,15 +96,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of forward passes, measured between the runs.
-
-    Args:
-        context_length: tokens in the KV cache during timing.
-        target_ms: milliseconds of a target pass over m tokens, by m.
-        curve: v(m) = T(m) / T(1).
-        draft_step_ms: milliseconds of one draft step, by draft model.
-        cost_ratio: c, by draft model.
-    """
+    """Costs of target passes by number of tokens and of draft steps by model, with so many tokens in the KV cache."""
 
     context_length: int
     target_ms: dict[int, float]
@@ -157,24 +105,20 @@ class CostTable:
     cost_ratio: dict[str, float]
 
     @classmethod
-    def of(cls, context_length: int, costs: Costs, draft_steps: dict[str, float]) -> CostTable:
-        """Return the table of the target's costs and of the seconds of one draft step by draft model."""
+    def of(cls, context_length: int, target: Costs, drafting: Mapping[str, Costs]) -> CostTable:
+        """Return the table of the target's costs, and of those with each draft model."""
         return cls(
             context_length=context_length,
-            target_ms={m: 1000 * costs.target[m] for m in sorted(costs.target)},
-            curve=costs.curve,
-            draft_step_ms={name: 1000 * seconds for name, seconds in draft_steps.items()},
-            cost_ratio={name: seconds / costs.target[1] for name, seconds in draft_steps.items()},
+            target_ms={m: 1000 * target.target[m] for m in sorted(target.target)},
+            curve=target.curve,
+            draft_step_ms={name: 1000 * costs.draft_step for name, costs in drafting.items()},
+            cost_ratio={name: costs.cost_ratio for name, costs in drafting.items()},
         )
 
 
 @dataclass(frozen=True)
 class Report:
-    """Complete report of a benchmark.
-
-    Args:
-        complete: False if the run was interrupted and the report covers the finished prompts only.
-    """
+    """Complete report of a benchmark; one that was interrupted is not `complete` and covers the finished prompts."""
 
     name: str
     complete: bool
@@ -195,11 +139,7 @@ class Report:
         return dict(sorted(settings.items()))
 
     def result(self, system: str, temperature: float, batch_size: int | None = None) -> Result:
-        """Return the result of a system, by default at its smallest batch size.
-
-        Raises:
-            KeyError: no such result.
-        """
+        """Return the result of a system, by default at its smallest batch size; a `KeyError` if there is none."""
         for (at, size), results in self.by_setting().items():
             for result in results:
                 if (result.system, at) == (system, temperature) and batch_size in (None, size):

@@ -3,114 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 
-from secondguess.bench.costs import Costs, predicted_seconds
+from secondguess.bench.costs import Costs, ForwardTimer, predicted_seconds
 from secondguess.bench.measurement import Setting
 from secondguess.bench.report import Result, Rounds, TaskResult, TextComparison
-from secondguess.bench.summary import compare, median_interval, sum_stats
+from secondguess.bench.summary import Ratio, compare, median_interval, sum_stats
 from secondguess.bench.systems import Run, System
 
-Runs = Mapping[str, Sequence[Run]]
-"""Runs in one setting by system, in the order of its batches; systems that cannot run in it are absent."""
 
+class Comparison:
+    """Runs of systems on the same batches in one setting.
 
-def make_results(
-    systems: Sequence[System],
-    runs: Mapping[Setting, Runs],
-    costs: Mapping[Setting, Mapping[str, Costs]],
-    tasks: Mapping[int, Sequence[str]],
-    seed: int,
-) -> list[Result]:
-    """Return one result per setting and system.
-
-    `costs` has the forward costs of the systems that report statistics, `tasks` by batch size the task of each
-    batch; `seed` is that of the bootstrap. Within a setting all systems have equally many runs.
+    `runs` are by system in the order of the batches, and leave out systems that cannot run in the setting; `tasks` has
+    the task of each batch, `seed` is that of the bootstrap.
     """
-    results = []
-    for setting, own_runs in runs.items():
-        present = [system for system in systems if system.name in own_runs]
-        results += _results_at(
-            setting, present, own_runs, costs.get(setting, {}), tasks[setting.batch_size], seed
+
+    def __init__(
+        self,
+        setting: Setting,
+        systems: Sequence[System],
+        runs: Mapping[str, Sequence[Run]],
+        tasks: Sequence[str],
+        seed: int,
+    ) -> None:
+        self._setting, self._runs, self._tasks, self._seed = setting, runs, tasks, seed
+        self._systems = [system for system in systems if system.name in runs]
+        self._speeds = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
+        self._plain = {system.family: system.name for system in self._systems if not system.speculates}
+
+    def results(self, probe: ForwardTimer) -> list[Result]:
+        """Return one result per system, with the speeds that the measured costs of passes predict."""
+        return [self._result(system, probe) for system in self._systems]
+
+    def _result(self, system: System, probe: ForwardTimer) -> Result:
+        name, (temperature, batch_size) = system.name, self._setting
+        runs, speeds = self._runs[name], self._speeds[name]
+        return Result(
+            system=name,
+            family=system.family,
+            speculates=system.speculates,
+            temperature=temperature,
+            batch_size=batch_size,
+            tokens_per_second=median(speeds),
+            interval=median_interval(speeds, self._seed),
+            per_batch=speeds,
+            against=self._against(name),
+            by_task={task: self._of_task(task, system) for task in dict.fromkeys(self._tasks)},
+            rounds=summarise_rounds(runs, costs_of(system, probe, runs, batch_size), batch_size),
+            equality=self._equality(system) if temperature == 0 else None,
         )
-    return results
 
+    def _against(self, name: str) -> dict[str, Ratio]:
+        baselines = [*self._plain.values(), *self.fastest_speculators().values()]
+        return {
+            baseline: compare(self._speeds[name], self._speeds[baseline], self._seed)
+            for baseline in baselines
+            if baseline != name
+        }
 
-def _results_at(
-    setting: Setting,
-    systems: Sequence[System],
-    runs: Runs,
-    costs: Mapping[str, Costs],
-    tasks: Sequence[str],
-    seed: int,
-) -> list[Result]:
-    """Return the results of one setting, in which all systems ran the same batches."""
-    plain = {system.family: system.name for system in systems if not system.speculates}
-    speeds = {name: [run.tokens_per_second for run in own] for name, own in runs.items()}
-    baselines = [*plain.values(), *fastest_speculators(systems, speeds).values()]
-    results = []
-    for system in systems:
-        name, own = system.name, runs[system.name]
-        # Speculation has to reproduce the plain decoding of its own family. Plain decodings of other families are
-        # compared with ours: a runtime that computes something else would still reproduce its own texts.
-        reference = plain[system.family] if system.speculates else next(iter(plain.values()))
-        comparable = setting.temperature == 0 and reference != name
-        results.append(
-            Result(
-                system=name,
-                family=system.family,
-                speculates=system.speculates,
-                temperature=setting.temperature,
-                batch_size=setting.batch_size,
-                tokens_per_second=median(speeds[name]),
-                interval=median_interval(speeds[name], seed),
-                per_batch=speeds[name],
-                against={
-                    baseline: compare(speeds[name], speeds[baseline], seed)
-                    for baseline in baselines
-                    if baseline != name
-                },
-                by_task=_results_by_task(own, runs.get(plain.get(system.family, name), own), tasks, seed),
-                rounds=summarise_rounds(own, costs[name], setting.batch_size) if name in costs else None,
-                equality=compare_texts(own, runs[reference], reference) if comparable else None,
-            )
-        )
-    return results
+    def fastest_speculators(self) -> dict[str, str]:
+        """Return the fastest speculating system of each family, by median speed."""
+        fastest: dict[str, str] = {}
+        for system in self._systems:
+            if system.speculates:
+                best = fastest.setdefault(system.family, system.name)
+                fastest[system.family] = max(best, system.name, key=lambda name: median(self._speeds[name]))
+        return fastest
 
-
-def _results_by_task(
-    runs: Sequence[Run], plain: Sequence[Run], tasks: Sequence[str], seed: int
-) -> dict[str, TaskResult]:
-    """Return a system's results by task; `plain` is `runs` itself where there is nothing to compare with."""
-    results = {}
-    for task in dict.fromkeys(tasks):
-        indices = [index for index, its_task in enumerate(tasks) if its_task == task]
-        own = [runs[index] for index in indices]
-        speeds = [run.tokens_per_second for run in own]
-        baseline = [plain[index].tokens_per_second for index in indices]
-        stats = [run.stats for run in own if run.stats is not None]
-        results[task] = TaskResult(
+    def _of_task(self, task: str, system: System) -> TaskResult:
+        indices = [index for index, its_task in enumerate(self._tasks) if its_task == task]
+        speeds = [self._speeds[system.name][index] for index in indices]
+        found = [self._runs[system.name][index].stats for index in indices]
+        stats = [own for own in found if own is not None]
+        plain = self._plain.get(system.family, system.name)
+        baseline = [self._speeds[plain][index] for index in indices]
+        return TaskResult(
             num_batches=len(indices),
             tokens_per_second=median(speeds),
-            against_plain=None if plain is runs else compare(speeds, baseline, seed),
+            against_plain=None if plain == system.name else compare(speeds, baseline, self._seed),
             acceptance_length=sum_stats(stats).acceptance_length if stats else None,
         )
-    return results
+
+    def _equality(self, system: System) -> TextComparison | None:
+        """Compare texts with those of the plain decoding of the same family, and its texts with those of ours.
+
+        A runtime that computes something else would still reproduce its own texts.
+        """
+        reference = self._plain[system.family] if system.speculates else next(iter(self._plain.values()))
+        if reference == system.name:
+            return None
+        return compare_texts(self._runs[system.name], self._runs[reference], reference)
 
 
-def fastest_speculators(systems: Sequence[System], speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """Return the fastest speculating system of each family, by median speed."""
-    fastest: dict[str, str] = {}
-    for system in systems:
-        if system.speculates:
-            best = fastest.setdefault(system.family, system.name)
-            fastest[system.family] = max(best, system.name, key=lambda name: median(speeds[name]))
-    return fastest
+def costs_of(system: System, probe: ForwardTimer, runs: Sequence[Run], batch_size: int) -> Costs:
+    """Return the forward costs for the runs of a system in one setting.
+
+    A draft model's step is timed in isolation. A head's step is its drafting time per level, which
+    includes processing the committed tokens; rows of a batch share a level's time.
+    """
+    costs = probe.costs(system.draft_model)
+    if system.draft_model is not None or not system.has_draft_probs:
+        return costs
+    total = sum_stats(run.stats for run in runs if run.stats is not None)
+    num_levels = sum(total.drafted_per_position) / batch_size
+    return replace(costs, draft_step=total.drafting_seconds / num_levels) if num_levels else costs
 
 
 def summarise_rounds(runs: Sequence[Run], costs: Costs, batch_size: int = 1) -> Rounds | None:
-    """Return round statistics with predicted speeds; None for runs without statistics."""
+    """Return round statistics with predicted speeds; None for runs without statistics.
+
+    Batches and trees have no prediction, since their passes differ in cost from those that were timed.
+    """
     timed = [(run.decode_seconds, run.stats) for run in runs if run.stats is not None]
     if not timed:
         return None

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from secondguess.bench.config import BenchConfig, compared_by_default
-from secondguess.bench.systems import (
-    Models,
-    SecondguessSystem,
-    System,
-    draft_models,
-    require_different_names,
-)
+from secondguess.bench.config import BenchConfig, MeasuringSettings
+from secondguess.bench.systems import Models, SecondguessSystem, System, draft_models, require_different_names
 from secondguess.builtin import head_path
 from secondguess.checkpoint.resolve import find_checkpoint
 from secondguess.controllers import make_controller
-from secondguess.drafters import DRAFTERS, draft_model_paths
+from secondguess.drafters import DRAFTERS, draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.heads.mtp import contains_mtp
 from secondguess.pairing import default_drafter
@@ -25,13 +19,18 @@ TREE = "tree=2x2x1"
 """Tree shape in which drafters with draft probabilities are compared, besides the chain."""
 
 
-def drafters_to_run(config: BenchConfig, default: str) -> tuple[str, ...]:
-    """Return the drafters of a benchmark: the named ones, all, or the target's default and its components."""
+def drafters_to_run(config: MeasuringSettings, default: str) -> tuple[str, ...]:
+    """Return the drafters to compare: the named ones, all, or the target's default and its components."""
     if config.runs_all:
         return all_drafters(config.model, default)
     if config.drafters is not None:
         return tuple(name for name in config.drafters if name != "none")  # plain decoding always runs
-    return compared_by_default(default)
+    return _compared_by_default(default)
+
+
+def _compared_by_default(default: str) -> tuple[str, ...]:
+    parts = map(str, parse_drafter_name(default))
+    return tuple(dict.fromkeys((default, *parts, "ngram", "suffix")))
 
 
 def all_drafters(model: str, default: str) -> tuple[str, ...]:
@@ -39,16 +38,13 @@ def all_drafters(model: str, default: str) -> tuple[str, ...]:
 
     All run as chains, those with draft probabilities also as trees.
     """
-    names = ["suffix", "ngram"]
     if model == "builtin":
-        dists = ["model:builtin-draft"]
-        dists += [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
-        names += [variant for name in dists for variant in (name, f"{name},{TREE}")]
-        names.append("suffix+model:builtin-draft")
-        return tuple(names)
-    if contains_mtp(Path(find_checkpoint(model))):
-        names += ["mtp", f"mtp,{TREE}"]
-    return tuple(dict.fromkeys((*compared_by_default(default), *names)))
+        heads = [kind for kind in DRAFTERS if kind != "model" and head_path(kind) is not None]
+        dists = ["model:builtin-draft", *heads]
+        trees = [variant for name in dists for variant in (name, f"{name},{TREE}")]
+        return ("suffix", "ngram", *trees, "suffix+model:builtin-draft")
+    own = ["mtp", f"mtp,{TREE}"] if contains_mtp(Path(find_checkpoint(model))) else []
+    return tuple(dict.fromkeys((*_compared_by_default(default), *own)))
 
 
 def require_draft_model(config: BenchConfig) -> None:
@@ -70,14 +66,28 @@ def require_draft_model(config: BenchConfig) -> None:
 def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], list[str]]:
     """Return our plain decoding, our drafters under their controllers, then peers; and notes on those missing.
 
-    Every drafter runs under its default controller and under the named ones; model drafters also
-    run at each constant draft length. A controller that needs draft probabilities is left out for a
-    drafter without.
-
-    Raises:
-        BadInputError: an unknown name, a controller that no drafter uses, or two systems with the
-            same name.
+    Every drafter runs under its default controller and under the named ones; model drafters also run at each constant
+    draft length. A controller that needs draft probabilities is left out for a drafter without.
     """
+    systems, unused = _own_systems(config, models)
+    if "transformers" in config.against:
+        from secondguess.bench.peers import TransformersModel, transformers_systems
+
+        assistants = {name: TransformersModel.of(models.draft_model(name)) for name in draft_models(systems)}
+        systems += transformers_systems(TransformersModel.of(models.target), assistants, config.draft_lengths)
+    require_different_names(systems)
+    notes = [
+        f"{public_name(drafter)} is not run with {controller}, which does not work with it"
+        for drafter, controller in unused
+    ]
+    alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
+    if alone and config.batch_sizes != (1,):
+        notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
+    return systems, notes
+
+
+def _own_systems(config: BenchConfig, models: Models) -> tuple[list[System], list[tuple[str, str]]]:
+    """Return the systems of this package, and the drafters and controllers that do not work together."""
     fixed = [f"fixed:{length}" for length in config.draft_lengths]
     for name in (*config.controllers, *fixed):
         make_controller(name)  # refuses an unknown name
@@ -102,17 +112,4 @@ def make_systems(config: BenchConfig, models: Models) -> tuple[list[System], lis
                 f"expected a drafter that the controller {controller!r} works with, got {found}; add a drafter with a "
                 "model, or take fixed:K"
             )
-    if "transformers" in config.against:
-        from secondguess.bench.peers import TransformersModel, transformers_systems
-
-        assistants = {name: TransformersModel.of(models.draft_model(name)) for name in draft_models(systems)}
-        systems += transformers_systems(TransformersModel.of(models.target), assistants, config.draft_lengths)
-    require_different_names(systems)
-    notes = [
-        f"{public_name(drafter)} is not run with {controller}, which does not work with it"
-        for drafter, controller in unused
-    ]
-    alone = list(dict.fromkeys(system.family for system in systems if not system.batches))
-    if alone and config.batch_sizes != (1,):
-        notes.append(f"{', '.join(alone)}: at batch size 1 only, since they decode one prompt at a time here")
-    return systems, notes
+    return systems, unused

@@ -23,19 +23,19 @@ prompt the width is 0.
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of one system's speed to another's.
+    """Ratio of two systems' medians over prompts, with its 95 % interval, and the ratio on the worst prompt.
 
-    Args:
-        of_medians: ratio of the medians over prompts.
-        low, high: 95 % percentile-bootstrap interval of `of_medians`; None with fewer than
-            `MIN_PROMPTS_FOR_INTERVAL` prompts.
-        worst: smallest ratio on any single prompt.
+    The interval is that of the percentile bootstrap; None with fewer than `MIN_PROMPTS_FOR_INTERVAL` prompts.
     """
 
     of_medians: float
     low: float | None
     high: float | None
     worst: float
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.of_medians:.2f}x{interval}"
 
 
 def compare(speeds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:

@@ -29,7 +29,7 @@ from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.engine.models import fits_memory
 from secondguess.errors import BadInputError, OutOfMemoryError
 from secondguess.names import Name
-from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies
+from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies, resolve_drafter
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
 from secondguess.stats import Stats
@@ -72,6 +72,7 @@ class System(ABC):
             temperature 0.
         speculates: False for a family's plain decoding, the baseline of the others.
         draft_model: name of the draft model; None if there is none.
+        has_draft_probs: whether drafts come with probabilities, as those of models and heads do.
         batches: whether several prompts can be decoded as one batch; other systems run at batch
             size 1 only.
         exact_length: whether exactly the requested number of tokens is generated.
@@ -81,6 +82,7 @@ class System(ABC):
     family: str
     speculates: bool
     draft_model: str | None = None
+    has_draft_probs: bool = False
     batches: bool = False
     exact_length: bool = True
 
@@ -98,10 +100,22 @@ class System(ABC):
 
 
 class Models:
-    """Models of one benchmark, each loaded once and shared by all systems of this package."""
+    """Models of one benchmark, each loaded once and shared by all systems of this package.
 
-    def __init__(self, model: str, dtype: str, device: str, quantize: str | None = None) -> None:
+    Names of `drafters` are checked before weights are read.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        device: str,
+        quantize: str | None = None,
+        drafters: Iterable[str] = (),
+    ) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
+        for drafter in drafters:
+            resolve_drafter(drafter, checkpoint)
         default = default_drafter(model, checkpoint)
         self.target = load_model(checkpoint)
         self.default_drafter = confirm_default(default, self.target.runtime)
@@ -136,8 +150,8 @@ class Models:
 
     def provenance(self, num_threads: int, seed: int) -> Provenance:
         """Return the provenance of what was measured with all models loaded so far."""
-        loaded = {self._name: self.target, **self._draft_models}
-        loaded = {public_name(name): model for name, model in loaded.items()}
+        all_loaded = {self._name: self.target, **self._draft_models}
+        loaded = {public_name(name): model for name, model in all_loaded.items()}
         return collect_provenance(
             num_threads=num_threads,
             device=self.target.device,
@@ -152,8 +166,7 @@ class RunningBatch:
     """Measured run of one batch, advanced round by round; time between rounds does not count."""
 
     def __init__(self, components: Components, rows: Sequence[Row]) -> None:
-        self._components = components
-        self._rows = rows
+        self._components, self._rows = components, rows
         self._rounds = decode(components, rows)
         self._seconds = 0.0
 
@@ -189,9 +202,7 @@ class SecondguessSystem(System):
     def __init__(
         self, models: Models, drafter: str, controller: str | None = None, *, ends_texts: bool = False
     ) -> None:
-        self._target = models.target
-        self._ends_texts = ends_texts
-        self.exact_length = not ends_texts
+        self._target, self.exact_length = models.target, not ends_texts
 
         def load_draft_model(name: str) -> Runtime:
             self.draft_model = name
@@ -204,8 +215,7 @@ class SecondguessSystem(System):
             pair_vocabularies=models.pair_vocabularies,
             target=self._target,
         )
-        self.drafter = drafter
-        self.controller_name = controller
+        self.drafter, self.controller_name = drafter, controller
         # Refuses an unknown controller, or one that this drafter cannot use, at once.
         choose_controller(controller, self._drafter)
         self._controllers: dict[tuple[float, int], Controller] = {}
@@ -230,9 +240,16 @@ class SecondguessSystem(System):
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> RunningBatch:
         """Start a measured run whose rounds the caller runs one by one."""
+        params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=self.exact_length)
         rows = [
-            self._row(prompt, num_tokens, temperature, seed, index) for index, prompt in enumerate(prompts)
+            make_row(
+                self._target, self._verifier, list(prompt), params, draws_by_race=self._drafter.draws_by_race
+            )
+            for prompt in prompts
         ]
+        for index, row in enumerate(rows):
+            # Seeded noise, but the verifier of requests without a seed, which are the common case.
+            row.seed, row.sample_index = seed, index
         controller = self.controller(temperature, len(prompts))
         # Every system prefills every prompt, whichever has decoded it before.
         self._target.runtime.reset_prefix_cache()
@@ -248,14 +265,6 @@ class SecondguessSystem(System):
 
     def reset(self) -> None:
         self._controllers.clear()
-
-    def _row(self, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int, index: int) -> Row:
-        params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=not self._ends_texts)
-        draws_by_race = self._drafter.draws_by_race
-        row = make_row(self._target, self._verifier, list(prompt), params, draws_by_race=draws_by_race)
-        # Seeded noise, but the verifier of requests without a seed, which are the common case.
-        row.seed, row.sample_index = seed, index
-        return row
 
 
 def speculator_name(drafter: str, controller: str | None = None) -> str:

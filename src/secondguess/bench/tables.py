@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secondguess.bench.summary import Ratio
-
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with columns of equal width; empty without rows.
@@ -30,14 +28,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def show(value: float | str | None, form: str) -> str:
     """Format a value; None gives an empty string."""
     return "" if value is None else format(value, form)
-
-
-def show_ratio(ratio: Ratio | None) -> str:
-    """Format a ratio with its interval if it has one; None gives an empty string."""
-    if ratio is None:
-        return ""
-    interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"{ratio.of_medians:.2f}x{interval}"
 
 
 def show_count(number: int, noun: str) -> str:

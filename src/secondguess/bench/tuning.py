@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
-from secondguess.bench.config import TuneConfig, compared_by_default
+from secondguess.bench.config import TuneConfig
 from secondguess.bench.harness import Bench
 from secondguess.bench.measurement import Progress, Setting
 from secondguess.bench.recommendation import PLAIN, losing_sizes, one_for_all, recommend
 from secondguess.bench.report import Report
 from secondguess.bench.systems import SecondguessSystem, require_different_names, threads
-from secondguess.checkpoint.plan import Checkpoint
 from secondguess.configuration import Configuration, LoadSettings, TuningRecord
 from secondguess.controllers import CONTROLLERS, make_controller
-from secondguess.pairing import resolve_drafter
 from secondguess.stats import Clock
 from secondguess.workloads.loading import Workload, load_workload
 
@@ -37,29 +35,12 @@ SHARE_OF_DRAFTERS, SHARE_OF_CONTROLLERS = 0.3, 0.5
 WARM_UP_TOKENS = 8
 
 
-class Budget:
-    """Seconds that may be spent, from now on."""
-
-    def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    def until(self, share: float) -> Callable[[], bool]:
-        """Return a function that is true until a share of the time left from now on has passed."""
-        left = self._end - self._clock()
-        end = self._end - left * (1 - share) if left > 0 else self._end
-        return lambda: self._clock() < end
-
-
 @dataclass(frozen=True)
 class Tuning:
-    """Results of a tuning.
+    """Results of a tuning: the report of the final runs, and what the configuration needs beside it.
 
-    Args:
-        report: the final runs; its notes contain the recommendation.
-        dropped: by batch size, speed-ups over plain decoding of systems that were dropped before.
-        drafters: drafter and controller of each system by name.
-        load: target, precision and device of the configuration.
+    `dropped` has by batch size the speed-ups of systems that were dropped before the final runs, `drafters` the
+    drafter and the controller of each system.
     """
 
     report: Report
@@ -100,36 +81,26 @@ class Tuning:
                 or None,
                 draft_length=self._best_constant_length(chosen, smallest, rounds.draft_length),
                 cost_ratio=round(rounds.cost_ratio, 4) if chosen != PLAIN else None,
-                speedup={
-                    size: round(size_speedups[chosen], 3)
-                    for size, size_speedups in speedups.items()
-                    if size not in losing
-                },
+                speedup={size: round(own[chosen], 3) for size, own in speedups.items() if size not in losing},
             ),
         )
 
     def _best_constant_length(self, chosen: str, batch_size: int, mean: float) -> int:
         """Return the fastest constant draft length measured for the chosen drafter; 0 for plain decoding.
 
-        Final runs take precedence over those of systems that were dropped after fewer prompts. Where no
-        constant length was measured, it is the mean draft length of the chosen controller.
+        The chosen system's own comes first, then those of the final runs, which cover more prompts than earlier ones.
+        Where no constant length was measured, it is the mean draft length of the chosen controller.
         """
         if chosen == PLAIN:
             return 0
-        for speedups in ({chosen: 1.0}, self.speedups[batch_size], self.dropped.get(batch_size, {})):
-            lengths = [
-                (speedup, self._constant_length(name))
-                for name, speedup in speedups.items()
-                if self.drafters[name][0] == self.drafters[chosen][0] and self._constant_length(name)
-            ]
-            if lengths:
-                return max(lengths)[1]
-        return max(round(mean), 1)
-
-    def _constant_length(self, name: str) -> int:
-        """Return the draft length of a system with the controller `fixed:K`; 0 for another one."""
-        kind, _, length = (self.drafters[name][1] or "").partition(":")
-        return int(length) if kind == "fixed" else 0
+        final = self.speedups[batch_size]
+        lengths = [
+            (name == chosen, name in final, speedup, constant_length(controller))
+            for name, speedup in (self.dropped.get(batch_size, {}) | final).items()
+            for drafter, controller in [self.drafters[name]]
+            if drafter == self.drafters[chosen][0] and constant_length(controller)
+        ]
+        return max(lengths)[-1] if lengths else max(round(mean), 1)
 
     def to_toml(self) -> str:
         """Return the configuration, headed by the recommendation as a comment."""
@@ -143,27 +114,33 @@ def run_tune(
     progress: Progress = lambda done, total, step: None,
     clock: Clock = time.perf_counter,
 ) -> Tuning:
-    """Find the fastest systems.
-
-    Raises:
-        BadInputError: prompts that cannot be read or do not fit the model's context.
-        CheckpointError: a model that cannot be loaded, or tokenizers that cannot be compared.
-    """
+    """Find the fastest systems."""
     budget = Budget(60 * config.minutes, clock)
     workload = load_workload(config.prompts, config.num_prompts)
     workload = replace(workload, tasks=("",) * len(workload.tasks))  # batches may mix tasks
     total = len(Tuner.STEPS) + 1
-    with threads(config.num_threads):
+    with threads(config.num_threads) as num_threads:
         progress(0, total, "loading the models")
-        checkpoint = Checkpoint.resolve(config.model, dtype=config.dtype, device=config.device)
-        for drafter in config.drafters:
-            resolve_drafter(drafter, checkpoint)
         tuner = Tuner(config, workload, budget)
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
             progress(number, total, step)
             method(tuner)
         progress(total, total, "done")
-    return tuner.results()
+    return tuner.results(num_threads)
+
+
+class Budget:
+    """Seconds that may be spent, from now on."""
+
+    def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def until(self, share: float) -> Callable[[], bool]:
+        """Return a function that is true until a share of the time left from now on has passed."""
+        left = self._end - self._clock()
+        end = self._end - left * (1 - share) if left > 0 else self._end
+        return lambda: self._clock() < end
 
 
 class Tuner:
@@ -171,21 +148,17 @@ class Tuner:
 
     def __init__(self, config: TuneConfig, workload: Workload, budget: Budget) -> None:
         self._config, self._budget = config, budget
-        self._bench = Bench(
-            config,
-            workload,
-            lambda default: config.drafters or compared_by_default(default),
-            [config.temperature],
-        )
+        self._bench = Bench(config, workload)
         self.measurement = self._bench.measurement
+        self._sizes = sorted(config.batch_sizes)
         self._systems: dict[tuple[str, str | None, int], SecondguessSystem] = {}
         self._best: dict[int, list[SecondguessSystem]] = {}
-        self.dropped: dict[int, dict[str, float]] = {size: {} for size in config.batch_sizes}
+        self.dropped: dict[int, dict[str, float]] = {size: {} for size in self._sizes}
         self._notes: list[str] = []
 
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
-        for size in self._config.batch_sizes:
+        for size in self._sizes:
             systems = [self._system(size, name, "cost") for name in self._bench.drafters]
             require_different_names(systems)
             self._best[size] = self.halve(size, systems, NUM_DRAFTERS, SHARE_OF_DRAFTERS)
@@ -206,14 +179,18 @@ class Tuner:
         """Return the fastest few by successive halving; plain decoding runs with them."""
         has_time = self._budget.until(share / len(self._config.batch_sizes))
         dropped, num_batches = self.dropped[size], len(self.measurement.batches[size])
-        plain = self._system(size, "none", None)
+        setting, plain = Setting(self._config.temperature, size), self._system(size, "none", None)
         alive, done, step = list(systems), 0, 1
         while len(alive) > keep and done < num_batches and (not done or has_time()):
             end = min(done + step, num_batches)
             for index in range(done, end):
                 self.measurement.run_batch([plain, *alive], size, index)
             done, step = end, 2 * step
-            speeds = {system.name: self._speed(system.name, size, done) for system in (plain, *alive)}
+            runs = {
+                name: self.measurement.runs_of(name, setting, range(done))
+                for name in (PLAIN, *(system.name for system in alive))
+            }
+            speeds = {name: median(run.tokens_per_second for run in own) for name, own in runs.items()}
             dropped |= {system.name: speeds[system.name] / speeds[PLAIN] for system in alive}
             alive.sort(key=lambda system: -speeds[system.name])
             alive = alive[: max(keep, (len(alive) + 1) // 2)]
@@ -223,15 +200,14 @@ class Tuner:
 
     def run_best(self) -> None:
         """Run plain decoding, the default and the best of all batch sizes in turns, at every batch size."""
-        sizes = self._config.batch_sizes
         best = [(system.drafter, system.controller_name) for found in self._best.values() for system in found]
         chosen = dict.fromkeys([("none", None), (self._bench.models.default_drafter, "cost"), *best])
         self.measurement.forget_runs()
-        self._finalists = [self._system(sizes[0], *names) for names in chosen]
+        self._finalists = [self._system(self._sizes[0], *names) for names in chosen]
         self._probe = self._bench.make_probe(self._finalists)
         self._probe.warm_up()
-        for number, size in enumerate(sizes):
-            has_time = self._budget.until(1 / (len(sizes) - number))
+        for number, size in enumerate(self._sizes):
+            has_time = self._budget.until(1 / (len(self._sizes) - number))
             systems = [self._system(size, *names) for names in chosen]
             num_batches, num_runs = len(self.measurement.batches[size]), 0
             while num_runs < MAX_PASSES * num_batches and (not num_runs or has_time()):
@@ -246,28 +222,20 @@ class Tuner:
             for system in systems:
                 self.dropped[size].pop(system.name, None)
 
-    def results(self) -> Tuning:
+    def results(self, num_threads: int) -> Tuning:
         """Return the report of the final runs, with the recommendation among its notes."""
-        report = self._bench.report(
-            "tune", self._finalists, self._probe, self._config.num_threads, self._notes
-        )
+        report = self._bench.report("tune", self._finalists, self._probe, num_threads, self._notes)
         target = self._bench.models.target
         load = LoadSettings(
             model=self._config.model, verifier="auto", dtype=target.dtype, device=target.device
         )
-        drafters = {
-            system.name: (system.drafter, system.controller_name) for system in self._systems.values()
-        }
+        systems = self._systems.values()
+        drafters = {system.name: (system.drafter, system.controller_name) for system in systems}
         tuning = Tuning(report, self.dropped, drafters, load)
         notes = [line.strip("- .:") for line in recommend(tuning.speedups)]
         notes += [_note_dropped(size, dropped) for size, dropped in self.dropped.items() if dropped]
         report.workbench.notes.extend(notes)
         return tuning
-
-    def _speed(self, name: str, size: int, num_batches: int) -> float:
-        """Return the median tokens/s over the first few batches."""
-        runs = self.measurement.runs_of(name, Setting(self._config.temperature, size), range(num_batches))
-        return median(run.tokens_per_second for run in runs)
 
     def _system(self, size: int, drafter: str, controller: str | None) -> SecondguessSystem:
         """Return a system that was warmed up at this batch size."""
@@ -297,3 +265,9 @@ def controllers_for(deterministic: bool) -> list[str]:
     adaptive = [kind for kind in CONTROLLERS if kind != "fixed"]
     usable = [name for name in adaptive if not (deterministic and make_controller(name).needs_probs)]
     return [*(f"fixed:{length}" for length in FIXED_LENGTHS), *usable]
+
+
+def constant_length(controller: str | None) -> int:
+    """Return the draft length of a controller `fixed:K`; 0 for another one."""
+    kind, _, length = (controller or "").partition(":")
+    return int(length) if kind == "fixed" else 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
-from secondguess.bench.report import CostTable, Report, Result, TaskResult
+from secondguess.bench.report import CostTable, Report, Result, Rounds, TaskResult
 from secondguess.bench.summary import MIN_PROMPTS_FOR_INTERVAL
-from secondguess.bench.tables import show, show_count, show_ratio, table
+from secondguess.bench.tables import show, show_count, table
 from secondguess.files import write_atomically
 
 NOTES = """\
@@ -23,11 +23,10 @@ PHASE_NAMES = {"score": "target"}
 
 def unused_path(path: Path, *suffixes: str) -> Path:
     """Return a path, with a number before its suffix if there is a file already, also with another of `suffixes`."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    for candidate in chain([path], numbered):
-        if not any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
-            return candidate
-    raise AssertionError("numbers do not end")
+    candidate, numbers = path, count(2)
+    while any(file.exists() for file in (candidate, *map(candidate.with_suffix, suffixes))):
+        candidate = path.with_stem(f"{path.stem}-{next(numbers)}")
+    return candidate
 
 
 def save_report(report: Report, folder: str | Path) -> list[Path]:
@@ -64,8 +63,8 @@ def as_markdown(report: Report) -> str:
         NOTES,
         *(
             block
-            for (temperature, size), results in report.by_setting().items()
-            for block in _blocks_at(temperature, size, results)
+            for setting, results in report.by_setting().items()
+            for block in _blocks_at(*setting, results)
         ),
         *_costs(report.costs),
         _provenance(report),
@@ -109,50 +108,48 @@ def _speed_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         ratios = [result.against.get(baseline) for baseline in baselines]
-        shown = [f"{show_ratio(ratio)}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
+        shown = [f"{ratio}, worst {ratio.worst:.2f}x" if ratio else "" for ratio in ratios]
         rows.append([result.system, f"{result.tokens_per_second:.1f}", *shown])
     return table(["method", "tokens/s", *(f"speedup over {baseline}" for baseline in baselines)], rows)
 
 
 def _task_table(results: Sequence[Result]) -> str:
     def show_task(found: TaskResult) -> str:
-        parts = [f"{found.tokens_per_second:.1f}", show_ratio(found.against_plain)]
-        if found.against_plain is not None and found.acceptance_length is not None:
-            parts.append(f"tau {found.acceptance_length:.2f}")
-        return ", ".join(part for part in parts if part)
+        parts = [f"{found.tokens_per_second:.1f}"]
+        if found.against_plain is not None:
+            parts.append(str(found.against_plain))
+            if found.acceptance_length is not None:
+                parts.append(f"tau {found.acceptance_length:.2f}")
+        return ", ".join(parts)
 
     header = ["method", *(f"{task} ({found.num_batches})" for task, found in results[0].by_task.items())]
     return table(header, [[result.system, *map(show_task, result.by_task.values())] for result in results])
 
 
 def _rounds_table(results: Sequence[Result]) -> str:
-    found = [(result, result.rounds) for result in results if result.rounds is not None]
-    columns = {
-        "method": [result.system for result, _ in found],
-        "tokens per pass (tau)": [f"{rounds.acceptance_length:.2f}" for _, rounds in found],
-        "acceptance rate": [
-            ("nothing drafted" if rounds.acceptance_rate is None else f"{rounds.acceptance_rate:.1%}")
-            if result.speculates
-            else ""
-            for result, rounds in found
-        ],
-        "by position in the draft": [
-            " ".join(f"{rate:.2f}" for rate in rounds.acceptance_by_position[:9]) for _, rounds in found
-        ],
-        "mean draft length": [f"{rounds.draft_length:.2f}" for _, rounds in found],
-        "draft step / pass (c)": [f"{rounds.cost_ratio:.3f}" for _, rounds in found],
-        "predicted tokens/s": [show(rounds.predicted_tokens_per_second, ".1f") for _, rounds in found],
-        "measured/predicted": [show(rounds.measured_over_predicted, ".3f") for _, rounds in found],
-        "share of time": [
-            ", ".join(
-                f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
-                for phase, share in rounds.share_of_seconds.items()
-                if share >= 0.005
-            )
-            for _, rounds in found
-        ],
+    rows = [_rounds_row(result, result.rounds) for result in results if result.rounds is not None]
+    return table(list(rows[0]), [list(row.values()) for row in rows]) if rows else ""
+
+
+def _rounds_row(result: Result, rounds: Rounds) -> dict[str, str]:
+    """Return the cells of a system by column."""
+    rate = "nothing drafted" if rounds.acceptance_rate is None else f"{rounds.acceptance_rate:.1%}"
+    shares = [
+        f"{PHASE_NAMES.get(phase, phase)} {share:.0%}"
+        for phase, share in rounds.share_of_seconds.items()
+        if share >= 0.005
+    ]
+    return {
+        "method": result.system,
+        "tokens per pass (tau)": f"{rounds.acceptance_length:.2f}",
+        "acceptance rate": rate if result.speculates else "",
+        "by position in the draft": " ".join(f"{rate:.2f}" for rate in rounds.acceptance_by_position[:9]),
+        "mean draft length": f"{rounds.draft_length:.2f}",
+        "draft step / pass (c)": f"{rounds.cost_ratio:.3f}",
+        "predicted tokens/s": show(rounds.predicted_tokens_per_second, ".1f"),
+        "measured/predicted": show(rounds.measured_over_predicted, ".3f"),
+        "share of time": ", ".join(shares),
     }
-    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _text_table(results: Sequence[Result]) -> str:

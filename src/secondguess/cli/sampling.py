@@ -88,4 +88,3 @@ TYPES = {"logit_bias": list[str], "json_schema": Path, "regex": str, "prediction
 """Options whose value is read into the setting; `json_schema` and `regex` are kinds of `grammar`."""
 
 SAMPLING = Group(options_of(SamplingParams, OPTIONS, TYPES), read_params)
-TEMPERATURE = next(option for option in SAMPLING.options if option.name == "temperature").annotation

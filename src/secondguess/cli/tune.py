@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Context
-
-from secondguess.cli import options
-from secondguess.cli.bench import PROMPTS_DEFAULT, save_and_print, workload_option
-from secondguess.cli.option_groups import settings_of
+from secondguess.bench.config import TuneConfig
+from secondguess.cli import options, sampling
+from secondguess.cli.bench import (
+    DRAFTERS_DEFAULT,
+    PLACE_OPTIONS,
+    PROMPTS_DEFAULT,
+    save_and_print,
+    workload_option,
+)
+from secondguess.cli.option_groups import Group, option, options_of, settings_of
 from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
-from secondguess.cli.sampling import TEMPERATURE
 from secondguess.errors import BadInputError
+
+if TYPE_CHECKING:
+    from secondguess.bench.tuning import Tuning
 
 CONFIGURATION = Path("secondguess.toml")
 
+TUNE_OPTIONS = {
+    "drafters": model_option(
+        f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
+        "--drafter",
+        callback=options.check_drafter,
+        show_default=DRAFTERS_DEFAULT,
+    ),
+    "prompts": workload_option(
+        "A file of prompts, as bench takes it, or builtin for a small built-in set.",
+        show_default=PROMPTS_DEFAULT,
+    ),
+    "num_prompts": workload_option("Maximum number of prompts, evenly spread over the file."),
+    "num_tokens": workload_option("Maximum number of new tokens per prompt.", "--max-tokens"),
+    "temperature": sampling.OPTIONS["temperature"],
+    "batch_sizes": workload_option(
+        "Number of prompts that decode together; repeatable, such as 1, 4 and 16 for a server.",
+        "--batch-size",
+        show_default="1",
+    ),
+    "minutes": workload_option("Time budget in minutes; with less, fewer prompts and runs."),
+    "seed": workload_option("Seed of sampling."),
+}
+TUNE = Group(
+    (
+        option("model", Annotated[str, options.model_argument(options.MODEL_NAMES)], Parameter.empty),
+        *options_of(TuneConfig, TUNE_OPTIONS, {"drafters": list[str]}),
+        *PLACE_OPTIONS,
+    ),
+    lambda context: settings_of(context, TuneConfig),
+)
+
 
 def tune(
-    context: Context,
-    model: Annotated[str, options.model_argument(options.MODEL_NAMES)],
-    drafters: Annotated[
-        list[str] | None,
-        model_option(
-            f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
-            "--drafter",
-            callback=options.check_drafter,
-            show_default="the target's default drafter, its parts, ngram and suffix",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        workload_option(
-            "A file of prompts, as bench takes it, or builtin for a small built-in set.",
-            show_default=PROMPTS_DEFAULT,
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int, workload_option("Maximum number of prompts, evenly spread over the file.")
-    ] = 12,
-    num_tokens: Annotated[
-        int, workload_option("Maximum number of new tokens per prompt.", "--max-tokens")
-    ] = 96,
-    temperature: TEMPERATURE = 0.0,
-    batch_sizes: Annotated[
-        list[int] | None,
-        workload_option(
-            "Number of prompts that decode together; repeatable, such as 1, 4 and 16 for a server.",
-            "--batch-size",
-            show_default="1",
-        ),
-    ] = None,
-    minutes: Annotated[
-        float, workload_option("Time budget in minutes; with less, fewer prompts and runs.")
-    ] = 5.0,
-    seed: Annotated[int, workload_option("Seed of sampling.")] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
+    *,
+    config: Annotated[TuneConfig, TUNE],
     output: Annotated[
         Path | None, output_option("Folder for the report as JSON and Markdown.", show_default="none")
     ] = None,
@@ -72,35 +73,13 @@ def tune(
     then the same with the controllers (choices of draft lengths) of the best drafters.
     Ctrl-C writes nothing.
     """
-    from secondguess.bench.config import TuneConfig
-
-    sizes = sorted(batch_sizes or ())
-    config = settings_of(
-        context, TuneConfig, batch_sizes=sizes, num_threads=1 if threads is None else threads
-    )
     _check_output_paths(output, config_out)
 
-    import torch
-
-    from secondguess.bench import as_markdown, tuning
     from secondguess.bench.recommendation import recommend
-    from secondguess.bench.writing import unused_path
+    from secondguess.bench.writing import as_markdown, unused_path
     from secondguess.files import write_atomically
 
-    if threads is None:
-        config = config.model_copy(update={"num_threads": torch.get_num_threads()})
-    doing = "loading"
-    try:
-        with progress_bar("loading") as bar:
-
-            def progress(done: int, total: int, what: str) -> None:
-                nonlocal doing
-                doing = f"step {done} of {total}, {what}"
-                bar(done, total, what)
-
-            tuned = tuning.run_tune(config, progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
+    tuned = _run(config)
     page = tuned.report.to_json() if json else as_markdown(tuned.report)
     if config_out == CONFIGURATION:  # not named by the user, so that an earlier one is kept
         config_out = unused_path(config_out)
@@ -114,6 +93,24 @@ def tune(
             save_and_print(tuned.report, output, page)
     print_note("\n".join([*recommend(tuned.speedups), f"saved {config_out}"]))
     return 0
+
+
+def _run(config: TuneConfig) -> Tuning:
+    """Run the tuning with a progress bar; the message of an interruption names the step."""
+    from secondguess.bench import tuning
+
+    doing = "loading"
+    try:
+        with progress_bar("loading") as bar:
+
+            def progress(done: int, total: int, what: str) -> None:
+                nonlocal doing
+                doing = f"step {done} of {total}, {what}"
+                bar(done, total, what)
+
+            return tuning.run_tune(config, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted at {doing}; nothing was written") from None
 
 
 def _check_output_paths(output: Path | None, config_out: Path) -> None:

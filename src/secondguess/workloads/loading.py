@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,13 +22,11 @@ DATA_VARIABLE = "SECONDGUESS_DATA"
 """Environment variable with the folder of the datasets."""
 BUILTIN = "builtin"
 
-MULTI_TURN = "multi-turn"
-MULTI_TURN_CATEGORIES = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-)  # fmt: skip
+MT_BENCH = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 """MT-bench's categories, which together are one of Spec-Bench's six tasks."""
-SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
-"""Spec-Bench's other tasks, each with a category of its own."""
+OTHER_TASKS = "translation", "summarization", "qa", "math_reasoning", "rag"
+SPEC_BENCH = dict.fromkeys(MT_BENCH, "multi-turn") | {task: task for task in OTHER_TASKS}
+"""Category in Spec-Bench's file -> task."""
 
 Item = TypeVar("Item")
 
@@ -37,13 +36,13 @@ def _spec_bench_record(record: Record, path: Path) -> Prompt:
     text, category = first_turn(record), record.get("category")
     if not text:
         raise BadInputError(f"expected 'turns' with a text first, got {record.get('turns')!r:.60}")
-    if category not in (*MULTI_TURN_CATEGORIES, *SPEC_BENCH_TASKS):
-        known = ", ".join((*MULTI_TURN_CATEGORIES, *SPEC_BENCH_TASKS))
+    task = SPEC_BENCH.get(category) if isinstance(category, str) else None
+    if task is None:
         raise BadInputError(
-            f"expected a category of Spec-Bench ({known}), got {category!r:.60}; "
+            f"expected a category of Spec-Bench ({', '.join(SPEC_BENCH)}), got {category!r:.60}; "
             "other files go by --prompts PATH"
         )
-    return Prompt(text, MULTI_TURN if category in MULTI_TURN_CATEGORIES else str(category))
+    return Prompt(text, task)
 
 
 def _record_with(key: str, task: str) -> Callable[[Record, Path], Prompt]:
@@ -116,18 +115,10 @@ class Workload:
 def load_workload(
     sources: str | Sequence[str] | None = None, num_prompts: int = 40, tasks: Sequence[str] = ()
 ) -> Workload:
-    """Load `num_prompts` prompts, equally many per task as far as available; the choice is deterministic.
+    """Load `num_prompts` prompts, or all, equally many per task as far as available; the choice is deterministic.
 
-    Args:
-        sources: one or several of: a name from `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for
-            our own prompts; a file of JSON lines or plain text. None takes HumanEval if its file is
-            in `SECONDGUESS_DATA`, else our own prompts, with a note.
-        num_prompts: number of prompts; all of them if the sources have fewer.
-        tasks: only prompts of these tasks; empty for all.
-
-    Raises:
-        BadInputError: a file that is missing, empty or has a line without a prompt; a task without
-            prompts; fewer prompts than tasks.
+    A source is a name from `DATA_SETS`, alone or as `NAME:PATH`; `builtin` for our own prompts; or a file of JSON
+    lines or plain text. None takes HumanEval if its file is in `SECONDGUESS_DATA`, else our own prompts, with a note.
     """
     note = ""
     if sources is None:
@@ -136,7 +127,7 @@ def load_workload(
             note = f"no humaneval.jsonl in the folder {DATA_VARIABLE}: the built-in prompts instead"
     loaded = [_load(source) for source in ([sources] if isinstance(sources, str) else sources)]
     by_task: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in (prompt for _, prompts in loaded for prompt in prompts):
+    for prompt in chain.from_iterable(prompts for _, prompts in loaded):
         by_task[prompt.task].append(prompt)
     name = " + ".join(name for name, _ in loaded)
     for task in tasks:

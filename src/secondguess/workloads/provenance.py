@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,13 +20,14 @@ LIBRARIES = ("secondguess", "torch", "transformers", "tokenizers", "numpy")
 
 
 def public_name(name: str) -> str:
-    """Return a model or drafter name for reports: an absolute path becomes its last component.
+    """Return a model or drafter name, or another option, for reports: absolute paths become their last component.
 
-    >>> public_name("model:/data/models/tiny,dtype=float32"), public_name("some/model")
-    ('model:tiny,dtype=float32', 'some/model')
+    Server addresses are kept.
+
+    >>> public_name("model:/data/tiny,dtype=float32"), public_name("some/model"), public_name("http://host/v1")
+    ('model:tiny,dtype=float32', 'some/model', 'http://host/v1')
     """
-    kind, colon, path = name.rpartition(":")
-    return f"{kind}{colon}{Path(path).name if Path(path).is_absolute() else path}"
+    return re.sub(r"(^|[=:](?!//))/(?:[^+]*/)?(?=[^/])", r"\1", name)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def collect_provenance(
     commit, dirty = _git_state(Path(__file__).parents[1])
     return Provenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=show_command(sys.argv),
+        command=shlex.join(map(public_name, sys.argv)),
         commit=commit,
         dirty=dirty,
         python=platform.python_version(),
@@ -78,27 +80,6 @@ def collect_provenance(
         model_sha256={name: hash_weights(folder) for name, folder in models.items()},
         runtimes=dict(runtimes),
     )
-
-
-def show_command(argv: Sequence[str]) -> str:
-    """Return the command line with absolute paths reduced to their last component.
-
-    Server addresses are kept.
-
-    >>> show_command(["/opt/bin/secondguess", "bench", "--model=/data/tiny", "model:/data/draft,x=1"])
-    'secondguess bench --model=tiny model:draft,x=1'
-    """
-    return shlex.join(_without_folders(word) for word in argv)
-
-
-def _without_folders(word: str) -> str:
-    if "://" in word:
-        return word  # server address
-    for mark in ("=", ":"):
-        head, found, tail = word.partition(mark)
-        if found and tail.startswith("/"):
-            return f"{head}{mark}{Path(tail).name}"
-    return Path(word).name if word.startswith("/") else word
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
