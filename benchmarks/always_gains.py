@@ -13,7 +13,8 @@ Two experiments, each in fresh processes and at each temperature:
   which are not counted, and then texts in turns with a second controller that was never disturbed. The
   figure is the ratio of their speeds.
 
-A pair is `builtin`, or a directory that `make_pair.py` wrote (its prompts are random tokens).
+A pair is `builtin`, `MODEL=DRAFTER` such as `SmolLM2-135M-Instruct=self:int4`, or a directory that `make_pair.py` wrote
+(its prompts are random tokens).
 """
 
 from __future__ import annotations
@@ -49,21 +50,25 @@ EXPERIMENTS = ("quiet", "burst at start", "burst later")
 
 @dataclass(frozen=True)
 class Pair:
-    """Paths of a target and a draft model, by the name that the results use."""
+    """Path of a target and name of a drafter, by the name that the results use."""
 
     name: str
     target: str
     drafter: str
+    prompts_are_random: bool = False
 
     @classmethod
     def of(cls, name: str) -> Pair:
         if name == "builtin":
-            return cls(name, "builtin", "builtin-draft")
-        return cls(Path(name).name, f"{name}/target", f"{name}/drafter")
+            return cls(name, "builtin", "model:builtin-draft")
+        target, equals, drafter = name.partition("=")
+        if equals:
+            return cls(Path(target).name, target, drafter)
+        return cls(Path(name).name, f"{name}/target", f"model:{name}/drafter", prompts_are_random=True)
 
     def prompts(self, models: Models, options: argparse.Namespace) -> list[list[int]]:
-        """Token ids of the prompts: a workload for the built-in pair, else random tokens."""
-        if self.name == "builtin":
+        """Token ids of the prompts of a workload, or random ones."""
+        if not self.prompts_are_random:
             workload = load_workload(options.prompts, options.num_prompts)
             return encode_workload(models.target, workload, options.max_tokens).prompts
         rng = random.Random(0)
@@ -99,7 +104,7 @@ class Worker:
         self._endless = cycle(self.prompts)
 
     def system(self, controller: str) -> SecondguessSystem:
-        return SecondguessSystem(ModelsWithOwnCaches(self.models), f"model:{self.pair.drafter}", controller)
+        return SecondguessSystem(ModelsWithOwnCaches(self.models), self.pair.drafter, controller)
 
     def in_turns(
         self, systems: dict[str, SecondguessSystem], prompts: Sequence[Sequence[int]]
@@ -234,10 +239,12 @@ def show(summary: Sequence[dict[str, object]]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--pair", action="append", help="builtin (default), or a directory; repeatable")
+    parser.add_argument(
+        "--pair", action="append", help="builtin (default), MODEL=DRAFTER, or a directory; repeatable"
+    )
     parser.add_argument("--experiment", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
     parser.add_argument("--processes", type=int, default=10, help="fresh processes for each experiment")
-    parser.add_argument("--prompts", default=None, help="of the built-in pair, as for `secondguess bench`")
+    parser.add_argument("--prompts", default=None, help="as for `secondguess bench`")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument(
