@@ -164,17 +164,22 @@ def describe_output(llm: LLM, output: Output) -> dict[str, object]:
     return record
 
 
-def _describe_logprob(each: TokenLogprob) -> dict[str, object]:
+def _describe_logprob(logprob: TokenLogprob) -> dict[str, object]:
     alternatives = [
-        {"token": token, "text": each.alternative_texts[token], "logprob": value}
-        for token, value in each.alternatives.items()
+        {"token": token, "text": logprob.alternative_texts[token], "logprob": value}
+        for token, value in logprob.alternatives.items()
     ]
-    return {"token": each.token, "text": each.text, "logprob": each.logprob, "alternatives": alternatives}
+    return {
+        "token": logprob.token,
+        "text": logprob.text,
+        "logprob": logprob.logprob,
+        "alternatives": alternatives,
+    }
 
 
 def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

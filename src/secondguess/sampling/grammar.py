@@ -58,11 +58,7 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text.
-
-        Raises:
-            BadInputError: an invalid grammar, or one beyond llguidance's limits; gives the reason.
-        """
+        """Return a matcher at the beginning of a text; an invalid or too large grammar raises a BadInputError."""
         unforced = partial(self._compiled, grammar, False)
         return GrammarMatcher(self._compiled(grammar), unforced, self._vocab_size)
 
@@ -224,11 +220,8 @@ class GrammarMatcher:
 def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> None:
     """Mask, in place, the tokens that the rows' grammars do not allow.
 
-    Where no token is left, as when `logit_bias` bans what the grammar requires, the row's end
-    tokens are allowed. Arguments as in `LogitProcessors.apply`.
-
-    Raises:
-        BadInputError: a row without a matcher for its grammar.
+    Where no token is left, as when `logit_bias` bans what the grammar requires, the row's end tokens are allowed.
+    Arguments as in `LogitProcessors.apply`.
     """
     for index, row in enumerate(rows):
         if row.params.grammar is None:
@@ -259,9 +252,6 @@ def compiler_for(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) ->
     """Return the compiler for a fast tokenizer, always used with the same other arguments.
 
     The first call takes up to half a second. End tokens are allowed where the text may end, and nowhere else.
-
-    Raises:
-        BadInputError: llguidance is not installed, or it does not support the tokenizer.
     """
     with _LOCK:
         found = _COMPILERS.get(tokenizer)

@@ -129,12 +129,7 @@ class TopKTopP:
         return _nan_where_not_finite(dists, values[..., :1])
 
     def _probs_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
-        """Return the probabilities of sorted `values`, and True if no token beyond them is kept.
-
-        Args:
-            values: `[row, query, width]`, the largest logits, descending.
-            logits: `[row, query, vocab]`.
-        """
+        """Return the probabilities of the largest logits, sorted descending, and True if no token beyond them is kept."""
         values = values / self._temperature
         possible = values > -math.inf
         last = (self._top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)

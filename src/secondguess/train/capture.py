@@ -162,10 +162,7 @@ def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.de
 
 
 def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
-    """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
-
-    They still compute in the target's dtype.
-    """
+    """Return the target's embeddings, norm and LM head, frozen; they compute in the target's dtype and return float32."""
     embedding_and_head = target.embedding_and_head()
     for part in (embedding_and_head.embed, embedding_and_head.normalise, embedding_and_head.unembed):
         if isinstance(part, nn.Module):

@@ -23,11 +23,7 @@ RUN, RECORD, CARD = "run", "run.json", "README.md"
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget in minutes, steps or both; a run ends when either is spent.
-
-    Raises:
-        BadInputError: neither is given, or one is not positive.
-    """
+    """Budget in minutes, steps or both; a run ends when either is spent."""
 
     minutes: float | None = None
     steps: int | None = None

@@ -63,27 +63,18 @@ def accepted_prefix(draft: Draft, accepted: NDArray[numpy.bool_]) -> NDArray[num
 
 @dataclass(frozen=True)
 class Residual:
-    """Residuals `max(w p - q, 0)` at some positions, and their sums.
+    """Residuals `max(w p - q, 0)` at some positions, and their sums."""
 
-    Args:
-        dists: `[..., vocab]`, the residuals, not normalised.
-        masses: `[...]` on the host, their sums.
-    """
-
-    dists: Tensor
-    masses: FloatArray
+    dists: Tensor  # [..., vocab], not normalised
+    masses: FloatArray  # [...] on the host
 
 
 def residual(
     weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor
 ) -> Residual:
-    """Return the residuals `max(w p - q, 0)` at positions `[...]`.
+    """Return the residuals `max(w p - q, 0)` at positions `[...]`; `weights` w is 1 for token-level rejection.
 
-    Args:
-        weights: `[...]` on the host, w; 1 for token-level rejection.
-        target_probs: `[..., vocab]`, p.
-        draft_probs: `[..., vocab]`, q; None if q is one-hot on `tokens`.
-        tokens: `[...]`, the draft tokens.
+    Probabilities are `[..., vocab]`. Without `draft_probs`, q is one-hot on the draft `tokens` `[...]`.
     """
     if draft_probs is not None:
         return Residual(*residuals(weights, target_probs, draft_probs))

@@ -13,15 +13,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SiblingRank:
-    """The n-th children of a level's queries: all first children, all second children, ...
+    """The n-th children of a level's queries: all first children, all second children, ..."""
 
-    Args:
-        nodes: the children, one per query.
-        queries: their parents, the first queries of the level.
-    """
-
-    nodes: tuple[int, ...]
-    queries: tuple[int, ...]
+    nodes: tuple[int, ...]  # the children, one per query
+    queries: tuple[int, ...]  # their parents, the first queries of the level
 
     @cached_property
     def node_index(self) -> NDArray[numpy.int64]:

@@ -44,13 +44,9 @@ class TraversalVerifier(TreeVerifier):
 def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[FloatArray, list[Tensor]]:
     """Compute the acceptance probabilities of a traversal in which every visited node is rejected.
 
-    The state of a node depends on its initial weight and its children's tokens, not on nodes below
-    these, so the tree is processed level by level.
-
-    Returns:
-        `[row, node]`, the probability that each node is accepted when visited, 0 for padding; and
-        for each query `[row, vocab]`, the distribution of the next token if its node is accepted
-        then, not normalised.
+    Return `[row, node]`, the probability that each node is accepted when visited, 0 for padding; and for each query
+    `[row, vocab]`, the distribution of the next token if its node is accepted then, not normalised. The state of a node
+    depends on its initial weight and its children's tokens, not on nodes below these: the tree is processed by levels.
     """
     sheet = TokenProbs.from_draft(shape, draft, target_probs)
     dists = list(target_probs.unbind(1))

@@ -53,12 +53,10 @@ What remains of it is then mostly rounding error.
 class TokenProbs:
     """Probabilities of the draft tokens, on the host.
 
-    Args:
-        target: `[row, query, node]`, the target probability of each node's token at each query.
-        drafted: `[row, node, node]`, the probability of the second node's token under the draft
-            distribution reported for the first node.
-        remaining: `[row, node]`, the mass of each node's draft distribution without the tokens of
-            its earlier siblings; 0 where nothing was left to draw.
+    `target` `[row, query, node]` is the target's probability of each node's token at each query, `drafted`
+    `[row, node, node]` that of the second node's token under the draft distribution reported for the first node.
+    `remaining` `[row, node]` is the mass of each node's draft distribution without the tokens of its earlier siblings; 0
+    where nothing was left to draw.
     """
 
     target: FloatArray
@@ -101,12 +99,8 @@ class TokenProbs:
 class Level:
     """The queries of one depth that have children, while these are rejected rank by rank.
 
-    Args:
-        sheet: probabilities of the draft tokens.
-        draft: chains or trees of one shape.
-        ranks: the ranks of the level.
-        dists: per query `[row, vocab]`, the residual target distribution, of any positive total.
-            Entries of this level are replaced as children are rejected.
+    `dists` has the residual target distribution `[row, vocab]` of each query, of any positive total; those of this level
+    are replaced as children are rejected. All trees of the draft have one shape.
     """
 
     def __init__(

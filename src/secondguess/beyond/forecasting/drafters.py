@@ -167,7 +167,7 @@ class ForecasterDrafter(ValueDrafter):
             uniforms = torch.from_numpy(noise.uniforms([indices] * len(rows), Purpose.DRAFT))
             values[rows, position] = dist.sample(uniforms[:, None])[:, 0]
             drawn.append(values[rows, position])
-        dists = make_distribution([torch.cat(each, 1) for each in zip(*params, strict=True)])
+        dists = make_distribution([torch.cat(parts, 1) for parts in zip(*params, strict=True)])
         return ValueDraft(torch.stack(drawn, 1), lengths, dists)
 
     def observe(self, histories: Histories, lengths: Tensor, scores: Distribution) -> None:

@@ -62,7 +62,7 @@ class ForecastRuntime:
         future = inputs["future_time_features"]
         static = encoded.static_features[:, None].expand(-1, future.shape[1], -1)
         self._features = torch.cat((static, future), -1)
-        self._loc, self._scale = (each.reshape(len(each), 1, self.dim) for each in (loc, scale))
+        self._loc, self._scale = (tensor.reshape(len(tensor), 1, self.dim) for tensor in (loc, scale))
         self._encoded = encoded.encoder_last_hidden_state
         self._cache_parameter = cache_parameter(type(model))
         self._cross_attention = encoded[self._cache_parameter].cross_attention_cache
@@ -112,7 +112,7 @@ class ForecastRuntime:
         wanted = ((starts - known)[:, None] + torch.arange(num_queries)).clamp(max=width - 1).to(device)
         params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], wanted])
         return self._unscaled(
-            [each.reshape(num_rows, num_queries, self.dim).double() for each in params], series
+            [param.reshape(num_rows, num_queries, self.dim).double() for param in params], series
         )
 
     def rewind(self, rows: Tensor, counts: Tensor) -> None:
@@ -142,12 +142,12 @@ class ForecastRuntime:
         *shape, loc, scale = params
         factor = self._scale[series].double()
         params = [*shape, loc * factor + self._loc[series], scale * factor]
-        if not all(each.isfinite().all() for each in params):
+        if not all(param.isfinite().all() for param in params):
             raise BadInputError(
                 "expected finite distribution parameters from the model, got NaN or infinity: check its"
                 " weights, the past values and the features"
             )
-        return tuple(each.cpu() for each in params)
+        return tuple(param.cpu() for param in params)
 
     def _caches(self, series: Tensor) -> EncoderDecoderCache:
         """Return the cache of the rows with the encoder's keys and values of their series."""

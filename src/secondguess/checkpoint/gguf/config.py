@@ -235,7 +235,9 @@ def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> No
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     elif pattern is not None:
         has_window = _windows_of(pattern, config.num_hidden_layers)
-        config.layer_types = ["sliding_attention" if each else "full_attention" for each in has_window]
+        config.layer_types = [
+            "sliding_attention" if is_windowed else "full_attention" for is_windowed in has_window
+        ]
     is_27b = config.num_hidden_layers == LAYERS_OF_GEMMA_27B[architecture]
     config.query_pre_attn_scalar = (
         config.hidden_size // config.num_attention_heads if is_27b else config.head_dim

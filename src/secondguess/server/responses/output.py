@@ -27,7 +27,7 @@ class OutputItems:
         The next content gets the log-probabilities: their tokens need not have a text of their own.
         """
         if self._with_logprobs:
-            self._logprobs += [chat_logprob(each) for each in logprobs]
+            self._logprobs += [chat_logprob(logprob) for logprob in logprobs]
         for delta in deltas:
             if delta.field == "tool_call":
                 yield from self.close()
