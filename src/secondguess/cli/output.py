@@ -36,8 +36,7 @@ Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 class JsonWriter:
     """Writer of one JSON object per sample, each on its own line.
 
-    Writers show batches in order. A batch has one index per sample: a request with several samples
-    has several indices.
+    Batches come in order, with one index per sample: a request with several samples has several indices.
     """
 
     def __init__(self, llm: LLM) -> None:

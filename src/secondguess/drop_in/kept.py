@@ -46,8 +46,7 @@ class Weights(NamedTuple):
 class ModelState:
     """State of one model, which it does not refer to, so that it ends with the model.
 
-    Args:
-        lock: held by a call while it decodes; reentrant, as a streamer may call `generate`.
+    A call holds `lock` while it decodes; it is reentrant, as a streamer may call `generate`.
     """
 
     def __init__(self) -> None:

@@ -15,12 +15,7 @@ from secondguess.tensors import padded_tensor
 
 
 class StopStringWatcher:
-    """Incremental check of one row against `StopStringCriteria`, token by token.
-
-    Args:
-        criteria: `StopStringCriteria` objects; at least one.
-        prompt: token ids of the row's prompt, padding included.
-    """
+    """Incremental check of one row against `StopStringCriteria`, after a prompt with its padding, token by token."""
 
     def __init__(self, criteria: Sequence[Any], prompt: Sequence[int]) -> None:
         self._criteria = criteria
@@ -37,9 +32,7 @@ class StopStringWatcher:
 def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int:
     """Return the padding token after a finished row: `pad_token_id`, else the first end token.
 
-    Raises:
-        BadInputError: there are several rows, they may end at different lengths, and no padding
-            token is configured.
+    Without one, rows that may end at different lengths raise a BadInputError.
     """
     if num_rows == 1 or not ending.may_stop_early:
         return 0
@@ -56,13 +49,7 @@ def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int
 
 
 class StreamedRows:
-    """Streaming of a batch, one step at a time as in Transformers.
-
-    Args:
-        streamer: receives one tensor `[row]` per step.
-        rows: all rows of the batch.
-        padding: token id used for finished rows.
-    """
+    """Streaming of a batch, one tensor `[row]` per step as in Transformers; finished rows are padded."""
 
     def __init__(self, streamer: Any, rows: Sequence[Row], padding: int) -> None:
         self._streamer = streamer

@@ -122,11 +122,8 @@ class TableModel(Runtime):
 def random_probs(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> NextTokenDist:
     """Return a function that maps each context to a random, but fixed, distribution.
 
-    Args:
-        vocab_size: number of tokens.
-        seed: different seeds give unrelated distributions.
-        sharpness: standard deviation of the logits.
-        zeros: probability that a token gets probability zero; the most probable token never does.
+    `sharpness` is the standard deviation of the logits, `zeros` the probability that a token gets probability zero; the
+    most probable token never does.
     """
     dists: dict[tuple[int, ...], Tensor] = {}
 

@@ -32,14 +32,9 @@ SPECULATION = {
 
 
 class ApiError(Exception):
-    """An error that a client receives.
+    """Error that a client receives: what was expected, what was found and how to fix it.
 
-    Args:
-        status: HTTP status.
-        message: what was expected, what was found and how to fix it.
-        param: name of the request's field.
-        code: OpenAI's short name of the error.
-        retry_after: seconds after which the client may try again.
+    `code` is OpenAI's short name of it, `retry_after` is in seconds.
     """
 
     def __init__(

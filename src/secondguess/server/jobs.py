@@ -21,12 +21,8 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 class Job(Request):
     """One HTTP request: made on a worker thread, received on the engine's thread, read on the event loop.
 
-    Args:
-        token_ids: of each prompt; each gives `params.n` choices.
-        params: sampling settings.
-        images: inputs of the model for the images of the one prompt of a chat; None for text.
-        echo: text that precedes the output of each prompt.
-        make_parser: returns a parser for one choice of a chat.
+    `token_ids` has one list per prompt, each of which gives `params.n` choices; `echo` has the texts that precede their
+    outputs. `images` are those of the one prompt of a chat, and `make_parser` returns a parser for one of its choices.
     """
 
     def __init__(

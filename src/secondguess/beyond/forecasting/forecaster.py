@@ -33,21 +33,11 @@ ForecastModel: TypeAlias = TimeSeriesTransformerForPrediction | InformerForPredi
 
 
 class ForecastRuntime:
-    """Forecaster over some series: encoded once, then scored for any number of rows per series.
+    """Forecaster over some series: encoded once, then scored for `num_rows` rows over all series.
 
-    Args:
-        model: the forecaster, in evaluation mode.
-        inputs: arguments of the model's `generate`, by name.
-        num_rows: number of rows over all series.
-
-    Attributes:
-        head: name of the distribution head.
-        horizon: number of steps to forecast.
-        dim: number of values per step.
-
-    Raises:
-        UnsupportedModelError: a model without an autoregressive decoder or without a density.
-        BadInputError: a model in training mode.
+    `inputs` are the arguments of the model's `generate`, `head` is the name of its distribution head, `horizon` the number
+    of steps to forecast and `dim` that of values per step. A model without an autoregressive decoder or a density raises
+    an UnsupportedModelError, one in training mode a BadInputError.
     """
 
     def __init__(self, model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: int) -> None:
@@ -81,18 +71,11 @@ class ForecastRuntime:
     def score(
         self, rows: Tensor, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
+        """Return the parameters `[row, query, dim]` of the values at steps `starts` `[row]` and after.
 
-        There are as many queries as the longest draft has values, and one; those after a row's own
-        draft are meaningless. Arguments and results are on the host, in float64.
-
-        Args:
-            rows: `[row]`, index of each row. Its values before `starts` are those of its earlier calls, as
-                far as these were accepted.
-            series: `[row]`, index of the series that each row continues.
-            values: `[row, step, dim]`, values so far, then drafted ones; others are ignored.
-            starts: `[row]`, number of values so far.
-            lengths: `[row]`, number of drafted values.
+        There are as many queries as the longest draft has values, and one; those after a row's own draft are meaningless.
+        `values` `[row, step, dim]` are those so far, then `lengths` `[row]` drafted ones. Those of `rows` `[row]` before
+        `starts` are those of earlier calls, as far as they were accepted. All tensors are on the host, in float64.
         """
         num_rows, num_queries = len(rows), int(lengths.max()) + 1
         known = torch.minimum(self._num_cached[rows], starts) * self._keeps_prefix
@@ -165,15 +148,7 @@ class ForecastRuntime:
 
 
 class _Positions(nn.Module):
-    """Position embeddings of the steps that a pass evaluates.
-
-    Args:
-        embeddings: position embeddings of the model's decoder.
-        num_past: number of positions before the first step.
-
-    Attributes:
-        steps: `[row, query]`.
-    """
+    """Position embeddings of the steps `[row, query]` that a pass evaluates, after `num_past` positions."""
 
     def __init__(self, embeddings: nn.Embedding, num_past: int) -> None:
         super().__init__()

@@ -15,15 +15,12 @@ SLOPE_RATIOS = (0.0, *(10.0**power for power in range(-5, 2)))
 
 
 class KalmanDrafter(StandardisedDrafter):
-    """Drafter by a linear Gaussian state-space model: a local level, or a local linear trend.
+    """Drafter by a linear Gaussian state-space model: a local linear trend, or a local level without a slope.
 
         value_t = level_t + noise,  level_t = level_{t-1} + slope_{t-1} + noise,  slope_t = slope_{t-1} + noise
 
     The trend is the constant-velocity model of tracking. Variances have the highest likelihood among
     those of a grid. Drafts use the gains at the end of the past, which have converged by then.
-
-    Args:
-        trend: False for a level without a slope.
     """
 
     def __init__(self, trend: bool = True) -> None:

@@ -83,17 +83,9 @@ def count_stored(file: GgufFile) -> dict[WeightFormat, int]:
 
 
 class GgufWeights:
-    """Weights in a GGUF file.
+    """Weights in a GGUF file; `names` are those of a checkpoint of Transformers, those of experts one by one.
 
-    Args:
-        file: the file.
-        config: configuration of the model.
-
-    Attributes:
-        names: names of the weights in a checkpoint of Transformers, those of experts one by one.
-
-    Raises:
-        UnsupportedModelError: a tensor that the model does not have.
+    A tensor that the model does not have raises an UnsupportedModelError.
     """
 
     def __init__(self, file: GgufFile, config: Any) -> None:
