@@ -30,13 +30,13 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        sheet = TokenProbs.from_draft(shape, draft, target_probs)
+        token_probs = TokenProbs.from_draft(shape, draft, target_probs)
         acceptance_probs: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
         for ranks in shape.levels:
-            level = Level(sheet, draft, ranks, dists)
+            level = Level(token_probs, draft, ranks, dists)
             for rank in ranks:
                 acceptance_probs[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
-                level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
+                level.reject(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
         ends = [descend(shape, answers) for answers in noise.accept(acceptance_probs).tolist()]
         return make_tree_verdict(shape, numpy.array(ends, numpy.int64), dists, noise)

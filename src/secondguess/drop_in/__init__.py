@@ -127,8 +127,8 @@ def custom_generate(
             drafter = LOOKUP_DRAFTER if is_training or is_cast else state.default_drafter(model)
         elif is_cast and DrafterSpec.parse(drafter).target_copies:
             raise BadInputError(
-                f"expected a drafter without a copy of the model under torch.autocast, got {drafter!r}; "
-                "use suffix or model:PATH, or generate outside of autocast"
+                f"cannot draft with {drafter!r} under torch.autocast: it copies the model. Use suffix or model:PATH, or "
+                "generate outside of autocast."
             )
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [

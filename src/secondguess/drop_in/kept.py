@@ -141,8 +141,8 @@ def vocabularies(target: str, drafter: str) -> VocabularyPair | None:
         found = Checkpoint.resolve(target)
     except CheckpointError as error:
         raise BadInputError(
-            f"expected a model whose files have a tokenizer to compare with that of {name.argument}, got one of "
-            f"{target or 'no files'}; save model and tokenizer with save_pretrained and load them from there, or draft "
-            "with suffix or self:int4"
+            f"cannot compare the tokenizer of {target or 'a model without files'} with that of {name.argument}: there is none on "
+            "disk. Save model and tokenizer with save_pretrained and load them from there, or draft with "
+            "suffix or self:int4."
         ) from error
     return pair_vocabularies(found, draft_model, name)

@@ -38,14 +38,14 @@ def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int
         return 0
     if not ending.has_end_tokens:
         raise BadInputError(
-            "expected eos_token_id with stop strings for several rows, got none: without it Transformers does not "
-            "pad a row that has ended; give eos_token_id, or generate row by row"
+            "cannot end rows at stop strings: without eos_token_id, Transformers does not pad a row that has ended. Give "
+            "eos_token_id, or generate row by row."
         )
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(config, name)
         if value is not None:
             return token_ids(name, value)[0]
-    raise BadInputError("expected pad_token_id for rows that end apart, got none; give pad_token_id")
+    raise BadInputError("cannot pad rows that end at different lengths: pad_token_id is not set. Set it.")
 
 
 class StreamedRows:

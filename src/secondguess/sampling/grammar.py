@@ -228,7 +228,7 @@ def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible
             continue
         if row.grammar is None:
             raise BadInputError(
-                "expected a matcher for the request's grammar, got a row without one; make the row with make_row"
+                "cannot apply the grammar: the row has no matcher for it. Make the row with make_row."
             )
         own, width = logits[index], logits.shape[-1]
         tokens = nodes[index].tolist()
@@ -265,8 +265,7 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
         from llguidance.hf import from_tokenizer
     except ImportError:
         raise BadInputError(
-            "expected llguidance for a request with a grammar, got no such package; "
-            "pip install secondguess[serve]"
+            "cannot apply a grammar: llguidance is not installed. Run `pip install secondguess[serve]`."
         ) from None
     try:
         # llguidance needs a place for every token of the tokenizer, also where the model has fewer.
@@ -275,5 +274,5 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
         return GrammarCompiler(found, vocab_size)
     except ValueError as error:
         raise BadInputError(
-            f"expected a tokenizer that llguidance supports for a request with a grammar, got one that it refuses: {error}"
+            f"cannot apply a grammar: llguidance does not support the tokenizer: {error}"
         ) from None

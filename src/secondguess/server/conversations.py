@@ -90,7 +90,7 @@ class ChatTemplate:
         if conversation.tools and not re.search(r"\btools\b", source):
             raise refused(
                 "tools",
-                f"expected no tools, which the chat template of {self._name} does not read; leave them out",
+                f"cannot use tools: the chat template of {self._name} does not read them. Leave them out.",
             )
         format_messages = partial(
             formatter.apply_chat_template,

@@ -95,10 +95,10 @@ class Job(Request):
 def _check_finished(output: Output) -> None:
     if output.finish_reason == "grammar":
         message = (
-            "expected a grammar within llguidance's limits, and of texts that the model's tokens can write, got one that "
-            f"left no token after {len(output.token_ids) - 1} tokens; simplify it"
+            f"cannot continue the reply: after {len(output.token_ids) - 1} tokens, the grammar or llguidance's limits leave "
+            "no token. Simplify the grammar."
         )
         raise ApiError(400, message, code="grammar_limit")
     if output.finish_reason not in FINISH_REASONS:
-        message = "expected a finished output, got one that was cancelled because the server stops; send the request again"
+        message = "cannot finish the reply: the server is shutting down. Send the request again."
         raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

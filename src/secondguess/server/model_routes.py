@@ -58,9 +58,8 @@ async def ready(service: ServiceOf) -> Response:
     """Reply 200 while new requests are accepted, 503 while the server drains."""
     status = service.engine.status()
     if status.is_draining:
-        raise ApiError(
-            503, "the server drains and accepts no more requests", code="draining", retry_after=RETRY_SECONDS
-        )
+        message = "cannot accept requests: the server is shutting down. Retry at another server."
+        raise ApiError(503, message, code="draining", retry_after=RETRY_SECONDS)
     return JsonReply({"status": "ready", "model": _state(status)})
 
 

@@ -96,7 +96,7 @@ class HeadTrainer:
         self.state = RunState()
         self._parameters = [parameter for parameter in trainable.parameters() if parameter.requires_grad]
         if not self._parameters:
-            raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
+            raise BadInputError(f"cannot train a {type(trainable).__name__}: it has no weights to train")
         self.optimizers = make_optimizers(trainable, self._recipe.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
@@ -168,8 +168,8 @@ class HeadTrainer:
         value = float(loss.detach())
         if not math.isfinite(value):
             raise CheckpointError(
-                f"expected a finite loss, got {value} in step {self.state.step}; resume from the last "
-                "checkpoint with a lower learning rate"
+                f"cannot continue training: the loss of step {self.state.step} is {value}. Resume from the last checkpoint "
+                "with a lower learning rate."
             )
         nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip)
         for optimizer in self.optimizers:
@@ -252,8 +252,8 @@ class HeadTrainer:
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"expected the checkpoint of a run of this head in {path}, got: {first}; choose another --out, or delete "
-                "the file to start anew"
+                f"cannot continue the run in {path}: it is no checkpoint of this head ({first}). Choose another --out, or "
+                "delete the file to start anew."
             ) from error
 
     def _cut_log(self) -> None:

@@ -163,8 +163,8 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     llm = load(job.model, "none", dtype=job.load_dtype, device=job.device)
     if job.recipe.runs_first_layers and not llm.target.runtime.supports_partial_forward:
         raise UnsupportedModelError(
-            f"expected a target whose layers run one by one, got {job.model}, which runs as a whole; train a drafter "
-            "that does without, such as medusa"
+            f"cannot train a drafter of kind {job.kind}: the layers of {job.model} cannot run one by one. Train another "
+            "kind, such as medusa."
         )
     # All that can be refused is refused before the folder is bound to these options and texts are written.
     _untrained(job, llm, torch.ones(llm.target.runtime.vocab_size, dtype=torch.long))

@@ -113,8 +113,7 @@ class EarlyExitRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         if target.model.num_layers < 2:
             raise BadInputError(
-                "expected a target of at least 2 layers, as an early exit leaves some out, got one of 1; train another "
-                "kind of drafter"
+                "cannot train an early exit: the target has one layer, and none to leave out. Train another kind of drafter."
             )
         if self.layer:
             check_range("the layer", self.layer, 1, target.model.num_layers - 1)

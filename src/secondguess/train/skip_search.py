@@ -181,6 +181,6 @@ def _load_target(model: str, dtype: str, device: str) -> tuple[LLM, FusedRuntime
     target = llm.target.runtime
     if not isinstance(target, FusedRuntime):
         raise UnsupportedModelError(
-            f"expected a target that the fused runtime covers, got {model}; its layers cannot be left out"
+            f"cannot skip layers of {model}: the fused runtime does not support it. Train another kind of drafter."
         )
     return llm, target

@@ -60,7 +60,7 @@ def read_texts(path: Path) -> list[TrainingText]:
             tokens, counts, lengths = (arrays[name].tolist() for name in ("tokens", "counts", "lengths"))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise CheckpointError(
-            f"expected stored texts in {path}, got: {error}; delete the file to write it anew"
+            f"cannot read the texts in {path}: {error}. Delete the file to write it anew."
         ) from error
     ends = numpy.cumsum(lengths).tolist()
     return [

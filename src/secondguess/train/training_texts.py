@@ -183,7 +183,7 @@ def _chat_ids(target: LoadedModel, messages: Sequence[Message], opens_answer: bo
         )
     except Exception as error:  # templates may raise errors of any class
         raise BadInputError(
-            f"expected messages that the chat template of {target.name} can write, got: {error}"
+            f"cannot encode the messages: the chat template of {target.name} failed: {error}"
         ) from error
     return ids
 

@@ -104,9 +104,9 @@ class Level:
     """
 
     def __init__(
-        self, sheet: TokenProbs, draft: Draft, ranks: Sequence[SiblingRank], dists: list[Tensor]
+        self, token_probs: TokenProbs, draft: Draft, ranks: Sequence[SiblingRank], dists: list[Tensor]
     ) -> None:
-        self._sheet = sheet
+        self._token_probs = token_probs
         self._draft = draft
         self._dists = dists
         self._left = _stack([dists[query] for query in ranks[0].queries])
@@ -120,17 +120,17 @@ class Level:
         The ratio is 0 where nothing was left to draw: such a node was not sampled, so rejecting it
         is always exact.
         """
-        sheet, nodes = self._sheet, rank.node_index
+        token_probs, nodes = self._token_probs, rank.node_index
         if self._totals is None:
-            known = sheet.target[:, rank.query_index, nodes]
+            known = token_probs.target[:, rank.query_index, nodes]
         else:
             count = len(nodes)
             tokens = _pick(self._draft.tokens, rank.nodes)[..., None]
             known = to_host(self._left[:, :count].gather(2, tokens))[..., 0] / self._totals[:, :count]
-        ratios: FloatArray = known * sheet.remaining[:, nodes] / sheet.drawn[:, nodes]
+        ratios: FloatArray = known * token_probs.remaining[:, nodes] / token_probs.drawn[:, nodes]
         return ratios
 
-    def refuse(self, rank: SiblingRank, weights: FloatArray) -> FloatArray:
+    def reject(self, rank: SiblingRank, weights: FloatArray) -> FloatArray:
         """Replace each p by `max(w p - q, 0)`; return the masses `[row, child]` of the residuals.
 
         q is the distribution each child was drawn from: the reported one over the mass left by
@@ -141,7 +141,7 @@ class Level:
         count = len(rank.nodes)
         before = self._left if self._left.shape[1] == count else self._left[:, :count]
         totals = 1.0 if self._totals is None else self._totals[:, :count]
-        remaining = self._sheet.remaining[:, rank.node_index]
+        remaining = self._token_probs.remaining[:, rank.node_index]
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # p and q are both multiplied by `remaining`, so that q is used as reported.
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)

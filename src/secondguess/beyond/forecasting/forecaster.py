@@ -193,9 +193,7 @@ def check_model(model: object) -> None:
                 " it, so that several cannot be scored in one pass; use the model's own generate"
             )
     if model.training:
-        raise BadInputError(
-            "expected a model in evaluation mode, got one in training mode: call model.eval()"
-        )
+        raise BadInputError("cannot forecast with the model: it is in training mode. Call model.eval().")
 
 
 def first_sparse_length(sampling_factor: int, longest: int) -> int | None:

@@ -144,8 +144,8 @@ class GgufFile:
             raise CheckpointError(f"expected a whole GGUF file in {path}, got: {reason}; {advice}") from error
         if (num_parts := self.fields.get("split.count") or 1) > 1:
             raise CheckpointError(
-                f"expected a GGUF file with the whole model, got {path}, one of {num_parts} parts; "
-                "join them with `llama-gguf-split --merge FIRST_PART OUT`"
+                f"cannot load {path}: it is one of {num_parts} parts of a model. Join them with "
+                "`llama-gguf-split --merge FIRST_PART OUT`."
             )
 
     def _read_header(self) -> None:

@@ -188,8 +188,8 @@ class GgufWeights:
             from gguf.quants import dequantize
         except ImportError as error:
             raise UnsupportedModelError(
-                f"expected the package gguf for weights in {self._sources[name][0].type_name}, got none; run "
-                "`pip install secondguess[gguf]`"
+                f"cannot read weights in {self._sources[name][0].type_name}: the package gguf is not installed. Run "
+                "`pip install secondguess[gguf]`."
             ) from error
         kind = GGMLQuantizationType(self._sources[name][0].kind)
         return torch.from_numpy(dequantize(self._bytes(name).numpy(), kind)).view(*self.shape(name))
