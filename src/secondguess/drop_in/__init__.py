@@ -137,8 +137,8 @@ def custom_generate(
         ]
         settings = _seeded(params, len(prompts), num_samples)
         rows = [
-            make_row(target, chosen_verifier, prompt, own, sample=index % num_samples)
-            for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
+            make_row(target, chosen_verifier, prompt, row_params, sample=index % num_samples)
+            for index, (prompt, row_params) in enumerate(zip(prompts, settings, strict=True))
         ]
         for row in rows:
             row.images = images

@@ -244,8 +244,8 @@ def tiny_system(
 
     def runtime(which: int) -> Runtime:
         own = tiny_pair()[which]  # the reference model must stay intact
-        plan = Checkpoint.from_module(own)
-        found = module_runtime(plan, plan.runtimes[0], own)
+        checkpoint = Checkpoint.from_module(own)
+        found = module_runtime(checkpoint, checkpoint.runtimes[0], own)
         assert found is not None
         return found
 

@@ -53,16 +53,10 @@ class Branch:
 class OutcomeScript:
     """Scripted outcomes of the random decisions of every row.
 
-    Args:
-        origins: `[row]` index of the original row that each row is a branch of.
-        digits: `[row]` outcome of each scripted decision.
-        outcomes: number of outcomes of each decision seen so far, in the order of their first use.
-
-    Attributes:
-        probabilities: `[row]` probability of the scripted outcomes used so far.
-        asked: `[row]` bool for each decision, True for rows that have used it.
-        coupled_drafts: by round and depth, the draft distributions `[row, vocab]` and tokens
-            `[row]` of coupled rows; token -1 for other rows.
+    Tensors are `[row]`. `origins` has the index of the original row that each row is a branch of, `digits` the outcome of
+    each scripted decision, and `outcomes` the number of outcomes of each decision seen so far, in the order of first use.
+    `probabilities` are those of the scripted outcomes used so far, and `asked` is True for rows that have used a decision.
+    `coupled_drafts` has, by round and depth, the draft distributions `[row, vocab]` and tokens of coupled rows; -1 for others.
     """
 
     origins: Tensor
