@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.jobs import Job
+from secondguess.server.replies import to_event
 from secondguess.server.reply_fields import Head, Json, origin, requested_statistics, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.service import Service
-from secondguess.server.streams import to_event
 
 RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
 

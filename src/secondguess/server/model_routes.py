@@ -14,10 +14,10 @@ from secondguess.server.bodies import BoundedRoute
 from secondguess.server.conversations import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.images import ImageReader
+from secondguess.server.replies import JsonReply
 from secondguess.server.reply_fields import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service, ServiceOf
-from secondguess.server.streams import JsonReply
 
 router = APIRouter(tags=["server"], route_class=BoundedRoute)
 STARTED = int(time.time())

@@ -7,9 +7,7 @@ from typing import Any
 
 from secondguess.core import TokenLogprob
 from secondguess.server.calls.parsers import Delta, new_id
-from secondguess.server.reply_fields import chat_logprob
-
-Json = dict[str, Any]
+from secondguess.server.reply_fields import Json, chat_logprob
 
 
 class OutputItems:
