@@ -145,8 +145,7 @@ class Level:
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # p and q are both multiplied by `remaining`, so that q is used as reported.
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
-        left = residual(weights * remaining / totals, before, probs, tokens)
-        masses, dists = left.masses, left.dists
+        dists, masses = residual(weights * remaining / totals, before, probs, tokens)
         changes = masses > 0  # never where nothing was drawn: p is multiplied by 0
         if changes.all():
             self._totals = masses
