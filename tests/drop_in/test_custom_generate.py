@@ -230,7 +230,7 @@ def test_under_autocast_the_text_is_that_of_transformers(model, made_layers):
 def test_a_copy_of_the_model_is_refused_under_autocast(model):
     with (
         autocast(),
-        pytest.raises(secondguess.BadInputError, match=r"without a copy of the model under torch"),
+        pytest.raises(secondguess.BadInputError, match=r"under torch.autocast: it copies the model"),
     ):
         ours(model, PROMPT, max_new_tokens=4, drafter="suffix+self:int4")
 
