@@ -12,6 +12,8 @@ token-level rejection. `traversal` accepts more: the tests compare it with this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from secondguess.core import Draft, Verdict
 from secondguess.sampling.noise import Noise
 from secondguess.verifiers.base import Exactness
 from secondguess.verifiers.residuals import FloatArray
-from secondguess.verifiers.shapes import Shape, descend
+from secondguess.verifiers.shapes import Shape
 from secondguess.verifiers.trees import Level, TokenProbs, TreeVerifier, make_tree_verdict
 
 
@@ -30,13 +32,21 @@ class RecursiveVerifier(TreeVerifier):
     exactness = Exactness.LOSSLESS
 
     def verify_shape(self, shape: Shape, draft: Draft, target_probs: Tensor, noise: Noise) -> Verdict:
-        sheet = TokenProbs.from_draft(shape, draft, target_probs)
+        token_probs = TokenProbs.from_draft(shape, draft, target_probs)
         acceptance_probs: FloatArray = numpy.zeros(draft.tokens.shape)
         dists = list(target_probs.unbind(1))
         for ranks in shape.levels:
-            level = Level(sheet, draft, ranks, dists)
+            level = Level(token_probs, draft, ranks, dists)
             for rank in ranks:
                 acceptance_probs[:, rank.node_index] = level.ratios(rank).clip(max=1.0)
-                level.refuse(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
+                level.reject(rank, numpy.ones((draft.num_rows, len(rank.nodes))))
         ends = [descend(shape, answers) for answers in noise.accept(acceptance_probs).tolist()]
         return make_tree_verdict(shape, numpy.array(ends, numpy.int64), dists, noise)
+
+
+def descend(shape: Shape, accepted: Sequence[bool]) -> int:
+    """Return the query at which the descent through the first accepted children ends."""
+    query = 0
+    while (child := next((node for node in shape.children[query] if accepted[node]), None)) is not None:
+        query = child + 1
+    return query

@@ -582,9 +582,9 @@ def clipped_residual(patch: Patch) -> None:
     original = residuals.residual
 
     def residual(*args):
-        left = original(*args)
-        dists = torch.where(left.dists < 1e-3, 0.0, left.dists)
-        return residuals.Residual(dists, dists.sum(-1).numpy())
+        dists, _ = original(*args)
+        dists = torch.where(dists < 1e-3, 0.0, dists)
+        return dists, dists.sum(-1).numpy()
 
     patch.setattr(residuals, "residual", residual)
 

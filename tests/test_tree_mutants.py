@@ -192,7 +192,9 @@ def levels_are_withdrawn(patch: Patch) -> None:
 
 
 def distributions_without_siblings_are_not_renormalised(patch: Patch) -> None:
-    _change_sheets(patch, lambda sheet: replace(sheet, remaining=numpy.sign(sheet.remaining)))
+    _change_token_probs(
+        patch, lambda token_probs: replace(token_probs, remaining=numpy.sign(token_probs.remaining))
+    )
 
 
 def cousins_are_removed_too(patch: Patch) -> None:
@@ -211,10 +213,12 @@ def cousins_are_removed_too(patch: Patch) -> None:
 
 def what_nobody_drew_is_accepted(patch: Patch) -> None:
     """A distribution without tokens left is still used."""
-    _change_sheets(patch, lambda sheet: replace(sheet, remaining=sheet.remaining.clip(1e-3)))
+    _change_token_probs(
+        patch, lambda token_probs: replace(token_probs, remaining=token_probs.remaining.clip(1e-3))
+    )
 
 
-def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
+def _change_token_probs(patch: Patch, change: Callable[[trees.TokenProbs], trees.TokenProbs]) -> None:
     original = trees.TokenProbs.from_draft.__func__
     patch.setattr(
         trees.TokenProbs, "from_draft", classmethod(lambda cls, *args: change(original(cls, *args)))
@@ -223,9 +227,9 @@ def _change_sheets(patch: Patch, change: Callable[[trees.TokenProbs], trees.Toke
 
 def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
     """As for deterministic drafts: the residual is the target's distribution without the rejected tokens."""
-    original = trees.Level.refuse
+    original = trees.Level.reject
 
-    def refuse(self, rank, weights):
+    def reject(self, rank, weights):
         before = self._left[:, : len(rank.nodes)]
         masses = original(self, rank, weights)
         self._left = before.scatter(-1, self._draft.tokens[:, rank.nodes, None], 0.0)
@@ -234,7 +238,7 @@ def siblings_are_removed_from_the_target_too(patch: Patch) -> None:
             self._dists[query] = self._left[:, place]
         return masses
 
-    patch.setattr(trees.Level, "refuse", refuse)
+    patch.setattr(trees.Level, "reject", reject)
 
 
 def weights_outlive_a_rejection(patch: Patch) -> None:
@@ -246,8 +250,8 @@ def children_are_weighed_before_their_siblings_fail(patch: Patch) -> None:
 
     def ratios(self, rank):
         nodes = rank.node_index
-        known = self._sheet.target[:, rank.query_index, nodes]
-        return known * self._sheet.remaining[:, nodes] / self._sheet.drawn[:, nodes]
+        known = self._token_probs.target[:, rank.query_index, nodes]
+        return known * self._token_probs.remaining[:, nodes] / self._token_probs.drawn[:, nodes]
 
     patch.setattr(trees.Level, "ratios", ratios)
 

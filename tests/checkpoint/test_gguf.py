@@ -344,7 +344,9 @@ def test_a_part_of_a_model_is_refused(tmp_path):
     writer.add_uint16("split.count", 3)
     writer.add_tensor("output_norm.weight", torch.ones(WIDTH).numpy())
     finish(writer)
-    with pytest.raises(CheckpointError, match=r"whole model, got .*gguf, one of 3 parts; join them"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot load .*gguf: it is one of 3 parts of a model\. Join them"
+    ):
         Checkpoint.resolve(tmp_path / "model.gguf", device="cpu")
 
 

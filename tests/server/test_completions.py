@@ -203,7 +203,7 @@ def test_a_full_context_is_a_length_and_a_text_that_the_server_cut_an_error(clie
     with pytest.raises(openai.APIStatusError) as caught:
         complete(client)
     assert caught.value.status_code == 503
-    with pytest.raises(openai.APIError, match="because the server stops"):
+    with pytest.raises(openai.APIError, match="the server is shutting down"):
         list(complete(client, stream=True))
 
 

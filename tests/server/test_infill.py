@@ -189,7 +189,7 @@ def test_the_route_refuses_other_fields_by_name(coder, fields, name):
 def test_a_model_without_tokens_for_the_middle_is_refused(http):
     reply = http.post("/infill", json=BODY)
     assert reply.status_code == 400
-    assert "use /v1/completions" in reply.json()["error"]["message"]
+    assert "Use /v1/completions" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("limit", [{}, {"n_predict": -1}, {"n_predict": None}], ids=str)

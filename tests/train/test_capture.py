@@ -103,7 +103,7 @@ def test_states_behind_a_link_are_not_removed(target, tmp_path: Path, num_read) 
     """Runs of several kinds share states by links."""
     StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
     (tmp_path / "link").symlink_to(tmp_path / "states")
-    with pytest.raises(BadInputError, match="got a link to a folder without them"):
+    with pytest.raises(BadInputError, match="it links to a folder with those of other texts"):
         StoredCapture(tmp_path / "link", TEXTS[:9], (), target.runtime, torch.float16, 1.0)
     StoredCapture(tmp_path / "link", TEXTS, (), target.runtime, torch.float16, 1.0).training_batch(BATCH)
     assert num_read == [2]
@@ -136,7 +136,7 @@ def test_stored_states_need_no_disk_space_again(target, tmp_path: Path, monkeypa
     stored.training_batch(Batch.from_texts(list(enumerate(TEXTS))))
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
     StoredCapture(tmp_path / "states", TEXTS, (), target.runtime, torch.float16, 1.0)
-    with pytest.raises(BadInputError, match=r"GB of disk .* got 0; leave out --capture-gb"):
+    with pytest.raises(BadInputError, match=r"GB of disk, and 0 are free\. Leave out --capture-gb"):
         StoredCapture(tmp_path / "others", TEXTS, (), target.runtime, torch.float16, 1.0)
 
 

@@ -44,18 +44,18 @@ def test_texts_of_another_run_are_not_reused(searching, tiny_draft_checkpoint, t
     assert searching().code == 0
     found = (tmp_path / "skip" / "config.json").read_bytes()
     for arguments, differing in (
-        (["--seed", "1"], "another answers (seed): 1 instead of 0"),
-        (["--temperature", "0.5"], "another answers"),
-        (["--max-tokens", "16"], "another answers"),
-        (["--length", "48"], "another answers"),
-        (["--num-prompts", "1"], "another num prompts"),
-        (["--dtype", "float32"], "another dtype"),
-        (["--model", tiny_draft_checkpoint], "another target sha256"),
+        (["--seed", "1"], "its answers (seed) is 0, not 1"),
+        (["--temperature", "0.5"], "its answers"),
+        (["--max-tokens", "16"], "its answers"),
+        (["--length", "48"], "its answers"),
+        (["--num-prompts", "1"], "its num prompts"),
+        (["--dtype", "float32"], "its dtype"),
+        (["--model", tiny_draft_checkpoint], "its target sha256"),
     ):
         done = searching(*arguments)
         assert done.code == 2, arguments
         assert differing in done.err
-        assert "choose another folder" in done.err
+        assert "Choose another folder" in done.err
         assert (tmp_path / "skip" / "config.json").read_bytes() == found
 
 

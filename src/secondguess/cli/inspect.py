@@ -231,7 +231,7 @@ def _configuration_lines(settings: dict[str, Any], tuned: TuningRecord) -> dict[
 
 def _format_value(value: object) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{_format_value(each)}x (batch size {size})" for size, each in value.items())
+        return " ".join(f"{_format_value(ratio)}x (batch size {size})" for size, ratio in value.items())
     if isinstance(value, tuple):
         return " ".join(map(_format_value, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)

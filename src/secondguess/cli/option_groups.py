@@ -60,8 +60,8 @@ def options_of(
 ) -> tuple[Parameter, ...]:
     """Return one option per entry of `infos`, with the type and default of the field of `kind`.
 
-    `types` has the options whose text is not the field's value, such as the name of a file that has it. They, and options
-    with several values, have the default None.
+    Options in `types` are read as those instead, such as the name of a file. They, and options with several values, have
+    the default None.
     """
     hints, fields = get_type_hints(kind), inspect.signature(kind).parameters
     options = []

@@ -27,11 +27,7 @@ DRAFTER_NAMES = (
 
 
 def validate_with(check_name: str) -> Callable[[Any], Any]:
-    """Return an option callback that passes every value to a check, `module:function`.
-
-    The checks need neither torch nor Transformers, which take seconds to import, so a wrong name
-    is refused immediately.
-    """
+    """Return an option callback that passes every value to `module:function`, which needs no slow import."""
 
     def callback(value: Any) -> Any:
         module, _, function = check_name.partition(":")

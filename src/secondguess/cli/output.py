@@ -36,8 +36,7 @@ Pieces: TypeAlias = "Sequence[tuple[int, Piece]]"
 class JsonWriter:
     """Writer of one JSON object per sample, each on its own line.
 
-    Writers show batches in order. A batch has one index per sample: a request with several samples
-    has several indices.
+    Batches come in order, with one index per sample: a request with several samples has several indices.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -164,17 +163,22 @@ def describe_output(llm: LLM, output: Output) -> dict[str, object]:
     return record
 
 
-def _describe_logprob(each: TokenLogprob) -> dict[str, object]:
+def _describe_logprob(logprob: TokenLogprob) -> dict[str, object]:
     alternatives = [
-        {"token": token, "text": each.alternative_texts[token], "logprob": value}
-        for token, value in each.alternatives.items()
+        {"token": token, "text": logprob.alternative_texts[token], "logprob": value}
+        for token, value in logprob.alternatives.items()
     ]
-    return {"token": each.token, "text": each.text, "logprob": each.logprob, "alternatives": alternatives}
+    return {
+        "token": logprob.token,
+        "text": logprob.text,
+        "logprob": logprob.logprob,
+        "alternatives": alternatives,
+    }
 
 
 def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,19 +19,12 @@ FIELDS = ("prompt", "messages", "metadata")
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its own settings and metadata.
-
-    Args:
-        prompt: text, or the messages of a conversation.
-        settings: sampling settings that override those of the command line.
-        source: origin of the prompt, for error messages.
-        metadata: `{"metadata": value}`, repeated in the output of `--json`; empty if absent.
-    """
+    """A prompt with its own settings and metadata."""
 
     prompt: str | list[dict[str, Any]]
-    settings: Mapping[str, object] = field(default_factory=dict)
-    source: str = "prompt"
-    metadata: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)  # override those of the command line
+    source: str = "prompt"  # of the prompt, for error messages
+    metadata: Mapping[str, object] = field(default_factory=dict)  # for --json: {"metadata": value} or empty
 
     @property
     def shown(self) -> str:

@@ -127,8 +127,8 @@ def custom_generate(
             drafter = LOOKUP_DRAFTER if is_training or is_cast else state.default_drafter(model)
         elif is_cast and DrafterSpec.parse(drafter).target_copies:
             raise BadInputError(
-                f"expected a drafter without a copy of the model under torch.autocast, got {drafter!r}; "
-                "use suffix or model:PATH, or generate outside of autocast"
+                f"cannot draft with {drafter!r} under torch.autocast: it copies the model. Use suffix or model:PATH, or "
+                "generate outside of autocast."
             )
         _check_context_length(target, input_ids.shape[1] + params.max_tokens)
         prompts = [
@@ -137,8 +137,8 @@ def custom_generate(
         ]
         settings = _seeded(params, len(prompts), num_samples)
         rows = [
-            make_row(target, chosen_verifier, prompt, own, sample=index % num_samples)
-            for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
+            make_row(target, chosen_verifier, prompt, row_params, sample=index % num_samples)
+            for index, (prompt, row_params) in enumerate(zip(prompts, settings, strict=True))
         ]
         for row in rows:
             row.images = images

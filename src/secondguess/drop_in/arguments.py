@@ -98,8 +98,8 @@ def check_adapters(model: Any) -> None:
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise BadInputError(
-            "expected adapters that change the layers, such as LoRA, got prompt tuning, prefix tuning or p-tuning, whose "
-            "vectors custom_generate would leave out; generate without custom_generate"
+            "cannot generate with prompt tuning, prefix tuning or p-tuning: custom_generate would leave their vectors out. "
+            "Use adapters that change the layers, such as LoRA, or generate without custom_generate."
         )
 
 

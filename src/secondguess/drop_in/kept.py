@@ -46,8 +46,7 @@ class Weights(NamedTuple):
 class ModelState:
     """State of one model, which it does not refer to, so that it ends with the model.
 
-    Args:
-        lock: held by a call while it decodes; reentrant, as a streamer may call `generate`.
+    A call holds `lock` while it decodes; it is reentrant, as a streamer may call `generate`.
     """
 
     def __init__(self) -> None:
@@ -142,8 +141,8 @@ def vocabularies(target: str, drafter: str) -> VocabularyPair | None:
         found = Checkpoint.resolve(target)
     except CheckpointError as error:
         raise BadInputError(
-            f"expected a model whose files have a tokenizer to compare with that of {name.argument}, got one of "
-            f"{target or 'no files'}; save model and tokenizer with save_pretrained and load them from there, or draft "
-            "with suffix or self:int4"
+            f"cannot compare the tokenizer of {target or 'a model without files'} with that of {name.argument}: there is none on "
+            "disk. Save model and tokenizer with save_pretrained and load them from there, or draft with "
+            "suffix or self:int4."
         ) from error
     return pair_vocabularies(found, draft_model, name)

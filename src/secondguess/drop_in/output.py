@@ -15,12 +15,7 @@ from secondguess.tensors import padded_tensor
 
 
 class StopStringWatcher:
-    """Incremental check of one row against `StopStringCriteria`, token by token.
-
-    Args:
-        criteria: `StopStringCriteria` objects; at least one.
-        prompt: token ids of the row's prompt, padding included.
-    """
+    """Incremental check of one row against `StopStringCriteria`, after a prompt with its padding, token by token."""
 
     def __init__(self, criteria: Sequence[Any], prompt: Sequence[int]) -> None:
         self._criteria = criteria
@@ -37,32 +32,24 @@ class StopStringWatcher:
 def padding_token(config: Any, ending: StoppingConditions, num_rows: int) -> int:
     """Return the padding token after a finished row: `pad_token_id`, else the first end token.
 
-    Raises:
-        BadInputError: there are several rows, they may end at different lengths, and no padding
-            token is configured.
+    Without one, rows that may end at different lengths raise a BadInputError.
     """
     if num_rows == 1 or not ending.may_stop_early:
         return 0
     if not ending.has_end_tokens:
         raise BadInputError(
-            "expected eos_token_id with stop strings for several rows, got none: without it Transformers does not "
-            "pad a row that has ended; give eos_token_id, or generate row by row"
+            "cannot end rows at stop strings: without eos_token_id, Transformers does not pad a row that has ended. Give "
+            "eos_token_id, or generate row by row."
         )
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(config, name)
         if value is not None:
             return token_ids(name, value)[0]
-    raise BadInputError("expected pad_token_id for rows that end apart, got none; give pad_token_id")
+    raise BadInputError("cannot pad rows that end at different lengths: pad_token_id is not set. Set it.")
 
 
 class StreamedRows:
-    """Streaming of a batch, one step at a time as in Transformers.
-
-    Args:
-        streamer: receives one tensor `[row]` per step.
-        rows: all rows of the batch.
-        padding: token id used for finished rows.
-    """
+    """Streaming of a batch, one tensor `[row]` per step as in Transformers; finished rows are padded."""
 
     def __init__(self, streamer: Any, rows: Sequence[Row], padding: int) -> None:
         self._streamer = streamer

@@ -50,9 +50,7 @@ class StoppingConditions:
 def read_stopping_criteria(criteria: Sequence[Any]) -> StoppingConditions:
     """Return the stopping conditions of the criteria, each of which ends a row.
 
-    Raises:
-        BadInputError: a criterion has an unsupported class (subclasses are not supported), or none
-            limits the length.
+    Unsupported classes, subclasses included, and criteria of which none limits the length raise a BadInputError.
     """
     lengths: list[int] = []
     ends: list[list[int]] = []
@@ -74,11 +72,7 @@ def read_stopping_criteria(criteria: Sequence[Any]) -> StoppingConditions:
 
 
 def token_ids(name: str, value: Any) -> list[int]:
-    """Return token ids given as a number, a list, an array or a tensor of at most one dimension.
-
-    Raises:
-        BadInputError: the numbers are floating-point.
-    """
+    """Return token ids given as a number, a list, an array or a tensor of at most one dimension."""
     ids = torch.as_tensor(value).reshape(-1)
     if ids.is_floating_point() and ids.numel():
         raise BadInputError(f"expected {name} to be whole numbers, got {value!r}; give token ids")
@@ -107,13 +101,8 @@ def read_logits_processors(
 ) -> dict[str, Any]:
     """Return keyword arguments for `SamplingParams` equivalent to these processors, which are in the order of Transformers.
 
-    Args:
-        width: tokens of each prompt, padding included.
-        padding: number of padding tokens per row.
-
-    Raises:
-        BadInputError: a processor has an unsupported class (subclasses are not supported), occurs
-            twice, comes in an order other than ours, or has values without an equivalent.
+    `width` is the length of each prompt, of which `padding` tokens per row are padding. Processors of unsupported classes
+    (subclasses included), twice, in another order or without an equivalent raise a BadInputError.
     """
     settings: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     order = list(_WARPERS)

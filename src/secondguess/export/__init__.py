@@ -22,11 +22,7 @@ ENGINES = {
 
 
 def check_engine(name: str) -> None:
-    """Raise if an engine does not exist; does not import torch.
-
-    Raises:
-        BadInputError: an unknown engine; the message lists the known ones.
-    """
+    """Raise a BadInputError for an engine that does not exist, without importing torch."""
     if name not in ENGINES:
         raise BadInputError(f"expected an engine among {', '.join(ENGINES)}, got {name!r}")
 

@@ -24,32 +24,17 @@ NOT_EXPORTED = ("verifier", "controller", "device", "runtime", "share_history")
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Target, drafter and draft length, independent of the engine.
+    """Target, drafter and draft length, independent of the engine."""
 
-    Args:
-        model: directory or name of the target; never `builtin`, which other engines cannot
-            resolve.
-        drafter: the drafter; kind `none` for plain decoding. Of joined drafters the preferred part.
-        others: the other parts of joined drafters, for engines without the preferred one.
-        joined: name of joined drafters.
-        draft_length: number of tokens drafted in every round; 0 with `none`.
-        dtype: compute dtype; None for the engine's default.
-        quantize, drafter_quantize: `int8`, `int4` or None.
-        notes: remarks on the origin of the values and on settings that are left out.
-
-    Raises:
-        BadInputError: a draft length out of range, or a model name with unprintable characters.
-    """
-
-    model: str
-    drafter: PartSpec
-    draft_length: int
-    others: tuple[PartSpec, ...] = ()
-    joined: str = ""
-    dtype: str | None = None
-    quantize: str | None = None
+    model: str  # directory or name, never `builtin`, which other engines cannot resolve
+    drafter: PartSpec  # kind `none` for plain decoding; of joined drafters the preferred part
+    draft_length: int  # tokens drafted in every round; 0 with `none`
+    others: tuple[PartSpec, ...] = ()  # parts of joined drafters, for engines without the preferred one
+    joined: str = ""  # name of joined drafters
+    dtype: str | None = None  # for computing; None for the engine's default
+    quantize: str | None = None  # int8, int4 or None
     drafter_quantize: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on the origin of values and on settings that are left out
 
     def __post_init__(self) -> None:
         low = 0 if self.drafter.never_drafts else 1
@@ -108,11 +93,7 @@ def _fill(value: str, recommendation: Recommendation) -> object:
 
 
 def head_folder(recommendation: Recommendation) -> str:
-    """Return the folder of the trained head.
-
-    Raises:
-        BadInputError: the drafter's name gives none.
-    """
+    """Return the folder of the trained head; a name without one raises a BadInputError."""
     drafter = recommendation.drafter
     if drafter.trained is None:
         raise BadInputError(
@@ -162,11 +143,7 @@ class ExportTarget:
     longest_draft: int = MAX_DRAFT_LENGTH
 
     def export(self, recommendation: Recommendation) -> ExportResult:
-        """Return the configuration of this engine for a recommendation.
-
-        Raises:
-            BadInputError: the engine does not support the drafter, the draft length or the dtype.
-        """
+        """Return the configuration of this engine; what it does not support raises a BadInputError."""
         parts = (recommendation.drafter, *recommendation.others)
         drafter = next((part for part in parts if part.kind in self.drafters), recommendation.drafter)
         if drafter.kind not in self.drafters:
@@ -231,9 +208,6 @@ def recommend(
 
     Names are validated as far as they are exported. Without a draft length it is that of a controller `fixed:K`,
     else the best measured one, else the default of `fixed`.
-
-    Raises:
-        BadInputError: an unknown drafter, an invalid draft length, or an option without effect.
     """
     name = settings.drafter or default_drafter(settings.model)  # other engines have no copy of the target
     spec = resolve_drafter(name)

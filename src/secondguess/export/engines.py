@@ -161,11 +161,7 @@ def _split_repository(name: str) -> tuple[str, str]:
 
 
 def _refuse_path(name: str) -> None:
-    """Refuse a missing path that cannot be a repository's name.
-
-    Raises:
-        BadInputError: it starts like a path.
-    """
+    """Refuse a missing path that cannot be a repository's name, as it starts like a path."""
     if Path(name).is_absolute() or name.startswith((".", "~")):
         raise BadInputError(
             f"expected a model directory, a GGUF file or a repository on the Hub, got {name!r}, which does not exist; "

@@ -107,22 +107,13 @@ class CertifyOptions(Settings):
 
 @dataclass(frozen=True)
 class CertifiedSystem:
-    """Decoding configuration under test.
-
-    Args:
-        components: target, drafter, verifier and controller.
-        reference_logits: returns the target's next-token logits `[vocab]` after a text, computed
-            without code of this package.
-        prompt: token ids that every text continues.
-        model: the target's name.
-        dtype: dtype of the target's weights.
-    """
+    """Decoding configuration under test."""
 
     components: Components
-    reference_logits: Callable[[Sequence[int]], Tensor]
-    prompt: Text
-    model: str
-    dtype: str
+    reference_logits: Callable[[Sequence[int]], Tensor]  # [vocab] after a text, without this package's code
+    prompt: Text  # token ids that every text continues
+    model: str  # the target's name
+    dtype: str  # of the target's weights
 
 
 @dataclass(frozen=True)
@@ -243,10 +234,7 @@ def tiny_system(
 ) -> CertifiedSystem:
     """Return a random model with a vocabulary of three tokens and a real KV cache.
 
-    The parts are given by name; the drafter `model` is a perturbed copy of the target.
-
-    Raises:
-        BadInputError: an unknown name, or a drafter with a model of its own.
+    The parts are given by name; the drafter `model` is a perturbed copy of the target, and none other may have a model.
     """
     from secondguess.checkpoint.loader import module_runtime
     from secondguess.checkpoint.plan import Checkpoint
@@ -256,8 +244,8 @@ def tiny_system(
 
     def runtime(which: int) -> Runtime:
         own = tiny_pair()[which]  # the reference model must stay intact
-        plan = Checkpoint.from_module(own)
-        found = module_runtime(plan, plan.runtimes[0], own)
+        checkpoint = Checkpoint.from_module(own)
+        found = module_runtime(checkpoint, checkpoint.runtimes[0], own)
         assert found is not None
         return found
 
@@ -373,14 +361,11 @@ def _next_dist(subject: CertifiedSystem, temperature: float) -> Callable[[Text],
 class Cells:
     """Partition of texts by prefix, with exact probabilities.
 
-    Args:
-        masses: probability of each cell. A cell is a whole text, a prefix, or a prefix that ends
-            in `OTHER_TOKEN`.
-        branches: for each prefix that was split, the tokens with a branch of their own.
+    A cell is a whole text, a prefix, or a prefix that ends in `OTHER_TOKEN`.
     """
 
-    masses: dict[Text, float]
-    branches: dict[Text, frozenset[int]]
+    masses: dict[Text, float]  # probability of each cell
+    branches: dict[Text, frozenset[int]]  # by split prefix, tokens with a branch of their own
 
     @classmethod
     def split(

@@ -53,16 +53,10 @@ class Branch:
 class OutcomeScript:
     """Scripted outcomes of the random decisions of every row.
 
-    Args:
-        origins: `[row]` index of the original row that each row is a branch of.
-        digits: `[row]` outcome of each scripted decision.
-        outcomes: number of outcomes of each decision seen so far, in the order of their first use.
-
-    Attributes:
-        probabilities: `[row]` probability of the scripted outcomes used so far.
-        asked: `[row]` bool for each decision, True for rows that have used it.
-        coupled_drafts: by round and depth, the draft distributions `[row, vocab]` and tokens
-            `[row]` of coupled rows; token -1 for other rows.
+    Tensors are `[row]`. `origins` has the index of the original row that each row is a branch of, `digits` the outcome of
+    each scripted decision, and `outcomes` the number of outcomes of each decision seen so far, in the order of first use.
+    `probabilities` are those of the scripted outcomes used so far, and `asked` is True for rows that have used a decision.
+    `coupled_drafts` has, by round and depth, the draft distributions `[row, vocab]` and tokens of coupled rows; -1 for others.
     """
 
     origins: Tensor
@@ -80,13 +74,7 @@ class OutcomeScript:
         return len(self.origins)
 
     def answer(self, question: Decision, rows: Tensor, num_outcomes: int) -> Tensor:
-        """Return the scripted outcomes `[n]` of a decision for some rows.
-
-        A decision that is not in the script is recorded, and its outcome is 0.
-
-        Raises:
-            SecondGuessError: a row uses a decision twice, or the number of outcomes varies.
-        """
+        """Return the scripted outcomes `[n]` of a decision for some rows; one that is not in the script is recorded as 0."""
         seen = self.asked.setdefault(question, torch.zeros(self.num_rows, dtype=torch.bool))
         if bool(seen[rows].any()):
             raise SecondGuessError(
@@ -122,12 +110,7 @@ class OutcomeScript:
         """Return the script of the next repetition, or None if every decision used is in this one.
 
         Each row is followed by all outcomes of the first of the new decisions, and of those of the same round and kind.
-
-        Args:
-            prunes: whether rows that are not `real`, and outcomes of decisions that a row did not use, are left out.
-
-        Raises:
-            BadInputError: there are more than `MAX_BRANCHES` branches.
+        `prunes` leaves out rows that are not `real`, and outcomes of decisions that a row did not use.
         """
         every = torch.ones(self.num_rows, dtype=torch.bool)
         kept = (self.real() if prunes else every).nonzero()[:, 0]
@@ -256,22 +239,15 @@ class EnumeratingNoise(Noise):
 
 
 def joint_race_probability(q: Tensor, p: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) for independent e_v ~ Exp(1).
+    """Return P(argmin_v e_v / q_v = x, argmin_v e_v / p_v = y) `[n]` for independent e_v ~ Exp(1), in float64.
+
+    q and p are draft and target distributions `[n, vocab]`, x and y tokens `[n]` drawn from them.
 
     With (e_x, e_y) = a (1 - t, t), every other e_v must exceed a A_v(t), where A_v(t) is the
     larger of (1 - t) q_v / q_x and t p_v / p_y. Integrating over these e_v and over a leaves the
     integral of A(t)^-2 with A = 1 + sum_v A_v. A is linear between breakpoints, so an interval
     from s to t contributes (t - s) / (A(s) A(t)). The limits of integration follow from x winning
     against y under q, and y against x under p.
-
-    Args:
-        q: `[n, vocab]` draft distributions.
-        p: `[n, vocab]` target distributions.
-        x: `[n]` drafted tokens.
-        y: `[n]` target tokens.
-
-    Returns:
-        `[n]` probabilities in float64.
     """
     possible = (_at(q, x) > 0) & (_at(p, y) > 0)
     by_q = torch.where(possible, q / _at(q, x), 1.0)

@@ -46,9 +46,7 @@ class TableModel(Runtime):
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         for row in rows:
             if row in self._cached:
-                raise BadInputError(
-                    "expected a new row, got one that has begun already; call release(row) first"
-                )
+                raise BadInputError("cannot admit the row: it is admitted already. Call release(row) first.")
             self._cached[row] = []
         return [0] * len(rows)
 
@@ -87,7 +85,7 @@ class TableModel(Runtime):
         cached = self._cached[row]
         if cached != row.tokens[: len(cached)]:
             raise BadInputError(
-                "expected a cache that is a prefix of the row, got a stale one: keep or rewind it"
+                "cannot score the row: its cache is no prefix of it. Call keep or rewind first."
             )
         parents = draft.shapes[index]
         self.num_scored_tokens += len(row.tokens) - len(cached) + len(parents)
@@ -122,11 +120,8 @@ class TableModel(Runtime):
 def random_probs(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: float = 0.0) -> NextTokenDist:
     """Return a function that maps each context to a random, but fixed, distribution.
 
-    Args:
-        vocab_size: number of tokens.
-        seed: different seeds give unrelated distributions.
-        sharpness: standard deviation of the logits.
-        zeros: probability that a token gets probability zero; the most probable token never does.
+    `sharpness` is the standard deviation of the logits, `zeros` the probability that a token gets probability zero; the
+    most probable token never does.
     """
     dists: dict[tuple[int, ...], Tensor] = {}
 

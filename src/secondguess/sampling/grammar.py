@@ -58,11 +58,7 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text.
-
-        Raises:
-            BadInputError: an invalid grammar, or one beyond llguidance's limits; gives the reason.
-        """
+        """Return a matcher at the beginning of a text; an invalid or too large grammar raises a BadInputError."""
         unforced = partial(self._compiled, grammar, False)
         return GrammarMatcher(self._compiled(grammar), unforced, self._vocab_size)
 
@@ -224,18 +220,15 @@ class GrammarMatcher:
 def mask_by_grammar_(logits: Tensor, rows: Sequence[Row], nodes: Tensor, visible: Tensor) -> None:
     """Mask, in place, the tokens that the rows' grammars do not allow.
 
-    Where no token is left, as when `logit_bias` bans what the grammar requires, the row's end
-    tokens are allowed. Arguments as in `LogitProcessors.apply`.
-
-    Raises:
-        BadInputError: a row without a matcher for its grammar.
+    Where no token is left, as when `logit_bias` bans what the grammar requires, the row's end tokens are allowed.
+    Arguments as in `LogitProcessors.apply`.
     """
     for index, row in enumerate(rows):
         if row.params.grammar is None:
             continue
         if row.grammar is None:
             raise BadInputError(
-                "expected a matcher for the request's grammar, got a row without one; make the row with make_row"
+                "cannot apply the grammar: the row has no matcher for it. Make the row with make_row."
             )
         own, width = logits[index], logits.shape[-1]
         tokens = nodes[index].tolist()
@@ -259,9 +252,6 @@ def compiler_for(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) ->
     """Return the compiler for a fast tokenizer, always used with the same other arguments.
 
     The first call takes up to half a second. End tokens are allowed where the text may end, and nowhere else.
-
-    Raises:
-        BadInputError: llguidance is not installed, or it does not support the tokenizer.
     """
     with _LOCK:
         found = _COMPILERS.get(tokenizer)
@@ -275,8 +265,7 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
         from llguidance.hf import from_tokenizer
     except ImportError:
         raise BadInputError(
-            "expected llguidance for a request with a grammar, got no such package; "
-            "pip install secondguess[serve]"
+            "cannot apply a grammar: llguidance is not installed. Run `pip install secondguess[serve]`."
         ) from None
     try:
         # llguidance needs a place for every token of the tokenizer, also where the model has fewer.
@@ -285,5 +274,5 @@ def _make_compiler(tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) 
         return GrammarCompiler(found, vocab_size)
     except ValueError as error:
         raise BadInputError(
-            f"expected a tokenizer that llguidance supports for a request with a grammar, got one that it refuses: {error}"
+            f"cannot apply a grammar: llguidance does not support the tokenizer: {error}"
         ) from None

@@ -21,19 +21,15 @@ from secondguess.runtime.cpu.library import units
 
 def kernels_for(*values: Tensor) -> ctypes.CDLL | None:
     """Return the kernels if they can read these tensors `[..., vocab]`, else None."""
-    for each in values:
-        if each.dtype is not torch.float32 or not each.is_cpu or each.stride(-1) != 1:
+    for tensor in values:
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.stride(-1) != 1:
             return None
     available = units()
     return available[0].kernels if available else None
 
 
 def with_confidences(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most likely token of each row, the lowest id among equals, and its softmax.
-
-    Args:
-        logits: `[row, vocab]`. NaN counts as the largest.
-    """
+    """Return the most likely token (lowest id among equals) of each row `[row, vocab]`, NaN as the largest, and its softmax."""
     kernels = kernels_for(logits)
     if kernels is None:
         return _with_confidences_in_torch(logits)
@@ -55,10 +51,7 @@ def _with_confidences_in_torch(logits: Tensor) -> tuple[list[int], list[float]]:
 def softmax(kernels: ctypes.CDLL, logits: Tensor, settings: Sequence[tuple[float, float]]) -> Tensor:
     """Return `softmax(logits / temperature)` after min-p, NaN in all places where no token is possible.
 
-    Args:
-        kernels: from `kernels_for(logits)`.
-        logits: `[row, query, vocab]`.
-        settings: per row, the temperature and the logarithm of min-p.
+    `logits` are `[row, query, vocab]`; `settings` has, per row, the temperature and the logarithm of min-p.
     """
     probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
@@ -71,12 +64,7 @@ def truncated_softmax(
 ) -> Tensor:
     """Return the probabilities after top-k, top-p and min-p, in this order.
 
-    Args:
-        kernels, logits: as in `softmax`.
-        settings: per row, the temperature, top-k (0 for none), top-p, and the logarithm of min-p.
-
-    Raises:
-        OutOfMemoryError: there is no memory for the selected logits.
+    `settings` has, per row, the temperature, top-k (0 for none), top-p, and the logarithm of min-p.
     """
     probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for (*row, row_probs), setting in zip(_rows(logits, probs), settings, strict=True):
@@ -103,14 +91,10 @@ def _rows(logits: Tensor, probs: Tensor) -> list[tuple[int, int, int, int, int]]
 
 
 def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor:
-    """Draw from each of `dists` `[..., vocab]` by inverting its cumulative sum.
+    """Draw from each of `dists` `[..., vocab]`, unnormalised, by inverting its sum up to `uniforms` `[...]` on the host.
 
     For uniforms of at most 1 - 2^-53, the product with the total rounds to less than the total, so
     the token found always has a positive probability.
-
-    Args:
-        dists: unnormalised probabilities with a positive sum.
-        uniforms: `[...]` on the host.
     """
     kernels = kernels_for(dists)
     if kernels is not None:
@@ -131,13 +115,9 @@ def draw_by_inversion(dists: Tensor, uniforms: NDArray[numpy.float64]) -> Tensor
 def first_arrivals(
     kernels: ctypes.CDLL, dists: Tensor, hashes: NDArray[numpy.int64], token_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the winners `[...]` of exponential races.
+    """Return the winners `[...]` of exponential races with rates `[..., vocab]` and `hashes` `[...]`.
 
-    Args:
-        kernels: from `kernels_for(dists)`.
-        dists: `[..., vocab]`, the rates.
-        hashes: `[...]`, the hashes of the races.
-        token_ids: as in `Noise.draft`.
+    `token_ids` is that of `Noise.draft`.
     """
     ids = None if token_ids is None else token_ids.data_ptr()
     numbers = hashes.view(numpy.uint64).ravel().tolist()
@@ -149,12 +129,7 @@ def first_arrivals(
 
 
 def residuals(factors: NDArray[numpy.float64], p: Tensor, q: Tensor) -> tuple[Tensor, NDArray[numpy.float64]]:
-    """Return `max(factor * p - q, 0)` `[..., vocab]`, and its sums `[...]` on the host.
-
-    Args:
-        factors: `[...]` on the host.
-        p, q: `[..., vocab]`.
-    """
+    """Return `max(factor * p - q, 0)` `[..., vocab]`, and its sums `[...]` on the host, where `factors` `[...]` are, too."""
     kernels = kernels_for(p, q)
     if kernels is None:
         weights = torch.from_numpy(factors).to(p)

@@ -118,10 +118,8 @@ class Noise(ABC):
 class KeyedNoise(Noise):
     """Noise computed as a hash of a row's seed and sample index, the absolute position and the purpose.
 
-    Args:
-        keys: per row, a hash of seed and sample index as a signed 64-bit integer.
-        positions: per row, the position at which the round begins.
-        coupled, greedy, device: as in `Noise`.
+    `keys` has, per row, a hash of seed and sample index as a signed 64-bit integer, `positions` the position at which the
+    round begins.
     """
 
     def __init__(

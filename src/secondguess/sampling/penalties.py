@@ -36,8 +36,8 @@ class LogitProcessors:
     def from_params(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> LogitProcessors:
-        has_min_tokens = any(own.min_tokens for own in params)
-        has_grammar = any(own.grammar is not None for own in params)
+        has_min_tokens = any(settings.min_tokens for settings in params)
+        has_grammar = any(settings.grammar is not None for settings in params)
         bias, penalties = _bias(params, vocab_size, device), Penalties.from_params(params, device)
         return cls(bias, penalties, has_min_tokens, has_grammar)
 
@@ -83,8 +83,8 @@ class Penalties:
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device) -> Penalties | None:
         rows = [
             index
-            for index, own in enumerate(params)
-            if own.repetition_penalty != 1 or own.frequency_penalty or own.presence_penalty
+            for index, settings in enumerate(params)
+            if settings.repetition_penalty != 1 or settings.frequency_penalty or settings.presence_penalty
         ]
         if not rows:
             return None
@@ -139,8 +139,8 @@ def _bias(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     entries = [
         (row, token, value)
-        for row, own in enumerate(params)
-        for token, value in own.logit_bias.items()
+        for row, settings in enumerate(params)
+        for token, value in settings.logit_bias.items()
         if token < vocab_size
     ]
     if not entries:

@@ -30,19 +30,10 @@ from secondguess.sampling.truncation import Rule, make_rule, most_likely
 
 
 def compute_target_probs(logits: Tensor, rows: Sequence[Row], draft: Draft) -> Tensor:
-    """Return the target's probabilities after sampling settings, each query with its own prefix.
+    """Return the target's probabilities `[row, node + 1, vocab]` after sampling settings, each query with its own prefix.
 
-    Args:
-        logits: `[row, node + 1, vocab]`; not modified.
-        rows: their settings apply, and penalties count their tokens.
-        draft: nodes whose queries are 1 and up.
-
-    Returns:
-        Probabilities `[row, node + 1, vocab]` in the logits' dtype (float32 for half precision).
-
-    Raises:
-        BadInputError: the settings ban every token.
-        SecondGuessError: the model's logits are not finite.
+    They have the dtype of the logits, which are not modified, or float32 for half precision. Settings that ban every
+    token raise a BadInputError, logits that are not finite a SecondGuessError.
     """
     dists = _probs(logits, rows, draft.tokens, _ancestors_of(draft))
     if _has_nan(dists):
@@ -70,19 +61,13 @@ def compute_greedy_tokens(logits: Tensor, rows: Sequence[Row], draft: Draft) -> 
 def compute_draft_probs(
     logits: Tensor, rows: Sequence[Row], drafted: Tensor
 ) -> tuple[Tensor, list[bool] | None]:
-    """Return the probabilities from which a chain drafter draws its next node, per row.
+    """Return the probabilities `[row, vocab]` from which a chain drafter draws its next node, per row.
 
-    Args:
-        logits: `[row, vocab]` after the rows' tokens and `drafted`; not modified. The vocabulary
-            can be larger or smaller than the target's; settings for missing tokens do not apply.
-        rows: their settings apply, and penalties count their tokens.
-        drafted: `[row, i]` nodes drawn so far in this round.
+    `logits` `[row, vocab]` follow the rows' tokens and the nodes `drafted` `[row, i]` so far, which penalties count; they
+    are not modified. Their vocabulary can be larger or smaller than the target's; settings for missing tokens do not apply.
 
-    Returns:
-        Probabilities `[row, vocab]`, in the dtype of `compute_target_probs`, and for each row
-        whether no token is possible: a narrower vocabulary may lack all that the settings allow, and logits
-        may be NaN or infinite. Such a row has the one-hot distribution of token 0. None if every row has a
-        possible token.
+    The second result tells for each row whether no token is possible: a narrower vocabulary may lack all that the settings
+    allow, and logits may be NaN or infinite. Such a row has the one-hot distribution of token 0. None if there is none.
     """
     dists = _probs(
         logits[:, None], rows, drafted, lambda: torch.ones_like(drafted, dtype=torch.bool)[:, None]
@@ -154,17 +139,10 @@ def warn_unless_finite(logits: Tensor) -> None:
 
 
 def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[int]) -> Commit:
-    """Add log-probabilities to a commit if its request asks for them.
+    """Return a commit with log-probabilities if its request asks for them: log-softmax, before any sampling setting.
 
-    Args:
-        commit: tokens that the row gained.
-        logits: `[row, node + 1, vocab]`. Their log-softmax is reported, before any sampling setting.
-        index: index of the commit's row.
-        path: accepted nodes. Token 0 of the commit follows query 0, token i follows node
-            `path[i - 1]`.
-
-    Returns:
-        The commit itself if the request asks for no log-probabilities, else a copy with them.
+    `logits` are `[row, node + 1, vocab]`, with the commit's row at `index`. Token 0 of the commit follows query 0, token i
+    follows node `path[i - 1]`.
     """
     num_alternatives = commit.row.params.logprobs
     if num_alternatives is None:
@@ -174,12 +152,7 @@ def commit_logprobs(commit: Commit, logits: Tensor, index: int, path: Sequence[i
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_alternatives: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of tokens, each with that of the most probable alternatives.
-
-    Args:
-        logits: `[token, vocab]`, before any sampling setting.
-        num_alternatives: number of the alternatives of each token.
-    """
+    """Return log-probabilities of tokens, each with its most probable alternatives, from logits `[token, vocab]`."""
     logits = at_least_float32(logits)
     sums = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - sums

@@ -23,10 +23,10 @@ Rule = Callable[[Tensor], Tensor]
 
 def make_rule(params: Sequence[SamplingParams], device: torch.device) -> Rule:
     """Return the rule for a batch of rows with these settings."""
-    settings = [kernel_settings(own) for own in params]
+    settings = [kernel_settings(row_params) for row_params in params]
     members: dict[Callable[..., Rule], list[int]] = {}
-    for index, own in enumerate(settings):
-        members.setdefault(_maker_of(own), []).append(index)
+    for index, row_settings in enumerate(settings):
+        members.setdefault(_maker_of(row_settings), []).append(index)
     groups = [
         (torch.tensor(rows, device=device), make([settings[row] for row in rows], device))
         for make, rows in members.items()
@@ -70,8 +70,8 @@ def greedy_dists(logits: Tensor) -> Tensor:
 def _make_softmax(settings: Sequence[KernelSettings], device: torch.device) -> Rule:
     """Return the rule for temperature and min-p: a threshold below the largest logit, without sorting."""
     temperature, _, _, log_min_p = _per_row(settings, device)
-    has_min_p = any(own.log_min_p > -math.inf for own in settings)
-    for_kernels = [(own.temperature, own.log_min_p) for own in settings]
+    has_min_p = any(row.log_min_p > -math.inf for row in settings)
+    for_kernels = [(row.temperature, row.log_min_p) for row in settings]
 
     def rule(logits: Tensor) -> Tensor:
         if kernels := kernels_for(logits):
@@ -113,9 +113,9 @@ class TopKTopP:
         self._temperature, top_k, self._top_p, self._log_min_p = _per_row(settings, device)
         self._top_k = top_k.long()
         # Number of largest logits to select first.
-        self._width = max(own.top_k + 16 if own.top_k else 128 for own in settings)
+        self._width = max(row.top_k + 16 if row.top_k else 128 for row in settings)
         # Without top-k, top-p is relative to the whole vocabulary.
-        self._needs_full_softmax = any(own.top_k == 0 for own in settings)
+        self._needs_full_softmax = any(row.top_k == 0 for row in settings)
 
     def dists(self, logits: Tensor) -> Tensor:
         width = self._width
@@ -129,12 +129,7 @@ class TopKTopP:
         return _nan_where_not_finite(dists, values[..., :1])
 
     def _probs_of_largest(self, values: Tensor, logits: Tensor) -> tuple[Tensor, bool]:
-        """Return the probabilities of sorted `values`, and True if no token beyond them is kept.
-
-        Args:
-            values: `[row, query, width]`, the largest logits, descending.
-            logits: `[row, query, vocab]`.
-        """
+        """Return the probabilities of the largest logits, sorted descending, and True if no token beyond them is kept."""
         values = values / self._temperature
         possible = values > -math.inf
         last = (self._top_k - 1).clamp(min=0, max=values.shape[-1] - 1).expand(*values.shape[:-1], 1)

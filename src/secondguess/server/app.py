@@ -21,11 +21,11 @@ from secondguess.server.errors import ApiError, api_error, validation_error
 from secondguess.server.gate import Gate, KeyRing
 from secondguess.server.playground import playground_routes
 from secondguess.server.reference import show_reference
+from secondguess.server.replies import error_response
 from secondguess.server.responses import routes as response_routes
 from secondguess.server.service import Service
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import error_response
 
 logger = logging.getLogger(__name__)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Generic, TypeVar
 
 from secondguess.engine import NewPiece, Output
 from secondguess.server.jobs import Job
+from secondguess.server.replies import to_event
 from secondguess.server.reply_fields import Head, Json, origin, requested_statistics, usage
 from secondguess.server.schemas import ChatRequest, CompletionRequest
 from secondguess.server.service import Service
-from secondguess.server.streams import to_event
 
 RequestT = TypeVar("RequestT", bound=CompletionRequest | ChatRequest)
 
@@ -42,19 +42,19 @@ class ChunkStream(ABC, Generic[RequestT]):
     async def run(self) -> AsyncIterator[bytes]:
         """Yield the chunks as events."""
         for choice in self.begin():
-            yield self._chunk([choice])
+            yield self._chunk(choice)
         async for event in self.job.pieces():
             more = origin(event.piece, self._tokenizer) if self.request.report else {}
             for choice in self.add(event, more):
-                yield self._chunk([choice])
+                yield self._chunk(choice)
         for index, output in enumerate(self.job.outputs):
             for choice in self.end(index, output):
-                yield self._chunk([choice])
+                yield self._chunk(choice)
         last = requested_statistics(self.request, self.job)
         if self._no_usage:
             last["usage"] = usage(self.job)
         if last:
             yield to_event(self._head.reply([], **last))
 
-    def _chunk(self, choices: Sequence[Json]) -> bytes:
-        return to_event(self._head.reply(choices, **self._no_usage))
+    def _chunk(self, choice: Json) -> bytes:
+        return to_event(self._head.reply([choice], **self._no_usage))

@@ -41,23 +41,14 @@ TOOLS_OF_A_MESSAGE = re.compile(r"""\bmessage(?:\.tools\b|\[["']tools["']\])""")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Input of a chat template.
+    """Input of a chat template."""
 
-    Args:
-        messages: with content as text, or as parts if `has_images`, and arguments of calls as JSON.
-        has_images: True if there are images among the messages.
-        tools: definitions of the functions that the model may call; empty for none.
-        variables: further variables of the template.
-        begins_reply: True if the prompt ends with the beginning of a reply.
-        continues: True if the prompt ends within the last message, which the reply continues.
-    """
-
-    messages: Messages
+    messages: Messages  # with content as text, or as parts if `has_images`, and arguments of calls as JSON
     has_images: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    begins_reply: bool = True
-    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # others of the template
+    begins_reply: bool = True  # the prompt ends with the beginning of a reply
+    continues: bool = False  # the prompt ends within the last message
 
 
 class ChatTemplate:
@@ -99,7 +90,7 @@ class ChatTemplate:
         if conversation.tools and not re.search(r"\btools\b", source):
             raise refused(
                 "tools",
-                f"expected no tools, which the chat template of {self._name} does not read; leave them out",
+                f"cannot use tools: the chat template of {self._name} does not read them. Leave them out.",
             )
         format_messages = partial(
             formatter.apply_chat_template,

@@ -32,14 +32,9 @@ SPECULATION = {
 
 
 class ApiError(Exception):
-    """An error that a client receives.
+    """Error that a client receives: what was expected, what was found and how to fix it.
 
-    Args:
-        status: HTTP status.
-        message: what was expected, what was found and how to fix it.
-        param: name of the request's field.
-        code: OpenAI's short name of the error.
-        retry_after: seconds after which the client may try again.
+    `code` is OpenAI's short name of it, `retry_after` is in seconds.
     """
 
     def __init__(
@@ -121,7 +116,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: type[BaseModel] 
     """Return the first of pydantic's error records on a body, with the advice of the field it is about."""
     fields = {} if body is None else body.model_fields
     # A value of no member of a union has an error for each: one within a field is about the member that it resembles.
-    located = [(_resolve(body, each["loc"][1:], each["type"] == "extra_forbidden"), each) for each in errors]
+    located = [
+        (_resolve(body, error["loc"][1:], error["type"] == "extra_forbidden"), error) for error in errors
+    ]
     (path, known), found = max(located, key=_num_fields)
     first = dict(found)
     if first["type"] == "json_invalid":
@@ -154,10 +151,10 @@ def _resolve(
     models = [] if body is None else [body]
     path: list[int | str] = []
     for part in location[:-1] if is_unknown else location:
-        if len(models) > 1 and (chosen := [each for each in models if _is_named(each, part)]):
+        if len(models) > 1 and (chosen := [model for model in models if _is_named(model, part)]):
             models = chosen
             continue
-        fields = [field for each in models if (field := _fields(each).get(part)) is not None]
+        fields = [field for model in models if (field := _fields(model).get(part)) is not None]
         if fields or isinstance(part, int):
             path.append(part)
         models = [model for field in fields for model in _models_in(field.annotation)] or models

@@ -18,7 +18,7 @@ from secondguess.engine import DrainingError
 from secondguess.server import playground
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.metrics import Metrics
-from secondguess.server.streams import error_response
+from secondguess.server.replies import error_response
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/docs", "/openapi.json", *playground.PATHS)
 """Paths that need no key: probes, scrapers and pages of a browser; they show no text."""

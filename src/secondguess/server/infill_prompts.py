@@ -57,8 +57,8 @@ def encode_infill(
     if tokens is None:
         raise refused(
             "suffix",
-            f"expected a tokenizer with fill-in-the-middle tokens for a suffix, got that of {target.name}; use "
-            "/v1/completions without one",
+            f"cannot use a suffix: the tokenizer of {target.name} has no fill-in-the-middle tokens. Use /v1/completions "
+            "without one.",
             "unsupported_parameter",
         )
     before_prefix, before_suffix, before_middle = (vocab[name] for name in tokens)

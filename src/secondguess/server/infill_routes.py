@@ -12,10 +12,10 @@ from starlette.responses import Response
 from secondguess.sampling.text import text_of_token
 from secondguess.server.bodies import BoundedRoute
 from secondguess.server.jobs import Job
+from secondguess.server.replies import to_event
 from secondguess.server.reply_fields import Json, finish_reason, timings
 from secondguess.server.schemas import InfillRequest
 from secondguess.server.service import Service, ServiceOf
-from secondguess.server.streams import to_event
 
 router = APIRouter(tags=["completions"], route_class=BoundedRoute)
 

@@ -21,12 +21,8 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 class Job(Request):
     """One HTTP request: made on a worker thread, received on the engine's thread, read on the event loop.
 
-    Args:
-        token_ids: of each prompt; each gives `params.n` choices.
-        params: sampling settings.
-        images: inputs of the model for the images of the one prompt of a chat; None for text.
-        echo: text that precedes the output of each prompt.
-        make_parser: returns a parser for one choice of a chat.
+    `token_ids` has one list per prompt, each of which gives `params.n` choices; `echo` has the texts that precede their
+    outputs. `images` are those of the one prompt of a chat, and `make_parser` returns a parser for one of its choices.
     """
 
     def __init__(
@@ -99,10 +95,10 @@ class Job(Request):
 def _check_finished(output: Output) -> None:
     if output.finish_reason == "grammar":
         message = (
-            "expected a grammar within llguidance's limits, and of texts that the model's tokens can write, got one that "
-            f"left no token after {len(output.token_ids) - 1} tokens; simplify it"
+            f"cannot continue the reply: after {len(output.token_ids) - 1} tokens, the grammar or llguidance's limits leave "
+            "no token. Simplify the grammar."
         )
         raise ApiError(400, message, code="grammar_limit")
     if output.finish_reason not in FINISH_REASONS:
-        message = "expected a finished output, got one that was cancelled because the server stops; send the request again"
+        message = "cannot finish the reply: the server is shutting down. Send the request again."
         raise ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)

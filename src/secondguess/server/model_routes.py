@@ -14,10 +14,10 @@ from secondguess.server.bodies import BoundedRoute
 from secondguess.server.conversations import to_messages
 from secondguess.server.errors import RETRY_SECONDS, ApiError, refused
 from secondguess.server.images import ImageReader
+from secondguess.server.replies import JsonReply
 from secondguess.server.reply_fields import Json
 from secondguess.server.schemas import DetokenizeRequest, TokenizeRequest
 from secondguess.server.service import Service, ServiceOf
-from secondguess.server.streams import JsonReply
 
 router = APIRouter(tags=["server"], route_class=BoundedRoute)
 STARTED = int(time.time())
@@ -58,9 +58,8 @@ async def ready(service: ServiceOf) -> Response:
     """Reply 200 while new requests are accepted, 503 while the server drains."""
     status = service.engine.status()
     if status.is_draining:
-        raise ApiError(
-            503, "the server drains and accepts no more requests", code="draining", retry_after=RETRY_SECONDS
-        )
+        message = "cannot accept requests: the server is shutting down. Retry at another server."
+        raise ApiError(503, message, code="draining", retry_after=RETRY_SECONDS)
     return JsonReply({"status": "ready", "model": _state(status)})
 
 

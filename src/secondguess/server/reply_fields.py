@@ -65,8 +65,8 @@ def usage(job: Job) -> Json:
         "prompt_tokens_details": {"cached_tokens": _num_cached(job)},
         "completion_tokens_details": {
             "reasoning_tokens": job.num_reasoning_tokens,
-            "accepted_prediction_tokens": sum(each.stats.accepted_prediction_tokens for each in outputs),
-            "rejected_prediction_tokens": sum(each.stats.rejected_prediction_tokens for each in outputs),
+            "accepted_prediction_tokens": sum(output.stats.accepted_prediction_tokens for output in outputs),
+            "rejected_prediction_tokens": sum(output.stats.rejected_prediction_tokens for output in outputs),
         },
     }
 
@@ -100,12 +100,12 @@ def report(outputs: Sequence[Output]) -> Json:
 def timings(job: Job) -> Json:
     """Return times in milliseconds and per token, as llama.cpp's server reports them, summed over outputs."""
     stats, num_cached = [output.stats for output in job.outputs], _num_cached(job)
-    prefill = sum(each.seconds["prefill"] for each in stats)
+    prefill = sum(sample.seconds["prefill"] for sample in stats)
     spent = {
         "prompt": (sum(map(len, job.token_ids)) - num_cached, prefill),
         "predicted": (
             sum(len(output.token_ids) for output in job.outputs),
-            sum(sum(each.seconds.values()) for each in stats) - prefill,
+            sum(sum(sample.seconds.values()) for sample in stats) - prefill,
         ),
     }
     found: Json = {"cache_n": num_cached}
@@ -117,7 +117,7 @@ def timings(job: Job) -> Json:
             f"{name}_per_second": number / seconds if seconds else 0.0,
         }
     num_drafted, num_accepted = (
-        sum(getattr(each, name) for each in stats) for name in ("num_drafted", "num_accepted")
+        sum(getattr(sample, name) for sample in stats) for name in ("num_drafted", "num_accepted")
     )
     return found | {"draft_n": num_drafted, "draft_n_accepted": num_accepted}
 
@@ -172,16 +172,16 @@ def _tool_call(delta: Delta) -> Json:
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Json:
     """Return log-probabilities in the form of chats."""
-    return {"content": [chat_logprob(each) for each in logprobs], "refusal": None}
+    return {"content": [chat_logprob(logprob) for logprob in logprobs], "refusal": None}
 
 
-def chat_logprob(each: TokenLogprob) -> Json:
+def chat_logprob(logprob: TokenLogprob) -> Json:
     """Return the log-probability of one token, with its alternatives."""
     alternatives = [
-        _token_logprob(each.alternative_texts.get(token, ""), value)
-        for token, value in each.alternatives.items()
+        _token_logprob(logprob.alternative_texts.get(token, ""), value)
+        for token, value in logprob.alternatives.items()
     ]
-    return {**_token_logprob(each.text, each.logprob), "top_logprobs": alternatives}
+    return {**_token_logprob(logprob.text, logprob.logprob), "top_logprobs": alternatives}
 
 
 def _token_logprob(text: str, logprob: float) -> Json:
@@ -193,13 +193,13 @@ def _token_logprob(text: str, logprob: float) -> Json:
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     """Return log-probabilities in the form of completions; `offset` characters precede the first token."""
     offsets = []
-    for each in logprobs:
+    for logprob in logprobs:
         offsets.append(offset)
-        offset += len(each.text)
+        offset += len(logprob.text)
     return {
-        "tokens": [each.text for each in logprobs],
-        "token_logprobs": [_finite(each.logprob) for each in logprobs],
-        "top_logprobs": [_by_text(each) for each in logprobs],
+        "tokens": [logprob.text for logprob in logprobs],
+        "token_logprobs": [_finite(logprob.logprob) for logprob in logprobs],
+        "top_logprobs": [_by_text(logprob) for logprob in logprobs],
         "text_offset": offsets,
     }
 
@@ -211,21 +211,21 @@ def echoed_logprobs(first: str, logprobs: Sequence[TokenLogprob]) -> Json:
     return {name: [value, *rest[name]] for name, value in firsts.items()}
 
 
-def logprobs_by_token(each: TokenLogprob) -> Json:
+def logprobs_by_token(logprob: TokenLogprob) -> Json:
     """Return the log-probabilities of a token and its alternatives by token id, as vLLM's `prompt_logprobs`."""
-    values = {**each.alternatives, each.token: each.logprob}
-    texts = {**each.alternative_texts, each.token: each.text}
+    values = {**logprob.alternatives, logprob.token: logprob.logprob}
+    texts = {**logprob.alternative_texts, logprob.token: logprob.text}
     return {
         str(token): {"logprob": _finite(value), "decoded_token": texts[token]}
         for token, value in values.items()
     }
 
 
-def _by_text(each: TokenLogprob) -> Mapping[str, float]:
+def _by_text(logprob: TokenLogprob) -> Mapping[str, float]:
     """Return alternatives by text; of tokens with the same text, the most probable."""
     found: dict[str, float] = {}
-    for token, value in each.alternatives.items():
-        found.setdefault(each.alternative_texts.get(token, ""), _finite(value))
+    for token, value in logprob.alternatives.items():
+        found.setdefault(logprob.alternative_texts.get(token, ""), _finite(value))
     return found
 
 

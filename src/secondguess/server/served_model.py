@@ -21,32 +21,21 @@ CHARACTERS_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Tokenizer and sizes of a model, without its weights, which a sleeping engine releases.
+    """Tokenizer and sizes of a model, without its weights, which a sleeping engine releases."""
 
-    Args:
-        name: name by which clients know it.
-        checkpoint, tokenizer: as in `LoadedModel`.
-        context_length: tokens that a request may reach: the model's context, or as many as fit
-            into memory.
-        num_input_tokens: number of token ids that a prompt may have.
-        takes_images: True for a vision-language model.
-        is_limited_by_memory: True if memory is the tighter limit.
-    """
-
-    name: str
+    name: str  # by which clients know it
     checkpoint: Checkpoint
     tokenizer: Any
-    context_length: int
-    num_input_tokens: int
+    context_length: int  # tokens that a request may reach, as many as memory holds
+    num_input_tokens: int  # number of token ids that a prompt may have
     takes_images: bool
-    is_limited_by_memory: bool = False
+    is_limited_by_memory: bool = False  # memory is the tighter limit
 
     @classmethod
     def from_llm(cls, llm: Models, name: str | None = None) -> ServedModel:
         """Return the target of models whose KV cache is empty, limited by the memory that is free now.
 
-        A longer request than that would not fit either when all others have ended. Clients know it by `name`, or by that of the
-        checkpoint, without the folder of a path.
+        A longer request would not fit either when all others have ended. Without `name`, clients know it by `short_name`.
         """
         target, runtime = llm.target, llm.target.runtime
         longest = runtime.context_length

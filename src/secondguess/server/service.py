@@ -18,12 +18,12 @@ from secondguess.server.convert import Converter
 from secondguess.server.errors import ApiError
 from secondguess.server.jobs import Job
 from secondguess.server.metrics import Metrics, Observer
+from secondguess.server.replies import JsonReply, streamed, unless_disconnected
 from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import Sampling
 from secondguess.server.served_model import ServedModel
 from secondguess.server.settings import ServerSettings
 from secondguess.server.sleep import ServerEngine
-from secondguess.server.streams import JsonReply, streamed, unless_disconnected
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499

@@ -114,7 +114,7 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
 def _moved(schema: Any, base: str) -> Any:
     """Return a part of a schema whose root moves to `base`: local references are adapted."""
     if isinstance(schema, list):
-        return [_moved(each, base) for each in schema]
+        return [_moved(part, base) for part in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {}

@@ -87,8 +87,8 @@ class StoredCapture:
         free = shutil.disk_usage(folder).free / GIGABYTE
         if new * per_token > free:
             raise BadInputError(
-                f"expected {new * per_token:.3g} GB of disk for the states of {new} tokens in {num_layers} layers, got "
-                f"{free:.3g}; leave out --capture-gb"
+                f"cannot store the states of {new} tokens in {num_layers} layers: they take {new * per_token:.3g} GB of disk, "
+                f"and {free:.3g} are free. Leave out --capture-gb."
             )
 
     def training_batch(self, batch: Batch) -> TrainingBatch:
@@ -115,8 +115,8 @@ class StoredCapture:
         for layer, states in rounded.items():
             if not bool(torch.isfinite(states).all()):
                 raise BadInputError(
-                    f"expected states of layer {layer} that {self.dtype} can hold, got larger ones; "
-                    "leave out --capture-gb, or use --dtype bfloat16"
+                    f"cannot store the states of layer {layer}: they are too large for {self.dtype}. Leave out --capture-gb, or "
+                    "use --dtype bfloat16."
                 )
         path = self._path(index)
         others = load_file(path) if path.exists() else {}
@@ -140,7 +140,7 @@ def _remove_other_states(folder: Path, texts: Sequence[TrainingText], dtype: tor
     if not is_of_texts:
         if folder.is_symlink():
             raise BadInputError(
-                f"expected states of these texts in {folder}, got a link to a folder without them; remove the link"
+                f"cannot store states in {folder}: it links to a folder with those of other texts. Remove the link."
             )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -162,10 +162,7 @@ def _padded_batch(batch: Batch, hidden: Sequence[HiddenStates], device: torch.de
 
 
 def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
-    """Return the target's embeddings, final norm and LM head, frozen and with float32 outputs.
-
-    They still compute in the target's dtype.
-    """
+    """Return the target's embeddings, norm and LM head, frozen; they compute in the target's dtype and return float32."""
     embedding_and_head = target.embedding_and_head()
     for part in (embedding_and_head.embed, embedding_and_head.normalise, embedding_and_head.unembed):
         if isinstance(part, nn.Module):
@@ -184,6 +181,6 @@ def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
     probe = torch.zeros(1, embedding_and_head.width, device=target.device, requires_grad=True)
     if not unembed(probe).requires_grad:
         raise UnsupportedModelError(
-            "expected a target whose head passes gradients on, got one in packed form; use --dtype float32"
+            "cannot train through the LM head: its weights are packed. Use --dtype float32."
         )
     return EmbeddingAndHead(embedding_and_head.width, torch.float32, embed, normalise, unembed)

@@ -102,8 +102,7 @@ class DraftModel(TrainableHead):
 def project_embeddings(embeddings: Tensor, width: int) -> Tensor:
     """Return embeddings `[vocab, width]` that best preserve the inner products of `embeddings`.
 
-    They are projections on the leading singular directions, padded with zeros if `width` is
-    larger, and scaled to norm 1 on average.
+    They are projected on the leading singular directions, padded with zeros, and scaled to norm 1 on average.
     """
     table = embeddings.double()
     _, directions = torch.linalg.eigh(table.T @ table)

@@ -53,7 +53,7 @@ def _conditions(provenance: Provenance) -> str:
     written = (
         ""
         if as_is
-        else f" that the target wrote at temperatures {', '.join(f'{each:g}' for each in temperatures)}"
+        else f" that the target wrote at temperatures {', '.join(f'{temperature:g}' for temperature in temperatures)}"
     )
     expected = (
         "The acceptance rate on held-out texts (of a position if those before are accepted) and the predicted tokens per "
@@ -85,7 +85,7 @@ def _format(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(_format(each) for each in value)
+        return ", ".join(_format(item) for item in value)
     if isinstance(value, dict):
         return f"`{json.dumps(value)}`"
     return str(value).replace("|", "\\|")

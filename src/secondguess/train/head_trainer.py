@@ -44,45 +44,28 @@ SHOWN_DEPTHS = 5
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings of a run.
-
-    Args:
-        recipe: learning rate, batch size and weights of the losses by depth.
-        objective: loss of one drafted position.
-        budget: minutes, steps or both.
-        seed: seed of the order of the texts and of the head's random numbers.
-        evaluate_steps: steps between evaluations on the held-out texts.
-        patience: evaluations without improvement after which the run ends; 0 for no early end.
-    """
+    """Settings of a run."""
 
     recipe: Recipe
     objective: Objective
     budget: Budget
-    seed: int
-    evaluate_steps: int
-    patience: int
+    seed: int  # of the order of the texts and of the head's random numbers
+    evaluate_steps: int  # between evaluations on the held-out texts
+    patience: int  # evaluations without improvement after which the run ends; 0 for no early end
 
 
 @dataclass
 class RunState:
-    """Progress of a run, stored in the checkpoint.
-
-    Args:
-        step, tokens, seconds: training so far.
-        evaluated_step: step of the last evaluation; -1 before the first.
-        best_step, best_accepted: step with the largest acceptance length on held-out text, and its acceptance by depth.
-        num_disappointments: evaluations without improvement since then.
-        log_bytes: size of the log when the checkpoint was written.
-    """
+    """Progress of a run, stored in the checkpoint."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    evaluated_step: int = -1
-    best_step: int = 0
-    best_accepted: list[float] = field(default_factory=list)
-    num_disappointments: int = 0
-    log_bytes: int = 0
+    evaluated_step: int = -1  # step of the last evaluation; -1 before the first
+    best_step: int = 0  # step with the largest acceptance length on held-out text
+    best_accepted: list[float] = field(default_factory=list)  # its acceptance by depth
+    num_disappointments: int = 0  # evaluations without improvement since then
+    log_bytes: int = 0  # size of the log when the checkpoint was written
 
 
 class HeadTrainer:
@@ -111,9 +94,9 @@ class HeadTrainer:
         self._recipe = settings.recipe
         self._report_progress, self._pause = progress, pause
         self.state = RunState()
-        self._parameters = [each for each in trainable.parameters() if each.requires_grad]
+        self._parameters = [parameter for parameter in trainable.parameters() if parameter.requires_grad]
         if not self._parameters:
-            raise BadInputError(f"expected weights to train in a {type(trainable).__name__}, got none")
+            raise BadInputError(f"cannot train a {type(trainable).__name__}: it has no weights to train")
         self.optimizers = make_optimizers(trainable, self._recipe.learning_rate)
         self._best: dict[str, Tensor] = {}
         if (folder / CHECKPOINT).is_file():
@@ -185,8 +168,8 @@ class HeadTrainer:
         value = float(loss.detach())
         if not math.isfinite(value):
             raise CheckpointError(
-                f"expected a finite loss, got {value} in step {self.state.step}; resume from the last "
-                "checkpoint with a lower learning rate"
+                f"cannot continue training: the loss of step {self.state.step} is {value}. Resume from the last checkpoint "
+                "with a lower learning rate."
             )
         nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip)
         for optimizer in self.optimizers:
@@ -197,7 +180,7 @@ class HeadTrainer:
         self.state.step += 1
         num_tokens = sum(batch.lengths)
         self.state.tokens += num_tokens
-        accepted = [float(each) for each in depth_losses.accepted]
+        accepted = [float(value) for value in depth_losses.accepted]
         _write_line(log, {"step": self.state.step, "loss": value, "accepted": accepted})
         seconds = max(time.monotonic() - begun, 1e-9)
         seconds_left = self.state.seconds * (1 - self.share) / self.share if self.share else math.inf
@@ -269,8 +252,8 @@ class HeadTrainer:
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"expected the checkpoint of a run of this head in {path}, got: {first}; choose another --out, or delete "
-                "the file to start anew"
+                f"cannot continue the run in {path}: it is no checkpoint of this head ({first}). Choose another --out, or "
+                "delete the file to start anew."
             ) from error
 
     def _cut_log(self) -> None:
@@ -323,7 +306,7 @@ def held_out_acceptance(
     total, num_counted = torch.zeros(0), 0
     for batch in batches_in_order(texts, batch_size):
         depth_losses = trainable.learn(capture.training_batch(batch), target, objective)
-        accepted = torch.stack([each.float().cpu() for each in depth_losses.accepted])
+        accepted = torch.stack([value.float().cpu() for value in depth_losses.accepted])
         total = accepted * batch.num_counted + (total if num_counted else 0)
         num_counted += batch.num_counted
     return (total / max(1, num_counted)).tolist()

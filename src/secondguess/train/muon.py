@@ -21,9 +21,7 @@ MOMENTUM = 0.95
 class Muon(torch.optim.Optimizer):
     """Momentum whose updates are made orthogonal, so that every direction learns at the same rate.
 
-    Args:
-        parameters: matrices.
-        learning_rate: learning rate; updates have the root mean square of AdamW's at the same rate.
+    The parameters are matrices. Updates have the root mean square of AdamW's at the same learning rate.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:

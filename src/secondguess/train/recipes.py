@@ -27,18 +27,11 @@ from secondguess.train.draft_model import DraftModel
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """Properties of a target that are needed to create a head.
+    """Properties of a target that are needed to create a head."""
 
-    Args:
-        config: the target's configuration in Transformers format.
-        model: the target's parts, with float32 outputs, and its sizes.
-        token_counts: `[vocab]` int64, occurrences of each token that counts in training texts.
-        seed: seed of the initial weights.
-    """
-
-    config: Mapping[str, Any]
-    model: TargetModel
-    token_counts: Tensor
+    config: Mapping[str, Any]  # in Transformers format
+    model: TargetModel  # with float32 outputs
+    token_counts: Tensor  # [vocab] int64, occurrences of each token that counts in training texts
     seed: int
 
 
@@ -49,46 +42,28 @@ def _within(low: float, high: float, default: float) -> Any:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """Base class of recipes.
+    """Base class of recipes; values out of range raise a BadInputError.
 
-    Args:
-        learning_rate: peak learning rate.
-        warmup_steps: steps of linear warm-up to the peak.
-        clip: maximum norm of the gradient.
-        batch_size: texts per step.
-        places: share of the counted positions used in a step, drawn anew for each step.
-            Neighbouring positions carry similar information, and computing a distribution at
-            every position is most of the cost of a step.
-
-    Attributes:
-        kind: kind of drafter; also the name of the command.
-        has_one_distribution: True if one distribution serves all depths, so that the last measured
-            acceptance rate also applies to deeper nodes.
-        runs_first_layers: True if the drafter runs the first layers of the target, which not
-            every runtime supports.
-        keeps_tokenizer: True if a model is saved, which needs the target's tokenizer.
-
-    Raises:
-        BadInputError: a value out of range.
+    `places` is the share of the counted positions used in a step, drawn anew for each step: neighbouring positions carry
+    similar information, and computing a distribution at every position is most of the cost of a step.
     """
 
-    learning_rate: float = _within(1e-8, 1, 1e-3)
-    warmup_steps: int = _within(0, 1_000_000, 50)
-    clip: float = _within(1e-6, 1e6, 1.0)
-    batch_size: int = _within(1, 65_536, 8)
+    learning_rate: float = _within(1e-8, 1, 1e-3)  # at the peak
+    warmup_steps: int = _within(0, 1_000_000, 50)  # linear, to the peak
+    clip: float = _within(1e-6, 1e6, 1.0)  # maximum norm of the gradient
+    batch_size: int = _within(1, 65_536, 8)  # texts per step
     places: float = _within(0.001, 1, 0.25)
 
-    kind: ClassVar[str]
-    has_one_distribution: ClassVar[bool] = False
-    runs_first_layers: ClassVar[bool] = False
-    keeps_tokenizer: ClassVar[bool] = False
+    kind: ClassVar[str]  # of drafter; also the name of the command
+    has_one_distribution: ClassVar[bool] = False  # for all depths; the last measured rate holds below
+    runs_first_layers: ClassVar[bool] = False  # of the target, which not every runtime supports
+    keeps_tokenizer: ClassVar[bool] = False  # of the target, for a model of its own
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if "range" in each.metadata:
-                check_range(
-                    f"the {each.name.replace('_', ' ')}", getattr(self, each.name), *each.metadata["range"]
-                )
+        for option in fields(self):
+            if "range" in option.metadata:
+                name = f"the {option.name.replace('_', ' ')}"
+                check_range(name, getattr(self, option.name), *option.metadata["range"])
 
     @abstractmethod
     def fresh(self, target: TargetInfo) -> TrainableHead:
@@ -101,13 +76,9 @@ class Recipe(ABC):
 
 @dataclass(frozen=True)
 class DecayingRecipe(Recipe):
-    """Base class of recipes whose depths have geometrically decaying weights.
+    """Base class of recipes whose depths have geometrically decaying weights."""
 
-    Args:
-        decay: weight of each depth's loss relative to the previous one's.
-    """
-
-    decay: float = _within(0, 10, 0.8)
+    decay: float = _within(0, 10, 0.8)  # weight of a depth's loss over the previous one's
 
     def weights(self, num_depths: int) -> list[float]:
         return [self.decay**depth for depth in range(num_depths)]
@@ -115,15 +86,10 @@ class DecayingRecipe(Recipe):
 
 @dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """Separate small draft model.
-
-    Args:
-        num_layers: number of layers.
-        width: hidden size, a multiple of 64; 0 for the target's, reduced to at most 512.
-    """
+    """Separate small draft model."""
 
     num_layers: int = _within(1, 64, 2)
-    width: int = _within(0, 8192, 0)
+    width: int = _within(0, 8192, 0)  # a multiple of 64; 0 for the target's, reduced to at most 512
 
     kind = "draft"
     has_one_distribution = True
@@ -135,15 +101,10 @@ class DraftRecipe(Recipe):
 
 @dataclass(frozen=True)
 class EarlyExitRecipe(Recipe):
-    """Adapter on the hidden states of an early layer of the target.
+    """Adapter on the hidden states of an early layer of the target."""
 
-    Args:
-        layer: number of target layers that run while drafting; 0 for a quarter of them.
-        mlp_size: intermediate size of the adapter; 0 for twice the target's hidden size.
-    """
-
-    layer: int = 0
-    mlp_size: int = _within(0, 1_000_000, 0)
+    layer: int = 0  # target layers that run while drafting; 0 for a quarter of them
+    mlp_size: int = _within(0, 1_000_000, 0)  # of the adapter; 0 for twice the target's hidden size
 
     kind = "early-exit"
     has_one_distribution = True
@@ -152,8 +113,7 @@ class EarlyExitRecipe(Recipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         if target.model.num_layers < 2:
             raise BadInputError(
-                "expected a target of at least 2 layers, as an early exit leaves some out, got one of 1; train another "
-                "kind of drafter"
+                "cannot train an early exit: the target has one layer, and none to leave out. Train another kind of drafter."
             )
         if self.layer:
             check_range("the layer", self.layer, 1, target.model.num_layers - 1)
@@ -162,15 +122,10 @@ class EarlyExitRecipe(Recipe):
 
 @dataclass(frozen=True)
 class MedusaRecipe(DecayingRecipe):
-    """Medusa-1 heads (arXiv 2401.10774).
+    """Medusa-1 heads (arXiv 2401.10774)."""
 
-    Args:
-        num_heads: number of heads, one per depth.
-        num_layers: residual layers per head.
-    """
-
-    num_heads: int = 4
-    num_layers: int = 1
+    num_heads: int = 4  # one per depth
+    num_layers: int = 1  # residual layers per head
 
     kind = "medusa"
 
@@ -182,16 +137,10 @@ class MedusaRecipe(DecayingRecipe):
 
 @dataclass(frozen=True)
 class EagleRecipe(DecayingRecipe):
-    """EAGLE-3 head (arXiv 2503.01840).
+    """EAGLE-3 head (arXiv 2503.01840)."""
 
-    Args:
-        num_steps: number of draft steps in training.
-        draft_vocab_size: size of the draft vocabulary, the tokens that occur most often in the
-            training texts; 0 for all tokens.
-    """
-
-    num_steps: int = 7
-    draft_vocab_size: int = 32_000
+    num_steps: int = 7  # draft steps in training
+    draft_vocab_size: int = 32_000  # most frequent tokens of the training texts; 0 for all tokens
 
     kind = "eagle"
 
@@ -203,13 +152,9 @@ class EagleRecipe(DecayingRecipe):
 
 @dataclass(frozen=True)
 class MtpRecipe(DecayingRecipe):
-    """Multi-token prediction module (DeepSeek-V3, arXiv 2412.19437).
+    """Multi-token prediction module (DeepSeek-V3, arXiv 2412.19437)."""
 
-    Args:
-        num_steps: number of draft steps in training.
-    """
-
-    num_steps: int = 4
+    num_steps: int = 4  # draft steps in training
 
     kind = "mtp"
 
@@ -219,21 +164,13 @@ class MtpRecipe(DecayingRecipe):
 
 @dataclass(frozen=True)
 class DSparkRecipe(Recipe):
-    """DSpark head (arXiv 2607.05147).
+    """DSpark head (arXiv 2607.05147)."""
 
-    Args:
-        block_size: number of tokens drafted at once.
-        num_layers: number of layers of its backbone.
-        num_states: number of target layers, evenly spread, whose hidden states are its input.
-        markov_rank: rank of the head that corrects logits given the previous token.
-        gamma: decay constant of the loss weights `exp(-k / gamma)` over the depth k.
-    """
-
-    block_size: int = 7
-    num_layers: int = 2
-    num_states: int = _within(1, 1000, 4)
-    markov_rank: int = 64
-    gamma: float = _within(0.1, 1000, 4.0)
+    block_size: int = 7  # tokens drafted at once
+    num_layers: int = 2  # of its backbone
+    num_states: int = _within(1, 1000, 4)  # target layers, evenly spread, whose hidden states it reads
+    markov_rank: int = 64  # of the head that corrects logits given the previous token
+    gamma: float = _within(0.1, 1000, 4.0)  # of the loss weights exp(-k / gamma) over the depth k
 
     kind = "dspark"
 

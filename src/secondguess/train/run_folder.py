@@ -23,18 +23,14 @@ RUN, RECORD, CARD = "run", "run.json", "README.md"
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget in minutes, steps or both; a run ends when either is spent.
-
-    Raises:
-        BadInputError: neither is given, or one is not positive.
-    """
+    """Budget in minutes, steps or both; a run ends when either is spent."""
 
     minutes: float | None = None
     steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
-            raise BadInputError("a training budget needs minutes or steps")
+            raise BadInputError("expected a training budget in minutes or steps, got neither; give one")
         for name, value in (("minutes", self.minutes), ("steps", self.steps)):
             if value is not None and not value > 0:
                 raise BadInputError(
@@ -53,13 +49,13 @@ def require_drafter_folder(out: Path, model: str, drafter: str) -> None:
     require_folder(out, "--out")
     if out.resolve() == Path(find_checkpoint(model)).resolve():
         raise BadInputError(
-            f"expected a folder of its own for the drafter, got the target's: --out {out}; name another"
+            f"cannot write the drafter to {out}: this is the target's folder. Name another with --out."
         )
     replaced = [name for name in (CONFIG, WEIGHTS, CARD) if (out / name).exists()]
     if replaced and not (out / RUN / RECORD).is_file():
         raise BadInputError(
-            f"expected a new folder for --out, or one with a run of this command, got {out} with a {replaced[0]} and no "
-            f"{RUN}/{RECORD}; name another, or remove these files"
+            f"cannot write the drafter to {out}: it has a {replaced[0]} and no {RUN}/{RECORD}. Name another folder with "
+            "--out, or remove these files."
         )
     try:
         (name,) = parse_drafter_name(f"{drafter}:{out}")
@@ -100,7 +96,7 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
             raise ValueError("no object")
     except ValueError as error:
         raise CheckpointError(
-            f"expected a readable run in {path}, got: {error}; choose another folder"
+            f"cannot continue the run in {path}: its record is not readable ({error}). Choose another folder."
         ) from error
     differing = [name for name in identity if before.get(name) != identity[name]]
     if differing:
@@ -112,6 +108,6 @@ def check_or_record_options(run: Path, identity: Mapping[str, Any]) -> None:
             ]
             name = f"{name} ({inner})"
         raise BadInputError(
-            f"expected the options of the run in {run} to continue it, got another {name.replace('_', ' ')}: "
-            f"{now!r:.80} instead of {then!r:.80}; choose another folder"
+            f"cannot continue the run in {run}: its {name.replace('_', ' ')} is {then!r:.80}, not {now!r:.80}. Choose "
+            "another folder."
         )

@@ -27,15 +27,10 @@ _ORDER = 7
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokenised text with the tokens that count in the loss.
-
-    Args:
-        tokens: token ids, at least two: a context and a token to predict.
-        counts: per token, whether it counts in the loss.
-    """
+    """Tokenised text of at least two tokens: a context and a token to predict."""
 
     tokens: list[int]
-    counts: list[bool]
+    counts: list[bool]  # per token, True if it counts in the loss
 
 
 def windows(tokens: Sequence[int], counts: Sequence[bool], length: int) -> Iterator[TrainingText]:
@@ -65,7 +60,7 @@ def read_texts(path: Path) -> list[TrainingText]:
             tokens, counts, lengths = (arrays[name].tolist() for name in ("tokens", "counts", "lengths"))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise CheckpointError(
-            f"expected stored texts in {path}, got: {error}; delete the file to write it anew"
+            f"cannot read the texts in {path}: {error}. Delete the file to write it anew."
         ) from error
     ends = numpy.cumsum(lengths).tolist()
     return [
@@ -82,11 +77,7 @@ def require_texts(count: int) -> None:
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Training texts and held-out texts.
-
-    Args:
-        training, held_out: at least one text each.
-    """
+    """Training texts and held-out texts, at least one of each."""
 
     training: Sequence[TrainingText]
     held_out: Sequence[TrainingText]
@@ -113,20 +104,12 @@ class TextSplit:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded batch of texts.
+    """Padded batch of texts."""
 
-    Args:
-        indices: `[row]`, indices of the texts in their data set.
-        tokens: `[row, position]` int64, padded with 0 at the end.
-        counts: `[row, position]` bool, whether the token counts in the loss; False for padding
-            and for first tokens, which have no context.
-        lengths: `[row]`, lengths without padding.
-    """
-
-    indices: list[int]
-    tokens: Tensor
-    counts: Tensor
-    lengths: list[int]
+    indices: list[int]  # [row], in the data set
+    tokens: Tensor  # [row, position] int64, padded with 0 at the end
+    counts: Tensor  # [row, position] bool; False for padding and for first tokens, which have no context
+    lengths: list[int]  # [row], without padding
 
     @classmethod
     def from_texts(cls, members: Sequence[tuple[int, TrainingText]]) -> Batch:

@@ -42,39 +42,21 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Document(Prompt):
-    """Prompt, or text to train on as it is.
+    """Prompt, or text to train on as it is."""
 
-    Args:
-        answer: text that follows the prompt in the data; the part that counts in texts used as
-            they are.
-        messages: messages of a chat, with `role` and `content`; `text` has their contents then.
-    """
-
-    answer: str = ""
-    messages: tuple[Message, ...] = ()
+    answer: str = ""  # text that follows the prompt; alone counted in texts used as they are
+    messages: tuple[Message, ...] = ()  # of a chat, whose contents `text` has
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings of training texts.
+    """Settings of training texts; values out of range raise a BadInputError."""
 
-    Args:
-        temperatures: sampling temperatures of the answers, used in turn.
-        max_tokens: maximum length of an answer.
-        length: maximum length of a text, prompt and answer, in tokens; longer prompts are
-            truncated from the left.
-        batch_size: answers generated at a time.
-        seed: seed of the answers.
-
-    Raises:
-        BadInputError: a value out of range.
-    """
-
-    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES
-    max_tokens: int = 128
-    length: int = 512
-    batch_size: int = 16
-    seed: int = 0
+    temperatures: tuple[float, ...] = DEFAULT_TEMPERATURES  # of the answers, used in turn
+    max_tokens: int = 128  # of an answer
+    length: int = 512  # of prompt and answer, in tokens; longer prompts lose their beginning
+    batch_size: int = 16  # answers at a time
+    seed: int = 0  # of the answers
 
     def __post_init__(self) -> None:
         if not self.temperatures:
@@ -94,10 +76,7 @@ class AnswerSettings:
 
 
 def read_documents(paths: Sequence[Path], as_is: bool) -> list[Document]:
-    """Read files of JSON lines with a `prompt`, a `text` or `messages`, or of plain text.
-
-    A file of plain text is one document if `as_is`, or else one prompt per paragraph.
-    """
+    """Return the documents of files; plain text is one document if `as_is`, or else one prompt per paragraph."""
     documents: list[Document] = []
     for path in paths:
         if not path.is_file():
@@ -124,10 +103,10 @@ def default_documents(num_prompts: int) -> list[Document]:
 def _document(record: Record, path: Path) -> Document:
     messages = next((record[key] for key in CHAT_KEYS if isinstance(record.get(key), list)), None)
     if messages is not None:
-        chat = tuple(_message(each) for each in messages)  # type: ignore[attr-defined]
-        if not any(each["content"].strip() for each in chat if each["role"] != "assistant"):
+        chat = tuple(_message(message) for message in messages)  # type: ignore[attr-defined]
+        if not any(message["content"].strip() for message in chat if message["role"] != "assistant"):
             raise BadInputError("expected messages of which at least one is the user's, got none")
-        return Document("\n\n".join(each["content"] for each in chat), path.stem, messages=chat)
+        return Document("\n\n".join(message["content"] for message in chat), path.stem, messages=chat)
     text = record.get("text")
     if isinstance(text, str) and text.strip():
         return Document(text, path.stem)
@@ -154,7 +133,7 @@ def texts_as_they_stand(
     texts, and in chats for a target without a chat template, every token.
     """
     require_room(target, length)
-    found = [window for each in documents for window in windows(*_taught(target, each), length)]
+    found = [window for document in documents for window in windows(*_taught(target, document), length)]
     if len(found) < 2:
         raise BadInputError(
             f"expected text for at least 2 windows of at most {length} tokens, got {len(found)}; "
@@ -204,7 +183,7 @@ def _chat_ids(target: LoadedModel, messages: Sequence[Message], opens_answer: bo
         )
     except Exception as error:  # templates may raise errors of any class
         raise BadInputError(
-            f"expected messages that the chat template of {target.name} can write, got: {error}"
+            f"cannot encode the messages: the chat template of {target.name} failed: {error}"
         ) from error
     return ids
 
@@ -229,10 +208,7 @@ def write_answers(
     tell: Tell,
     pause: Callable[[], None],
 ) -> list[TrainingText]:
-    """Generate answers to all prompts with the target; texts of an interrupted call are reused.
-
-    Check `require_room` first.
-    """
+    """Generate the target's answers to all prompts, after `require_room`; texts of an interrupted call are reused."""
     texts: list[TrainingText] = []
     size = settings.batch_size
     for start in range(0, len(documents), size * BATCHES_PER_FILE):

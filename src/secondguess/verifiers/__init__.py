@@ -26,11 +26,7 @@ RELAXATIONS = {"lantern": "arXiv 2410.03355", "gsd": "arXiv 2508.07747"}
 
 
 def check_verifier_name(name: str) -> None:
-    """Check that a verifier exists, without importing torch.
-
-    Raises:
-        BadInputError: unknown name; the message lists the verifiers.
-    """
+    """Raise a BadInputError for a verifier that does not exist, without importing torch."""
     if name in RELAXATIONS:
         raise BadInputError(
             f"expected a lossless verifier, got '{name}' ({RELAXATIONS[name]}), which changes the distribution of the "
@@ -43,11 +39,7 @@ def check_verifier_name(name: str) -> None:
 
 
 def make_verifier(name: str) -> Verifier:
-    """Return a new verifier.
-
-    Raises:
-        BadInputError: unknown name; the message lists the verifiers.
-    """
+    """Return a new verifier."""
     check_verifier_name(name)
     module, _, class_name = VERIFIERS[name].partition(":")
     verifier: Verifier = getattr(import_module(module), class_name)()

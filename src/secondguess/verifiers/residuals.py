@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy
@@ -61,36 +60,19 @@ def accepted_prefix(draft: Draft, accepted: NDArray[numpy.bool_]) -> NDArray[num
     return lengths
 
 
-@dataclass(frozen=True)
-class Residual:
-    """Residuals `max(w p - q, 0)` at some positions, and their sums.
-
-    Args:
-        dists: `[..., vocab]`, the residuals, not normalised.
-        masses: `[...]` on the host, their sums.
-    """
-
-    dists: Tensor
-    masses: FloatArray
-
-
 def residual(
     weights: FloatArray, target_probs: Tensor, draft_probs: Tensor | None, tokens: Tensor
-) -> Residual:
-    """Return the residuals `max(w p - q, 0)` at positions `[...]`.
+) -> tuple[Tensor, FloatArray]:
+    """Return the residuals `max(w p - q, 0)` `[..., vocab]`, and their sums `[...]` on the host.
 
-    Args:
-        weights: `[...]` on the host, w; 1 for token-level rejection.
-        target_probs: `[..., vocab]`, p.
-        draft_probs: `[..., vocab]`, q; None if q is one-hot on `tokens`.
-        tokens: `[...]`, the draft tokens.
+    The `weights` w are 1 for token-level rejection. Without `draft_probs`, q is one-hot on the draft `tokens` `[...]`.
     """
     if draft_probs is not None:
-        return Residual(*residuals(weights, target_probs, draft_probs))
+        return residuals(weights, target_probs, draft_probs)
     # q is one-hot: w p(x) <= 1 = q(x) at the draft token, and q is 0 elsewhere
     factors = torch.from_numpy(weights).to(target_probs)
     dists = (factors[..., None] * target_probs).scatter_(-1, tokens[..., None], 0.0)
-    return Residual(dists, to_host(dists.sum(-1)))
+    return dists, to_host(dists.sum(-1))
 
 
 def masses_of_residuals(weights: FloatArray, draft: Draft, target_probs: Tensor) -> FloatArray:
@@ -98,7 +80,7 @@ def masses_of_residuals(weights: FloatArray, draft: Draft, target_probs: Tensor)
     before = target_probs[:, :-1]
     if draft.probs is not None:
         return residual_masses(weights, before, draft.probs)
-    return residual(weights, before, None, draft.tokens).masses
+    return residual(weights, before, None, draft.tokens)[1]
 
 
 def at(values: Tensor, positions: NDArray[numpy.int64]) -> Tensor:
@@ -129,16 +111,16 @@ def next_token_probs(
     nodes = numpy.minimum(lengths, draft.num_nodes - 1)
     draft_probs = None if draft.probs is None else at(draft.probs, nodes)
     node_weights = weights[numpy.arange(draft.num_rows), nodes]
-    left = residual(node_weights, at(target_probs, nodes), draft_probs, at(draft.tokens, nodes))
+    dists, masses = residual(node_weights, at(target_probs, nodes), draft_probs, at(draft.tokens, nodes))
     # Where p and q differ by less than rounding, the residual may be empty; p is used instead.
-    corrects = is_early & (left.masses > 0)
+    corrects = is_early & (masses > 0)
     if corrects.all():
-        return left.dists
+        return dists
     before = at(target_probs, lengths)
     if before.is_cpu:
-        choices = zip(corrects.tolist(), left.dists, before, strict=True)
+        choices = zip(corrects.tolist(), dists, before, strict=True)
         return torch.stack([own if is_corrected else other for is_corrected, own, other in choices])
-    return torch.where(torch.from_numpy(corrects).to(before.device)[:, None], left.dists, before)
+    return torch.where(torch.from_numpy(corrects).to(before.device)[:, None], dists, before)
 
 
 def make_chain_verdict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -13,15 +12,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SiblingRank:
-    """The n-th children of a level's queries: all first children, all second children, ...
+    """The n-th children of a level's queries: all first children, all second children, ..."""
 
-    Args:
-        nodes: the children, one per query.
-        queries: their parents, the first queries of the level.
-    """
-
-    nodes: tuple[int, ...]
-    queries: tuple[int, ...]
+    nodes: tuple[int, ...]  # the children, one per query
+    queries: tuple[int, ...]  # their parents, the first queries of the level
 
     @cached_property
     def node_index(self) -> NDArray[numpy.int64]:
@@ -98,11 +92,3 @@ class Shape:
 def shape_of(parents: tuple[int, ...]) -> Shape:
     """Return the shape with these parents; cached, as few shapes occur."""
     return Shape(parents)
-
-
-def descend(shape: Shape, accepted: Sequence[bool]) -> int:
-    """Return the query at which the descent through the first accepted children ends."""
-    query = 0
-    while (child := next((node for node in shape.children[query] if accepted[node]), None)) is not None:
-        query = child + 1
-    return query

@@ -44,28 +44,24 @@ class TraversalVerifier(TreeVerifier):
 def traverse(shape: Shape, draft: Draft, target_probs: Tensor) -> tuple[FloatArray, list[Tensor]]:
     """Compute the acceptance probabilities of a traversal in which every visited node is rejected.
 
-    The state of a node depends on its initial weight and its children's tokens, not on nodes below
-    these, so the tree is processed level by level.
-
-    Returns:
-        `[row, node]`, the probability that each node is accepted when visited, 0 for padding; and
-        for each query `[row, vocab]`, the distribution of the next token if its node is accepted
-        then, not normalised.
+    Return `[row, node]`, the probability that each node is accepted when visited, 0 for padding; and for each query
+    `[row, vocab]`, the distribution of the next token if its node is accepted then, not normalised. The state of a node
+    depends on its initial weight and its children's tokens, not on nodes below these: the tree is processed by levels.
     """
-    sheet = TokenProbs.from_draft(shape, draft, target_probs)
+    token_probs = TokenProbs.from_draft(shape, draft, target_probs)
     dists = list(target_probs.unbind(1))
     # In log space: a long product of ratios may underflow although a weight may rise again.
     log_weights: FloatArray = numpy.full((draft.num_rows, draft.num_nodes + 1), -numpy.inf)
     log_weights[:, 0] = 0.0
     with numpy.errstate(divide="ignore"):  # log(0) = -inf is intended
         for ranks in shape.levels:
-            level = Level(sheet, draft, ranks, dists)
+            level = Level(token_probs, draft, ranks, dists)
             for rank in ranks:
                 before = log_weights[:, rank.query_index]
                 entered = before + numpy.log(level.ratios(rank))
                 log_weights[:, rank.node_index + 1] = numpy.minimum(0.0, entered)
                 weights = numpy.exp(before)
-                masses = level.refuse(rank, weights)
+                masses = level.reject(rank, weights)
                 log_weights[:, rank.query_index] = numpy.log(weights_after(weights, masses))
     return numpy.exp(log_weights[:, 1:]), dists
 

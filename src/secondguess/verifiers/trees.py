@@ -53,12 +53,10 @@ What remains of it is then mostly rounding error.
 class TokenProbs:
     """Probabilities of the draft tokens, on the host.
 
-    Args:
-        target: `[row, query, node]`, the target probability of each node's token at each query.
-        drafted: `[row, node, node]`, the probability of the second node's token under the draft
-            distribution reported for the first node.
-        remaining: `[row, node]`, the mass of each node's draft distribution without the tokens of
-            its earlier siblings; 0 where nothing was left to draw.
+    `target` `[row, query, node]` is the target's probability of each node's token at each query, `drafted`
+    `[row, node, node]` that of the second node's token under the draft distribution reported for the first node.
+    `remaining` `[row, node]` is the mass of each node's draft distribution without the tokens of its earlier siblings; 0
+    where nothing was left to draw.
     """
 
     target: FloatArray
@@ -101,18 +99,14 @@ class TokenProbs:
 class Level:
     """The queries of one depth that have children, while these are rejected rank by rank.
 
-    Args:
-        sheet: probabilities of the draft tokens.
-        draft: chains or trees of one shape.
-        ranks: the ranks of the level.
-        dists: per query `[row, vocab]`, the residual target distribution, of any positive total.
-            Entries of this level are replaced as children are rejected.
+    `dists` has the residual target distribution `[row, vocab]` of each query, of any positive total; those of this level
+    are replaced as children are rejected. All trees of the draft have one shape.
     """
 
     def __init__(
-        self, sheet: TokenProbs, draft: Draft, ranks: Sequence[SiblingRank], dists: list[Tensor]
+        self, token_probs: TokenProbs, draft: Draft, ranks: Sequence[SiblingRank], dists: list[Tensor]
     ) -> None:
-        self._sheet = sheet
+        self._token_probs = token_probs
         self._draft = draft
         self._dists = dists
         self._left = _stack([dists[query] for query in ranks[0].queries])
@@ -126,17 +120,17 @@ class Level:
         The ratio is 0 where nothing was left to draw: such a node was not sampled, so rejecting it
         is always exact.
         """
-        sheet, nodes = self._sheet, rank.node_index
+        token_probs, nodes = self._token_probs, rank.node_index
         if self._totals is None:
-            known = sheet.target[:, rank.query_index, nodes]
+            known = token_probs.target[:, rank.query_index, nodes]
         else:
             count = len(nodes)
             tokens = _pick(self._draft.tokens, rank.nodes)[..., None]
             known = to_host(self._left[:, :count].gather(2, tokens))[..., 0] / self._totals[:, :count]
-        ratios: FloatArray = known * sheet.remaining[:, nodes] / sheet.drawn[:, nodes]
+        ratios: FloatArray = known * token_probs.remaining[:, nodes] / token_probs.drawn[:, nodes]
         return ratios
 
-    def refuse(self, rank: SiblingRank, weights: FloatArray) -> FloatArray:
+    def reject(self, rank: SiblingRank, weights: FloatArray) -> FloatArray:
         """Replace each p by `max(w p - q, 0)`; return the masses `[row, child]` of the residuals.
 
         q is the distribution each child was drawn from: the reported one over the mass left by
@@ -147,12 +141,11 @@ class Level:
         count = len(rank.nodes)
         before = self._left if self._left.shape[1] == count else self._left[:, :count]
         totals = 1.0 if self._totals is None else self._totals[:, :count]
-        remaining = self._sheet.remaining[:, rank.node_index]
+        remaining = self._token_probs.remaining[:, rank.node_index]
         probs = None if self._draft.probs is None else _pick(self._draft.probs, rank.nodes)
         # p and q are both multiplied by `remaining`, so that q is used as reported.
         tokens = self._draft.tokens if probs is not None else _pick(self._draft.tokens, rank.nodes)
-        left = residual(weights * remaining / totals, before, probs, tokens)
-        masses, dists = left.masses, left.dists
+        dists, masses = residual(weights * remaining / totals, before, probs, tokens)
         changes = masses > 0  # never where nothing was drawn: p is multiplied by 0
         if changes.all():
             self._totals = masses

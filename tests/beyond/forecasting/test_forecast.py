@@ -220,7 +220,7 @@ def test_past_values_of_another_type_give_the_forecast_of_the_models_own(dtype):
 
 def test_a_model_in_training_mode_is_refused():
     model = tiny_forecaster(seed=2).train()
-    with pytest.raises(BadInputError, match=r"call model\.eval"):
+    with pytest.raises(BadInputError, match=r"Call model\.eval"):
         secondguess.forecast(model, **series())
 
 

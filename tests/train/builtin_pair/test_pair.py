@@ -84,10 +84,10 @@ def test_a_run_is_resumed_only_with_its_options(recipe: PairRecipe, tmp_path: Pa
     stages.prepare_data(first, tmp_path / "run", lambda line: None)
     more = replace(first, target_budget=Budget(steps=99))
     stages.prepare_data(more, tmp_path / "run", lambda line: None)
-    with pytest.raises(BadInputError, match="another seed"):
+    with pytest.raises(BadInputError, match="its seed is"):
         stages.prepare_data(replace(first, seed=1), tmp_path / "run", lambda line: None)
     prompts.write_text('{"prompt": "Return the largest of three numbers"}')
-    with pytest.raises(BadInputError, match="another exclude prompts"):
+    with pytest.raises(BadInputError, match="its exclude prompts sha256 is"):
         stages.prepare_data(first, tmp_path / "run", lambda line: None)
 
 

@@ -100,11 +100,11 @@ class AutoregressionDrafter(StandardisedDrafter):
         features = torch.cat((self._features(lagged.float()), phases), -1)
         wanted = torch.cat((locs, logs), -1)[chosen]
         counts = torch.bincount(series, minlength=len(self._gram)).tolist()
-        for each, (own, target) in enumerate(
+        for index, (own, target) in enumerate(
             zip(features.split_with_sizes(counts), wanted.split_with_sizes(counts), strict=True)
         ):
-            self._gram[each] += own.T @ own
-            self._moments[each] += own.T.double() @ (target - own.double() @ self._base[each])
+            self._gram[index] += own.T @ own
+            self._moments[index] += own.T.double() @ (target - own.double() @ self._base[index])
         self._weights = (self._base + torch.linalg.solve(self._gram, self._moments)).float()
 
     def _values_at(self, series: Tensor, values: Tensor, positions: Tensor) -> Tensor:

@@ -22,41 +22,27 @@ from secondguess.sampling.noise import KeyedNoise
 
 @dataclass(frozen=True)
 class Problem:
-    """Series to be forecast.
+    """Series to be forecast."""
 
-    Args:
-        inputs: arguments of the model's `generate`, by name.
-        past: `[series, time, dim]` float64, past values; the last observed one where one is missing.
-        observed: `[series, time, dim]` bool, False for missing values.
-        num_rows: number of rows over all series.
-        lags: lags of the values that the target takes as inputs, increasing.
-        horizon: number of steps to forecast.
-    """
-
-    inputs: Mapping[str, Tensor]
-    past: Tensor
-    observed: Tensor
-    num_rows: int
-    lags: Sequence[int]
-    horizon: int
+    inputs: Mapping[str, Tensor]  # arguments of the model's `generate`
+    past: Tensor  # [series, time, dim] float64; the last observed value where one is missing
+    observed: Tensor  # [series, time, dim] bool, False for missing values
+    num_rows: int  # over all series
+    lags: Sequence[int]  # of the values that the target takes as inputs, increasing
+    horizon: int  # number of steps to forecast
 
 
 @dataclass(frozen=True)
 class Histories:
     """Values so far of a batch of rows, each of which continues a series.
 
-    Args:
-        rows: `[row]`, index of each row in the forecast, increasing.
-        series: `[row]`, index of the series, not decreasing.
-        values: `[row, horizon, dim]` float64, values so far; those from `starts` on have no meaning
-            for `propose`, and are the drafted ones for `observe`.
-        starts: `[row]`, number of values so far.
+    `values` from `starts` on have no meaning for `propose`, and are the drafted ones for `observe`.
     """
 
-    rows: Tensor
-    series: Tensor
-    values: Tensor
-    starts: Tensor
+    rows: Tensor  # [row], index of each row in the forecast, increasing
+    series: Tensor  # [row], index of the series, not decreasing
+    values: Tensor  # [row, horizon, dim] float64
+    starts: Tensor  # [row], number of values so far
 
 
 class ValueDrafter(ABC):
@@ -143,11 +129,7 @@ class StandardisedDrafter(ValueDrafter):
 
 
 class ForecasterDrafter(ValueDrafter):
-    """Drafter that samples from a smaller forecaster, one pass per step.
-
-    Args:
-        model: forecaster with the target's inputs and horizon.
-    """
+    """Drafter that samples from a smaller forecaster with the target's inputs and horizon, one pass per step."""
 
     def __init__(self, model: ForecastModel) -> None:
         self.model = model
@@ -167,7 +149,7 @@ class ForecasterDrafter(ValueDrafter):
             uniforms = torch.from_numpy(noise.uniforms([indices] * len(rows), Purpose.DRAFT))
             values[rows, position] = dist.sample(uniforms[:, None])[:, 0]
             drawn.append(values[rows, position])
-        dists = make_distribution([torch.cat(each, 1) for each in zip(*params, strict=True)])
+        dists = make_distribution([torch.cat(parts, 1) for parts in zip(*params, strict=True)])
         return ValueDraft(torch.stack(drawn, 1), lengths, dists)
 
     def observe(self, histories: Histories, lengths: Tensor, scores: Distribution) -> None:

@@ -104,8 +104,8 @@ def forecast(
     inputs = {name: values for name, values in given.items() if values is not None or name in REQUIRED}
     check_model(model)
     SamplingParams(seed=seed)  # refuses an invalid one
-    planner = make_controller(controller) if isinstance(controller, str) else controller
-    if not isinstance(planner, Controller) or planner.needs_probs:
+    chosen_controller = make_controller(controller) if isinstance(controller, str) else controller
+    if not isinstance(chosen_controller, Controller) or chosen_controller.needs_probs:
         raise BadInputError(
             "expected a controller that needs no draft distributions, such as cost or fixed:10, got "
             f"{controller!r:.60}"
@@ -118,11 +118,11 @@ def forecast(
     inputs |= {name: inputs[name].to(model.dtype) for name in inputs.keys() - as_they_are}
     num_rows = len(past_values) * num_samples
     runtime = ForecastRuntime(model, inputs, num_rows)
-    chosen = None if drafter is None else make_drafter(drafter)
-    if isinstance(chosen, ForecasterDrafter):
-        _check_forecaster(chosen.model, model, inputs, num_samples)
-    if chosen is not None:
-        chosen.begin(make_problem(model, inputs, num_rows))
+    chosen_drafter = None if drafter is None else make_drafter(drafter)
+    if isinstance(chosen_drafter, ForecasterDrafter):
+        _check_forecaster(chosen_drafter.model, model, inputs, num_samples)
+    if chosen_drafter is not None:
+        chosen_drafter.begin(make_problem(model, inputs, num_rows))
     params = SamplingParams(max_tokens=runtime.horizon, temperature=1.0)
     seed = secrets.randbits(63) if seed is None else int(seed)
     num_series = len(past_values)
@@ -131,7 +131,7 @@ def forecast(
         for series in range(num_series)
         for sample in range(num_samples)
     ]
-    sampler = _Sampler(runtime, chosen, planner, rows, num_samples)
+    sampler = _Sampler(runtime, chosen_drafter, chosen_controller, rows, num_samples)
     while sampler.active:
         sampler.run_round()
     sequences = sampler.values.reshape(num_series, num_samples, runtime.horizon, runtime.dim)
@@ -272,7 +272,7 @@ def _check(model: ForecastModel, inputs: Mapping[str, Tensor], num_samples: int)
         )
     mask = inputs.get("past_observed_mask", past)
     if mask.ndim > past.ndim or any(
-        own not in (1, size) for own, size in zip(mask.shape[::-1], past.shape[::-1], strict=False)
+        width not in (1, size) for width, size in zip(mask.shape[::-1], past.shape[::-1], strict=False)
     ):
         raise BadInputError(
             f"expected past_observed_mask of the shape {list(past.shape)} of past_values, got {list(mask.shape)}"

@@ -33,21 +33,11 @@ ForecastModel: TypeAlias = TimeSeriesTransformerForPrediction | InformerForPredi
 
 
 class ForecastRuntime:
-    """Forecaster over some series: encoded once, then scored for any number of rows per series.
+    """Forecaster over some series: encoded once, then scored for `num_rows` rows over all series.
 
-    Args:
-        model: the forecaster, in evaluation mode.
-        inputs: arguments of the model's `generate`, by name.
-        num_rows: number of rows over all series.
-
-    Attributes:
-        head: name of the distribution head.
-        horizon: number of steps to forecast.
-        dim: number of values per step.
-
-    Raises:
-        UnsupportedModelError: a model without an autoregressive decoder or without a density.
-        BadInputError: a model in training mode.
+    `inputs` are the arguments of the model's `generate`, `head` is the name of its distribution head, `horizon` the number
+    of steps to forecast and `dim` that of values per step. A model without an autoregressive decoder or a density raises
+    an UnsupportedModelError, one in training mode a BadInputError.
     """
 
     def __init__(self, model: ForecastModel, inputs: Mapping[str, Tensor], num_rows: int) -> None:
@@ -62,7 +52,7 @@ class ForecastRuntime:
         future = inputs["future_time_features"]
         static = encoded.static_features[:, None].expand(-1, future.shape[1], -1)
         self._features = torch.cat((static, future), -1)
-        self._loc, self._scale = (each.reshape(len(each), 1, self.dim) for each in (loc, scale))
+        self._loc, self._scale = (tensor.reshape(len(tensor), 1, self.dim) for tensor in (loc, scale))
         self._encoded = encoded.encoder_last_hidden_state
         self._cache_parameter = cache_parameter(type(model))
         self._cross_attention = encoded[self._cache_parameter].cross_attention_cache
@@ -81,18 +71,11 @@ class ForecastRuntime:
     def score(
         self, rows: Tensor, series: Tensor, values: Tensor, starts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the parameters `[row, query, dim]` of the values at steps `starts` and after.
+        """Return the parameters `[row, query, dim]` of the values at steps `starts` `[row]` and after.
 
-        There are as many queries as the longest draft has values, and one; those after a row's own
-        draft are meaningless. Arguments and results are on the host, in float64.
-
-        Args:
-            rows: `[row]`, index of each row. Its values before `starts` are those of its earlier calls, as
-                far as these were accepted.
-            series: `[row]`, index of the series that each row continues.
-            values: `[row, step, dim]`, values so far, then drafted ones; others are ignored.
-            starts: `[row]`, number of values so far.
-            lengths: `[row]`, number of drafted values.
+        There are as many queries as the longest draft has values, and one; those after a row's own draft are meaningless.
+        `values` `[row, step, dim]` are those so far, then `lengths` `[row]` drafted ones. Those of `rows` `[row]` before
+        `starts` are those of earlier calls, as far as they were accepted. All tensors are on the host, in float64.
         """
         num_rows, num_queries = len(rows), int(lengths.max()) + 1
         known = torch.minimum(self._num_cached[rows], starts) * self._keeps_prefix
@@ -112,7 +95,7 @@ class ForecastRuntime:
         wanted = ((starts - known)[:, None] + torch.arange(num_queries)).clamp(max=width - 1).to(device)
         params = self._model.output_params(hidden[torch.arange(num_rows, device=device)[:, None], wanted])
         return self._unscaled(
-            [each.reshape(num_rows, num_queries, self.dim).double() for each in params], series
+            [param.reshape(num_rows, num_queries, self.dim).double() for param in params], series
         )
 
     def rewind(self, rows: Tensor, counts: Tensor) -> None:
@@ -142,12 +125,12 @@ class ForecastRuntime:
         *shape, loc, scale = params
         factor = self._scale[series].double()
         params = [*shape, loc * factor + self._loc[series], scale * factor]
-        if not all(each.isfinite().all() for each in params):
+        if not all(param.isfinite().all() for param in params):
             raise BadInputError(
                 "expected finite distribution parameters from the model, got NaN or infinity: check its"
                 " weights, the past values and the features"
             )
-        return tuple(each.cpu() for each in params)
+        return tuple(param.cpu() for param in params)
 
     def _caches(self, series: Tensor) -> EncoderDecoderCache:
         """Return the cache of the rows with the encoder's keys and values of their series."""
@@ -165,15 +148,7 @@ class ForecastRuntime:
 
 
 class _Positions(nn.Module):
-    """Position embeddings of the steps that a pass evaluates.
-
-    Args:
-        embeddings: position embeddings of the model's decoder.
-        num_past: number of positions before the first step.
-
-    Attributes:
-        steps: `[row, query]`.
-    """
+    """Position embeddings of the steps `[row, query]` that a pass evaluates, after `num_past` positions."""
 
     def __init__(self, embeddings: nn.Embedding, num_past: int) -> None:
         super().__init__()
@@ -218,9 +193,7 @@ def check_model(model: object) -> None:
                 " it, so that several cannot be scored in one pass; use the model's own generate"
             )
     if model.training:
-        raise BadInputError(
-            "expected a model in evaluation mode, got one in training mode: call model.eval()"
-        )
+        raise BadInputError("cannot forecast with the model: it is in training mode. Call model.eval().")
 
 
 def first_sparse_length(sampling_factor: int, longest: int) -> int | None:

@@ -15,28 +15,25 @@ SLOPE_RATIOS = (0.0, *(10.0**power for power in range(-5, 2)))
 
 
 class KalmanDrafter(StandardisedDrafter):
-    """Drafter by a linear Gaussian state-space model: a local level, or a local linear trend.
+    """Drafter by a linear Gaussian state-space model: a local linear trend, or a local level without a slope.
 
         value_t = level_t + noise,  level_t = level_{t-1} + slope_{t-1} + noise,  slope_t = slope_{t-1} + noise
 
     The trend is the constant-velocity model of tracking. Variances have the highest likelihood among
     those of a grid. Drafts use the gains at the end of the past, which have converged by then.
-
-    Args:
-        trend: False for a level without a slope.
     """
 
     def __init__(self, trend: bool = True) -> None:
         ratios = LEVEL_RATIOS, SLOPE_RATIOS if trend else (0.0,)
-        grid = torch.cartesian_prod(*(torch.tensor(each, dtype=torch.float64) for each in ratios))
+        grid = torch.cartesian_prod(*(torch.tensor(values, dtype=torch.float64) for values in ratios))
         self._trend, self._grid = trend, grid.reshape(-1, 2).T[:, :, None, None]
 
     def fit(self, past: Tensor, problem: Problem) -> None:
         best = filter_series(past, problem.observed, self._grid[0], self._grid[1], self._trend)
         chosen = best.log_likelihood.argmax(0, keepdim=True)
         self._level, self._slope, self._level_gain, self._slope_gain, self._scale = (
-            each.expand_as(best.log_likelihood).gather(0, chosen)[0]
-            for each in (best.level, best.slope, best.level_gain, best.slope_gain, best.scale)
+            value.expand_as(best.log_likelihood).gather(0, chosen)[0]
+            for value in (best.level, best.slope, best.level_gain, best.slope_gain, best.scale)
         )
 
     def steps(self, series: Tensor, values: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

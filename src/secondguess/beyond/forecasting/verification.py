@@ -33,17 +33,11 @@ FIRST_TRIALS, MAX_TRIALS = 4, 1024
 
 @dataclass(frozen=True)
 class ValueDraft:
-    """Drafted values of a batch of rows.
+    """Drafted values of a batch of rows."""
 
-    Args:
-        values: `[row, node, dim]`.
-        lengths: `[row]`, number of values of each row that are verified; the others are padding.
-        dists: batch `[row, node]`, distribution that each value was drawn from.
-    """
-
-    values: Tensor
-    lengths: Tensor
-    dists: Distribution
+    values: Tensor  # [row, node, dim]
+    lengths: Tensor  # [row], number of values that are verified; the others are padding
+    dists: Distribution  # batch [row, node], distribution that each value was drawn from
 
 
 def acceptance_probs(target: Distribution, draft: Distribution, values: Tensor) -> Tensor:
@@ -67,8 +61,7 @@ def reflected(target: Gaussian, draft: Gaussian, values: Tensor) -> Tensor:
 def verify(draft: ValueDraft, target: Distribution, noise: KeyedNoise) -> tuple[Tensor, Tensor]:
     """Return the number of accepted values `[row]` and the value that follows them `[row, dim]`.
 
-    Args:
-        target: batch `[row, node + 1]`, the target's distributions at the drafted positions and after.
+    `target` has a batch `[row, node + 1]`: the distributions at the drafted positions and after.
     """
     num_rows, num_nodes = draft.values.shape[:2]
     probs = acceptance_probs(target.at((slice(None), slice(num_nodes))), draft.dists, draft.values)

@@ -18,13 +18,9 @@ MAX_WIDTH = 8192
 
 @dataclass(frozen=True)
 class GridOptions:
-    """Options of `grid,width=N`.
+    """Options of `grid,width=N`."""
 
-    Args:
-        width: number of tokens per line of the picture, a token for its end included; 2 to 8192.
-    """
-
-    width: int = 32
+    width: int = 32  # tokens per line of the picture, with the one for its end; 2 to 8192
 
     def __post_init__(self) -> None:
         check_range("width of the drafter grid, the tokens per line,", self.width, 2, MAX_WIDTH)

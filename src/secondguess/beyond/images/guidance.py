@@ -47,12 +47,7 @@ class GuidedPrompt(ExtendedPrompt):
             )
 
     def prepare(self, models: Models, rows: Sequence[Row]) -> None:
-        """Guide rows, by a runtime around the target, which is put there before the next round.
-
-        Raises:
-            BadInputError: a negative prompt that is not one, a drafter that runs layers of the target, or settings
-                that do not combine with guidance.
-        """
+        """Guide rows, by a runtime around the target, which is put there before the next round."""
         negative = encode(models.target, self.negative)
         check_request(models.target, models.verifier, negative, rows[0].params)
         for row in rows:
@@ -93,14 +88,11 @@ class _Guidance(NamedTuple):
 
 
 class GuidedRuntime(Runtime):
-    """Target of the decoding loop, which scores guided rows with their negative prompt as well.
+    """Runtime around a target, which scores guided rows with their negative prompt as well.
 
     A guided row has a twin in the target: its negative prompt and the same output. Each pass scores
     the draft in both. Everything after the logits is as for other rows, so that any drafter and
     verifier keeps the guided distribution. Drafters use the target itself.
-
-    Args:
-        runtime: the target.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -190,12 +182,9 @@ class GuidedRuntime(Runtime):
 
 
 def combine(own: Tensor, negative: Tensor, scales: Sequence[float]) -> Tensor:
-    """Return the logits of guidance, `negative + scale (own - negative)` of log-probabilities.
+    """Return the logits of guidance, `negative + scale (own - negative)` of log-probabilities `[row, query, vocab]`.
 
     A token that is impossible after one of the prompts stays impossible.
-
-    Args:
-        own, negative: logits `[row, query, vocab]` after the row's own and its negative prompt.
     """
     own, negative = own.log_softmax(-1), negative.log_softmax(-1)
     factors = torch.tensor(scales, dtype=own.dtype, device=own.device)[:, None, None]

@@ -30,11 +30,9 @@ MAX_WIDTH = 8192
 
 @dataclass(frozen=True)
 class JacobiOptions:
-    """Options of `jacobi,width=N`.
+    """Options of `jacobi,width=N`: a new position is drafted as the token `width` positions before it.
 
-    Args:
-        width: a position that was not sampled before is drafted as the token `width` positions before it:
-            1 is the last token, the tokens per line of a picture the one above; 1 to 8192.
+    1 is the last token, the tokens per line of a picture the one above.
     """
 
     width: int = 1

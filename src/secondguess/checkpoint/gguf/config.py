@@ -108,12 +108,7 @@ NEUTRAL = {"attn_factor": (1.0,), "yarn_ext_factor": (-1.0, 1.0)}
 
 
 def read_gguf_config(file: GgufFile) -> Any:
-    """Return the configuration of a GGUF file.
-
-    Raises:
-        ValueError: fields are missing.
-        UnsupportedModelError: if the architecture or a field is not supported.
-    """
+    """Return the configuration of a GGUF file; missing fields raise a ValueError, unknown ones an UnsupportedModelError."""
     config = _own_config(file) if file.architecture in ARCHITECTURES else _config_by_transformers(file)
     _complete_config(config, file)
     return config
@@ -235,7 +230,9 @@ def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> No
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     elif pattern is not None:
         has_window = _windows_of(pattern, config.num_hidden_layers)
-        config.layer_types = ["sliding_attention" if each else "full_attention" for each in has_window]
+        config.layer_types = [
+            "sliding_attention" if is_windowed else "full_attention" for is_windowed in has_window
+        ]
     is_27b = config.num_hidden_layers == LAYERS_OF_GEMMA_27B[architecture]
     config.query_pre_attn_scalar = (
         config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
@@ -243,12 +240,7 @@ def _set_attention(config: Any, architecture: str, values: dict[str, Any]) -> No
 
 
 def _windows_of(pattern: int | list[bool], num_layers: int) -> list[bool]:
-    """Return whether each layer has a window.
-
-    Args:
-        pattern: the same, or the number of layers of which the last has none; 0 if all have one.
-        num_layers: number of layers.
-    """
+    """Return whether each layer has a window; a number is that of layers of which the last has none, 0 if all have one."""
     if isinstance(pattern, int):
         return [pattern == 0 or index % pattern < pattern - 1 for index in range(num_layers)]
     if len(pattern) < num_layers:

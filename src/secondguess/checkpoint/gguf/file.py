@@ -42,19 +42,12 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Tensor in a GGUF file.
-
-    Args:
-        name: name in the file.
-        shape: sizes, outermost first.
-        kind: number of the type, one of `TENSOR_TYPES`.
-        offset: first byte in the file.
-    """
+    """Tensor in a GGUF file."""
 
     name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
+    shape: tuple[int, ...]  # outermost first
+    kind: int  # one of TENSOR_TYPES
+    offset: int  # first byte in the file
 
     @property
     def type_name(self) -> str:
@@ -129,17 +122,9 @@ class _Cursor:
 
 
 class GgufFile:
-    """GGUF file with a whole model.
+    """GGUF file with a whole model: `fields` are the header's values and `tensors` its tensors, by name.
 
-    Args:
-        path: path of the file.
-
-    Attributes:
-        fields: values of the header by their names.
-        tensors: tensors by their names.
-
-    Raises:
-        CheckpointError: the file is broken, of another version, or a part of a model.
+    A broken file, another version or a part of a model raises a CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,8 +144,8 @@ class GgufFile:
             raise CheckpointError(f"expected a whole GGUF file in {path}, got: {reason}; {advice}") from error
         if (num_parts := self.fields.get("split.count") or 1) > 1:
             raise CheckpointError(
-                f"expected a GGUF file with the whole model, got {path}, one of {num_parts} parts; "
-                "join them with `llama-gguf-split --merge FIRST_PART OUT`"
+                f"cannot load {path}: it is one of {num_parts} parts of a model. Join them with "
+                "`llama-gguf-split --merge FIRST_PART OUT`."
             )
 
     def _read_header(self) -> None:

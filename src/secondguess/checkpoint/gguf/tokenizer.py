@@ -38,19 +38,12 @@ CJK = r"[一-龥\u0800-一가-\ud7ff]+"
 
 
 class Split(NamedTuple):
-    """Splits of text before byte-level BPE.
+    """Splits of text before byte-level BPE."""
 
-    Args:
-        patterns: regular expressions, applied one after the other; what they match becomes a part of its own.
-        ignores_merges: whether a part that is a token is not merged from its bytes.
-        adds_bos: whether a text begins with the first token where the file does not say so.
-        composes: whether characters are composed first (Unicode NFC).
-    """
-
-    patterns: tuple[str, ...]
-    ignores_merges: bool = False
-    adds_bos: bool = False
-    composes: bool = False
+    patterns: tuple[str, ...]  # applied in turn; what they match becomes a part
+    ignores_merges: bool = False  # a part that is a token is not merged from its bytes
+    adds_bos: bool = False  # a text begins with the first token where the file does not say so
+    composes: bool = False  # characters are composed first (Unicode NFC)
 
 
 LLAMA_3 = Split((rf"{ENGLISH_IN_ANY_CASE}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{END}",))
@@ -126,9 +119,7 @@ SPLITS |= {name: SPLITS[kind] for kind, names in SAME_SPLITS.items() for name in
 def read_tokenizer(file: GgufFile) -> Any:
     """Return the tokenizer of a GGUF file, as one of Transformers.
 
-    Raises:
-        UnsupportedModelError: a model or a split of text that is not known.
-        ValueError: fields that are missing or do not fit each other.
+    An unknown model or split raises an UnsupportedModelError, missing or contradictory fields a ValueError.
     """
     fields = {
         name.removeprefix("tokenizer."): value

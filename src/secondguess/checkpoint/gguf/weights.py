@@ -83,17 +83,9 @@ def count_stored(file: GgufFile) -> dict[WeightFormat, int]:
 
 
 class GgufWeights:
-    """Weights in a GGUF file.
+    """Weights in a GGUF file; `names` are those of a checkpoint of Transformers, those of experts one by one.
 
-    Args:
-        file: the file.
-        config: configuration of the model.
-
-    Attributes:
-        names: names of the weights in a checkpoint of Transformers, those of experts one by one.
-
-    Raises:
-        UnsupportedModelError: a tensor that the model does not have.
+    A tensor that the model does not have raises an UnsupportedModelError.
     """
 
     def __init__(self, file: GgufFile, config: Any) -> None:
@@ -196,8 +188,8 @@ class GgufWeights:
             from gguf.quants import dequantize
         except ImportError as error:
             raise UnsupportedModelError(
-                f"expected the package gguf for weights in {self._sources[name][0].type_name}, got none; run "
-                "`pip install secondguess[gguf]`"
+                f"cannot read weights in {self._sources[name][0].type_name}: the package gguf is not installed. Run "
+                "`pip install secondguess[gguf]`."
             ) from error
         kind = GGMLQuantizationType(self._sources[name][0].kind)
         return torch.from_numpy(dequantize(self._bytes(name).numpy(), kind)).view(*self.shape(name))

@@ -18,18 +18,11 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Delta(NamedTuple):
-    """Addition to a reply.
+    """Addition to a reply: `text`, or for a tool call the JSON of its arguments or the beginning of it."""
 
-    Args:
-        field: field of the reply that grows; `arguments` are those of the last tool call.
-        text: additional text; of a tool call, its arguments as JSON, or the beginning of them.
-        name: function of a tool call.
-        call_id: identifier of a tool call.
-    """
-
-    field: Literal["content", "reasoning", "tool_call", "arguments"]
+    field: Literal["content", "reasoning", "tool_call", "arguments"]  # `arguments` are those of the last call
     text: str
-    name: str = ""
+    name: str = ""  # function of a tool call
     call_id: str = ""
 
 
@@ -63,21 +56,14 @@ class _SpecialTokens:
 
 
 class TemplateParser:
-    """Reply split by a response template, token by token.
+    """Reply split by a response template of Transformers, token by token.
 
-    Only committed tokens are parsed, so the result does not depend on how many come at once. A
-    reply that the template cannot parse, such as a tool call with broken JSON, becomes content from
-    the beginning of this call on. Text outside all fields is left out, except that it is content if a
-    whole reply has no field, or none but reasoning.
+    Only committed tokens are parsed, so the result does not depend on how many come at once. A reply that the template
+    cannot parse, such as a tool call with broken JSON, becomes content from the beginning of this call on. Text outside
+    all fields is left out, except that it is content if a whole reply has no field, or none but reasoning.
 
-    Args:
-        tokenizer: tokenizer of the model.
-        template: response template, as Transformers describes it.
-        prompt: the prompt; chat templates often write the beginning of a reply.
-        tools: definitions of the functions, by which arguments get their types.
-        stop: stop strings of the request.
-        include_stop: the stop string that ends the reply is a part of it.
-        single_call: calls after the first one are left out (`parallel_tool_calls: false`).
+    `prompt` may end with the beginning of the reply. The definitions in `tools` give arguments their types. With
+    `include_stop` the stop string that ends the reply is a part of it; with `single_call` later calls are left out.
     """
 
     def __init__(

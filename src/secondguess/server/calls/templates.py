@@ -76,17 +76,10 @@ GRANITE = _listed_calls(
 
 
 class Family(NamedTuple):
-    """Format of the tool calls of some models.
-
-    Args:
-        name: name of the family.
-        marks: texts that are all in its chat templates.
-        calls: field of its tool calls.
-        others: other fields; by default content, which is all other text.
-    """
+    """Format of the tool calls of some models."""
 
     name: str
-    marks: tuple[str, ...]
+    marks: tuple[str, ...]  # texts that are all in its chat templates
     calls: ResponseTemplate
     others: ResponseTemplate = CONTENT
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from secondguess.server.errors import ApiError
 from secondguess.server.playground.markdown import MAX_MARKDOWN_BYTES, to_html
+from secondguess.server.replies import JsonReply, error_response
 from secondguess.server.service import Service
-from secondguess.server.streams import JsonReply, error_response
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 

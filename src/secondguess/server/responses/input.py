@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from secondguess.server.errors import ApiError, refused
+from secondguess.server.reply_fields import Json
 from secondguess.server.responses.schemas import (
     FunctionCall,
     FunctionCallOutput,
@@ -20,8 +20,6 @@ from secondguess.server.responses.schemas import (
     SchemaFormat,
 )
 from secondguess.server.schemas import ChatRequest, Extensions
-
-Json = dict[str, Any]
 
 PARAMS = {
     "max_completion_tokens": "max_output_tokens",

@@ -7,9 +7,7 @@ from typing import Any
 
 from secondguess.core import TokenLogprob
 from secondguess.server.calls.parsers import Delta, new_id
-from secondguess.server.reply_fields import chat_logprob
-
-Json = dict[str, Any]
+from secondguess.server.reply_fields import Json, chat_logprob
 
 
 class OutputItems:
@@ -27,7 +25,7 @@ class OutputItems:
         The next content gets the log-probabilities: their tokens need not have a text of their own.
         """
         if self._with_logprobs:
-            self._logprobs += [chat_logprob(each) for each in logprobs]
+            self._logprobs += [chat_logprob(logprob) for logprob in logprobs]
         for delta in deltas:
             if delta.field == "tool_call":
                 yield from self.close()

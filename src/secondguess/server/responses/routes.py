@@ -18,17 +18,16 @@ from secondguess.server.bodies import BoundedRoute
 from secondguess.server.calls.parsers import new_id
 from secondguess.server.errors import ApiError, api_error
 from secondguess.server.jobs import Job
-from secondguess.server.reply_fields import finish_reason, report, usage
+from secondguess.server.replies import to_event
+from secondguess.server.reply_fields import Json, finish_reason, report, usage
 from secondguess.server.responses.input import to_chat, wants_logprobs, with_response_names
 from secondguess.server.responses.output import OutputItems
 from secondguess.server.responses.schemas import ResponseRequest
 from secondguess.server.schemas import ChatRequest
 from secondguess.server.service import Service, ServiceOf
-from secondguess.server.streams import to_event
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 router = APIRouter(tags=["responses"], route_class=BoundedRoute)
 
 
