@@ -583,7 +583,7 @@ def test_prefill_is_charged_over_the_rounds_it_serves_and_when_the_row_ends() ->
 
 def test_disturbed_rounds_are_no_losses_unless_they_go_on() -> None:
     budget = LossBudget()
-    for excess, charged in ((5.0, 0.0), (5.0, 0.0), (3.0, 3.0), (0.0, 0.0), (9.0, 0.0)):
+    for excess, charged in ((5.0, 0.0), (5.0, 0.0), (4.0, 0.0), (3.0, 3.0), (0.0, 0.0), (9.0, 0.0)):
         before = budget.balance
         budget.record([], 0.0, 0.0, excess)
         assert before - budget.balance == charged
@@ -655,11 +655,11 @@ def test_planning_that_takes_long_does_not_stop_trials() -> None:
 
 
 def test_a_single_large_loss_is_forgotten() -> None:
-    """A prefill that did not pay off, or three stalled rounds, must not stop drafting for thousands of rounds."""
+    """A prefill that did not pay off, or four stalled rounds, must not stop drafting for thousands of rounds."""
     budget, row = LossBudget(), a_row()
     budget.defer(row, 500.0, 256)
     budget.release(row)
-    for _ in range(3):
+    for _ in range(4):
         budget.record([], 0.0, 0.0, excess=1000.0)
     assert budget.balance == -MAX_LOSS - 1
 
