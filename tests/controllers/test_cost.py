@@ -66,7 +66,7 @@ def test_drafting_of_noise_stops(deterministic: bool) -> None:
         CostController(), 4000
     )
     assert sum(length > 0 for (length,) in simulation.drafted[:100]) <= 40
-    assert sum(length > 0 for (length,) in simulation.drafted[1000:]) <= 90
+    assert sum(length > 0 for (length,) in simulation.drafted[1000:]) <= 40
     assert simulation.speed > 0.985
 
 
@@ -170,8 +170,7 @@ def test_rows_with_good_drafts_are_drafted_for_and_others_are_not() -> None:
     assert min(drafted[:2]) > 5 * max(drafted[2:])
 
 
-@pytest.mark.parametrize("any_node", [0.0, 0.3])
-@pytest.mark.parametrize("num_rows", [8, 32])
+@pytest.mark.parametrize(("num_rows", "any_node"), [(8, 0.0), (8, 0.8), (32, 0.0), (32, 0.3)])
 def test_batches_find_the_best_length_in_few_rounds(num_rows: int, any_node: float) -> None:
     """With equal confidences the best policy has one length, which follows from the highest rate, not the recent one.
 
@@ -218,7 +217,7 @@ def test_batches_find_the_best_constant_length(
     simulation = Simulation(
         lambda number, depth: chance, step, 0.0, node_of_row, deterministic, confidence=chance
     ).play(CostController(), 800, num_rows)
-    assert simulation.speed > 0.92 * max(1.0, best_fixed(chance, step, node_of_row * num_rows))
+    assert simulation.speed > 0.93 * max(1.0, best_fixed(chance, step, node_of_row * num_rows))
 
 
 def commit_and_learn(
@@ -534,7 +533,7 @@ def test_drafting_starts_although_the_first_drafts_fail_beside_other_load(seed: 
         delay=disturbed,
     )
     simulation.play(CostController(), 300, seed=seed)
-    assert sum(length > 0 for (length,) in simulation.drafted) > 150
+    assert sum(length > 0 for (length,) in simulation.drafted) > 200
 
 
 def test_a_hazard_is_not_biased_by_drafts_that_stopped_early() -> None:
@@ -583,7 +582,7 @@ def test_prefill_is_charged_over_the_rounds_it_serves_and_when_the_row_ends() ->
 
 def test_disturbed_rounds_are_no_losses_unless_they_go_on() -> None:
     budget = LossBudget()
-    for excess, charged in ((5.0, 0.0), (5.0, 0.0), (3.0, 3.0), (0.0, 0.0), (9.0, 0.0)):
+    for excess, charged in ((5.0, 0.0), (5.0, 0.0), (4.0, 0.0), (3.0, 3.0), (0.0, 0.0), (9.0, 0.0)):
         before = budget.balance
         budget.record([], 0.0, 0.0, excess)
         assert before - budget.balance == charged
@@ -624,9 +623,9 @@ def test_the_prefill_of_a_drafter_is_no_part_of_a_plain_round() -> None:
 
 @pytest.mark.parametrize("num_tokens", [48, 256])
 def test_a_useless_drafter_costs_little(num_tokens: int) -> None:
-    """At most 3 % of 256 tokens and 10 % of 48, its prefill and the first drafts included."""
+    """At most 2 % of 256 tokens and 8 % of 48, its prefill and the first drafts included."""
     simulation = Simulation(lambda number, depth: 0.0, step=0.25).play(CostController(), num_tokens)
-    assert simulation.seconds / num_tokens < {48: 1.1, 256: 1.03}[num_tokens]
+    assert simulation.seconds / num_tokens < {48: 1.08, 256: 1.02}[num_tokens]
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
@@ -655,11 +654,11 @@ def test_planning_that_takes_long_does_not_stop_trials() -> None:
 
 
 def test_a_single_large_loss_is_forgotten() -> None:
-    """A prefill that did not pay off, or three stalled rounds, must not stop drafting for thousands of rounds."""
+    """A prefill that did not pay off, or four stalled rounds, must not stop drafting for thousands of rounds."""
     budget, row = LossBudget(), a_row()
     budget.defer(row, 500.0, 256)
     budget.release(row)
-    for _ in range(3):
+    for _ in range(4):
         budget.record([], 0.0, 0.0, excess=1000.0)
     assert budget.balance == -MAX_LOSS - 1
 

@@ -6,7 +6,6 @@ hazard of survival analysis (Kaplan and Meier 1958), is not biased by drafts tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -28,9 +27,8 @@ MAX_AGE = 512
 """Number of rounds after which statistics that were not added to lose half of their weight."""
 FIRST_SHARE, FIRST_GAIN, FIRST_WIDTH = 0.8, 1.0, 2.0
 """Expected acceptance of a node, and tokens gained by a draft of so many nodes, of an unknown drafter."""
-BONUS, BONUS_OFFSET = 1.5, 0.15
-"""Tokens that a draft of a new kind might gain beyond the expectation: their standard deviation, which falls with the
-square root of the number of drafts, less what is left after a hundred."""
+BONUS = 1.5
+"""Tokens that the first draft of a kind might gain beyond the expectation; inversely proportional to the number of drafts."""
 
 
 class Mean:
@@ -93,7 +91,7 @@ class Acceptance:
     @property
     def exploration_bonus(self) -> float:
         """Tokens that a draft might gain beyond the expectation."""
-        return max(BONUS / math.sqrt(1 + self._gain.count) - BONUS_OFFSET, 0.0)
+        return BONUS / (1 + self._gain.count)
 
     def _shares(self) -> list[float]:
         general = self._general

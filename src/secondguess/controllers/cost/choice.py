@@ -93,11 +93,9 @@ class Chooser:
         models.sort(key=lambda proposal: proposal.gain, reverse=True)
         # Several models would draft one after the other, each for its rows.
         models = [proposal for proposal in models if proposal.candidate.part == models[0].candidate.part]
-        bonus, bonus_of_models = (
-            max([own.bonus for own in group], default=0.0) for group in (lookups, models)
-        )
+        bonus = max([proposal.bonus for proposal in lookups], default=0.0)
         nodes = sorted([value for proposal in lookups for value in proposal.survivals], reverse=True)
-        gains = [proposal.gain for proposal in models]
+        gains = [proposal.gain + proposal.bonus for proposal in models]
         num_nodes = num_models = 0
         widths = list(accumulate([proposal.width for proposal in models], initial=0))
 
@@ -107,7 +105,7 @@ class Chooser:
         # The time of the pass over all nodes depends on both numbers, so each is chosen given the other.
         for _ in range(2):
             num_nodes = best_count(nodes, partial(price, num_models=num_models), bonus)
-            num_models = best_count(gains, partial(price, num_nodes), bonus_of_models)
+            num_models = best_count(gains, partial(price, num_nodes))
         least = nodes[num_nodes - 1] if num_nodes else 2.0
         for proposal in lookups:
             proposal.length = sum([value >= least for value in proposal.survivals])

@@ -104,7 +104,7 @@ class CostController(Controller):
         self._proposals: list[Proposal] = []
         self._rate = Rate()
         self._is_trial = False
-        self._since_renewal = RENEWAL_ROUNDS
+        self._is_renewable, self._since_renewal = False, RENEWAL_ROUNDS
 
     @classmethod
     def build(cls, name: Name) -> CostController:
@@ -245,11 +245,9 @@ class CostController(Controller):
         """Learn from a round without drafts."""
         num_rows = len(rows)
         seconds = time.total - time.plan - time.prefill
-        if (
-            self.times.add_plain(num_rows, mean_length(rows), seconds)
-            and self._since_renewal >= RENEWAL_ROUNDS
-        ):
-            self._since_renewal = 0
+        self._is_renewable |= self.times.add_plain(num_rows, mean_length(rows), seconds)
+        if self._is_renewable and self._since_renewal >= RENEWAL_ROUNDS:
+            self._is_renewable, self._since_renewal = False, 0
             self.budget.renew()
             self._trials.clear()
         self._rate.add(1, 1, PLAIN_RATE_DECAY)

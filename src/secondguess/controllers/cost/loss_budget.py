@@ -21,14 +21,14 @@ class LossBudget:
 
     Without a budget nothing is tried, and at a deficit of MAX_LOSS nothing is drafted until the income has covered what
     is beyond. A time that is longer than expected counts as a disturbance by other load on the machine until the
-    third in a row. With R the loss of one round of drafting, any N rounds on a quiet machine therefore lose at most
+    fourth in a row. With R the loss of one round of drafting, any N rounds on a quiet machine therefore lose at most
     MAX_BUDGET + MAX_LOSS + INCOME * N + 4 R (1 + INCOME * N). The prefill of a draft model serves all later rounds
     of its row and is charged to them.
     """
 
     def __init__(self) -> None:
         self.balance = FIRST_BUDGET
-        self._excesses = (0.0, 0.0)
+        self._excesses = (0.0, 0.0, 0.0)
         self._outstanding: dict[Row, tuple[float, float]] = {}
 
     @property
@@ -47,12 +47,12 @@ class LossBudget:
         Args:
             gain: plain rounds that it gained (negative: lost).
             elapsed: time that it took.
-            excess: time that other load on the machine may have added to drafting, of which the third in a row counts;
+            excess: time that other load on the machine may have added to drafting, of which the fourth in a row counts;
                 None for a plain round.
         """
         if excess is not None:
             self._charge(max(min(excess, *self._excesses), 0.0))
-            self._excesses = (excess, self._excesses[0])
+            self._excesses = (excess, *self._excesses[:2])
         for row in rows if self._outstanding else ():
             left, share = self._outstanding.pop(row, (0.0, 0.0))
             gain -= min(left, share)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 
 from secondguess.core import Row
 
@@ -109,7 +108,12 @@ class PassCosts(Line):
         super().add(size, max(time, 0.0))
         mean, weight = self._cells.get(size, (0.0, 0.0))
         weight = min(weight, MAX_WEIGHT) + 1
-        self._cells[size] = mean + (time - mean) / weight, weight
+        self._cells[size] = mean, _ = mean + (time - mean) / weight, weight
+        # More nodes do not take less time: earlier means that contradict this one were disturbed.
+        for other, (time, weight) in self._cells.items():
+            fewer, more = (mean, time) if other > size else (time, mean)
+            if 1 + fewer > OUTLIER * (1 + more):
+                self._cells[other] = time, weight / 2
 
     def knows(self, size: int) -> bool:
         return size in self._cells
@@ -125,7 +129,7 @@ def first_node_cost(num_rows: int) -> float:
 
 
 class PlainTime:
-    """Seconds of plain rounds of one batch size: the median of recent ones.
+    """Seconds of plain rounds of one batch size: the second shortest of recent ones, as disturbances make them longer.
 
     Attributes:
         age: number of rounds with drafts since.
@@ -138,7 +142,7 @@ class PlainTime:
 
     @property
     def seconds(self) -> float:
-        return median_low(self.recent)
+        return sorted(self.recent)[len(self.recent) > 2]
 
     def covers(self, context: float) -> bool:
         low, high = sorted((context, self.context))
@@ -264,10 +268,11 @@ class RoundTimes:
         time = seconds / self.plain(num_rows)
         self._notice(self._pass_ratios, time / (1 + self.pass_cost(num_rows, num_nodes)))
         costs = self._passes.setdefault(num_rows, PassCosts(num_rows))
+        is_known = costs.knows(num_nodes)
         # How far an unknown number of nodes is from the line is uncertain.
-        time = costs.clip(time, (1 + costs.at(num_nodes)) * (1 if costs.knows(num_nodes) else 2))
-        costs.add(num_nodes, time - 1)
-        return time
+        clipped = costs.clip(time, (1 + costs.at(num_nodes)) * (1 if is_known else 2))
+        costs.add(num_nodes, (clipped if is_known else time) - 1)
+        return clipped
 
     def add_draft(self, part: int, num_rows: int, num_levels: int, seconds: float, batch: int) -> float:
         """Add the time of a draft; return it in plain rounds, clipped if it was disturbed.
