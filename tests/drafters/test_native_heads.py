@@ -58,21 +58,28 @@ def eagle(
     *,
     num_draft_tokens: int | None = None,
     more: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
+    width: int | None = None,
     **fields: object,
 ) -> EagleHead:
-    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5, more=more or {})
+    layer = LayerConfig(
+        width or target.width, 4, 2, 8, 3 * target.width + 5, model_type=model_type, more=more or {}
+    )
+    if width is not None:
+        fields["target_width"] = target.width
     vocabulary = None
     if num_draft_tokens is not None:
         vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 2 * num_draft_tokens, 2))
     has_embeddings = bool(fields.pop("has_embeddings", False))
-    return EagleHead(EagleConfig(layer, (0, 1, 2), **fields), target, vocabulary, has_embeddings)
+    layers = fields.pop("hidden_layers", (0, 1, 2))
+    return EagleHead(EagleConfig(layer, layers, **fields), target, vocabulary, has_embeddings)
 
 
 def mtp(target: TargetModel, **options: bool) -> MtpHead:
     return MtpHead(LayerConfig(target.width, 4, 4, 8, 40, model_type="qwen3"), target, **options)
 
 
-def eagle1(target: TargetModel, **options: bool) -> Eagle1Head:
+def eagle1(target: TargetModel, **options: Any) -> Eagle1Head:
     return Eagle1Head(LayerConfig(target.width, 2, 1, 16, 40, model_type="qwen2"), target, **options)
 
 
@@ -82,6 +89,15 @@ HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle, two layers": lambda target: eagle(target, num_layers=2, norm_output=True, norm_before_fc=True),
     "eagle, own words": lambda target: eagle(target, num_draft_tokens=17, has_embeddings=True),
     "eagle, YaRN": lambda target: eagle(target, more=YARN),
+    "eagle, window": lambda target: eagle(target, windows=(3,)),
+    "eagle, two layers, one with a window": lambda target: eagle(target, num_layers=2, windows=(None, 4)),
+    "eagle, narrower": lambda target: eagle(target, width=48, has_embeddings=True, fc_norm=True),
+    "eagle, last state": lambda target: eagle(target, hidden_layers=(-1,), has_fusion=False),
+    "eagle, biases": lambda target: eagle(
+        target, more={"attention_bias": True, "mlp_bias": True}, has_fusion_bias=True
+    ),
+    "eagle, query and key norms": lambda target: eagle(target, model_type="qwen3"),
+    "eagle 1, norms and window": lambda target: eagle1(target, has_norms=True, windows=(2,)),
     "eagle 1": eagle1,
     "eagle 1 with bias": lambda target: eagle1(target, has_bias=True),
     "mtp": mtp,
@@ -128,7 +144,9 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
         (expected.hidden[0], found.hidden[0]),
     ):
         assert (exact.float() - rounded.float()).norm() < 0.03 * exact.float().norm()
-    states = {layer: torch.randn(5, width, dtype=head.target.dtype) for layer in head.hidden_layers}
+    states = {
+        layer: torch.randn(5, head.target.width, dtype=head.target.dtype) for layer in head.hidden_layers
+    }
     exact, rounded = head.features(states), runtime.features(states)
     assert (exact - rounded).norm() < 0.02 * exact.norm()
 

@@ -39,7 +39,7 @@ class FeatureDrafter(HeadDrafter):
         return max(0, self.runtime.context_length - len(row.tokens) + 1) if len(row.tokens) > 1 else 0
 
     def num_uncached(self, row: Row) -> int:
-        return self._mirror_rows.num_uncached(row, self._unfinished)
+        return 0 if self._is_beyond(row) else self._mirror_rows.num_uncached(row, self._unfinished)
 
     def chain_logits(self, rows: Sequence[Row], active: list[int]) -> Tensor:
         return self._mirror_rows.chain_logits(rows, active)
@@ -56,8 +56,13 @@ class FeatureDrafter(HeadDrafter):
         return self._mirror_rows.draft_chains(rows, requests, decision)
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        self._admit([row for row in rows if len(row.tokens) > 1])
-        return [self._mirror_rows[row].num_committed if row in self._mirror_rows else 0 for row in rows]
+        self._admit([row for row in rows if len(row.tokens) > 1 and not self._is_beyond(row)])
+        return [self._num_reusable(row) for row in rows]
+
+    def _num_reusable(self, row: Row) -> int | None:
+        if row in self._mirror_rows:
+            return self._mirror_rows[row].num_committed
+        return None if self._is_beyond(row) else 0
 
     def _admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> None:
         mirrors = {row: MirrorRow(Row(row.tokens[1:], row.params)) for row in rows}
@@ -66,7 +71,8 @@ class FeatureDrafter(HeadDrafter):
             mirror.num_committed = num_reused
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, row_hidden in zip(rows, hidden, strict=True):
+        for row, received in zip(rows, hidden, strict=True):
+            row_hidden = {} if self._is_beyond(row) else received
             self._hidden_buffer.begin(row, row_hidden)
             if row_hidden:
                 num_reused = len(row.tokens) - 1 - len(row_hidden[self.hidden_layers[0]])
@@ -76,9 +82,13 @@ class FeatureDrafter(HeadDrafter):
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
+        for row in rows:
+            if self._is_beyond(row):
+                self._hidden_buffer.begin(row, {})
 
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Synchronise the mirror rows with the rows, and prefill those that are far behind."""
+        rows = [row for row in rows if not self._is_beyond(row)]
         new = [row for row in rows if row not in self._mirror_rows]
         self._admit(new, [0] * len(new))
         mirrors = [self._mirror_rows[row] for row in rows]
@@ -90,6 +100,10 @@ class FeatureDrafter(HeadDrafter):
                 self.runtime.set_features(mirror.row, mirror.num_committed, features)
             mirror.num_committed = len(mirror.row.tokens)
         self._mirror_rows.prefill(mirrors, max_tokens)
+
+    def _is_beyond(self, row: Row) -> bool:
+        """Return whether a row is longer than the head's context, so that it is never drafted for again."""
+        return len(row.tokens) > self.runtime.context_length
 
     def release(self, row: Row) -> None:
         super().release(row)

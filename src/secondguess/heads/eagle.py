@@ -328,8 +328,8 @@ def _read_config(stored: StoredHead, tensors: Mapping[str, Tensor], target: Targ
         "number of layers", stored.get("target_layers", target.num_layers), target.num_layers, folder
     )
     has_fusion = stored.flag("reads_layers", True)
-    hidden_layers = _read_hidden_layers(stored, target) if has_fusion else (LAST_HIDDEN,)
-    num_layers = _count_layers(stored)
+    hidden_layers = _read_hidden_layers(stored, target, has_fusion)
+    num_layers = _count_layers(stored, target)
     return EagleConfig(
         layer=layer,
         hidden_layers=hidden_layers,
@@ -343,12 +343,15 @@ def _read_config(stored: StoredHead, tensors: Mapping[str, Tensor], target: Targ
     )
 
 
-def _read_hidden_layers(stored: StoredHead, target: TargetModel) -> tuple[int, ...]:
+def _read_hidden_layers(stored: StoredHead, target: TargetModel, has_fusion: bool) -> tuple[int, ...]:
     """Return the states that a head reads, numbered as in `output_hidden_states`.
 
-    Some formats number the layers whose outputs are read, from 0; those are one less.
+    Some formats number the layers whose outputs are read, from 0; those are one less. Without a fusion,
+    the head reads the last state, whatever layers are listed.
     """
     states, outputs = stored.get("hidden_layers"), stored.get("layer_outputs")
+    if not has_fusion:
+        return (LAST_HIDDEN,)
     from_outputs = [layer + 1 for layer in outputs] if outputs else None
     if states and from_outputs and states != from_outputs:
         raise ValueError(f"states {states} beside the outputs of layers {outputs}, which are other states")
@@ -360,11 +363,17 @@ def _read_hidden_layers(stored: StoredHead, target: TargetModel) -> tuple[int, .
     return found
 
 
-def _count_layers(stored: StoredHead) -> int:
+def _count_layers(stored: StoredHead, target: TargetModel) -> int:
     """Return the number of decoder layers; some heads of one layer have the number of the target's in that field."""
-    num_layers = stored.layers.get("num_hidden_layers", 1)
-    is_single = any("midlayer." in name for name in stored.tensor_names)
-    return 1 if is_single else whole_number({"num_hidden_layers": num_layers}, "num_hidden_layers")
+    num_layers = whole_number(
+        {"num_hidden_layers": stored.layers.get("num_hidden_layers", 1)}, "num_hidden_layers"
+    )
+    if any("midlayer." in name for name in stored.tensor_names):
+        require_same(
+            "number of layers", num_layers, target.num_layers if num_layers > 1 else 1, stored.folder
+        )
+        return 1
+    return num_layers
 
 
 def _read_windows(stored: StoredHead, num_layers: int) -> tuple[int | None, ...]:

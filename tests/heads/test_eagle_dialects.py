@@ -1,0 +1,163 @@
+"""EAGLE heads in each published dialect: logits of the reference, and no field is overlooked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_dialects import DIALECTS, TEXT, VOCAB_SIZE, Dialect, changed, leaves, plain_logits, target_model
+from torch import Tensor
+
+from secondguess.controllers import make_controller
+from secondguess.core import Row
+from secondguess.decode import Components, decode
+from secondguess.drafters.eagle import EagleDrafter
+from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
+from secondguess.heads.base import TargetModel
+from secondguess.heads.eagle import Eagle1Head, EagleHead, load_eagle
+from secondguess.heads.fields import HARMLESS
+from secondguess.heads.folders import refuse_head
+from secondguess.runtime.modules.transformers import TransformersRuntime
+from secondguess.sampling import SamplingParams
+from secondguess.verifiers import make_verifier
+from unrolled_cases import told
+
+LENGTH, NUM_DRAFTED = 12, 4
+TOLERANCE = 1e-5
+every_dialect = pytest.mark.parametrize("name", DIALECTS)
+
+
+def load(folder: Path) -> EagleHead | Eagle1Head:
+    runtime = TransformersRuntime(target_model(torch.float32))
+    return load_eagle(folder, TargetModel.from_runtime(runtime)).float()
+
+
+def drafted(head: EagleHead | Eagle1Head) -> tuple[Tensor, EagleDrafter]:
+    """Return the logits `[depth, vocab]` of a chain in float32, and the drafter."""
+    target = TransformersRuntime(target_model(torch.float32))
+    drafter = EagleDrafter(head, target, "head")
+    row = Row(TEXT[:LENGTH], SamplingParams())
+    target.request_hidden_states(drafter.hidden_layers)
+    drafter.begin([row], target.begin([row]))
+    return told(drafter, row, TEXT[LENGTH : LENGTH + NUM_DRAFTED]), drafter
+
+
+def expected(dialect: Dialect) -> Tensor:
+    with torch.no_grad():
+        return torch.stack([plain_logits(dialect, TEXT, LENGTH, depth) for depth in range(NUM_DRAFTED)])
+
+
+def largest_difference(found: Tensor, reference: Tensor) -> float:
+    assert torch.equal(found.isfinite(), reference.isfinite())
+    covered = reference.isfinite()
+    return float((found.double()[covered] - reference[covered]).abs().max())
+
+
+@every_dialect
+def test_a_dialect_has_the_logits_of_its_publisher(name: str, tmp_path: Path) -> None:
+    dialect = DIALECTS[name]
+    found, _ = drafted(load(dialect.write(tmp_path)))
+    assert largest_difference(found, expected(dialect)) <= TOLERANCE
+
+
+@every_dialect
+def test_a_dialect_is_written_and_read_back(name: str, tmp_path: Path) -> None:
+    head = load(DIALECTS[name].write(tmp_path / "from"))
+    logits, drafter = drafted(head)
+    head.save(tmp_path / "to", "tiny")
+    again, other = drafted(load(tmp_path / "to"))
+    assert torch.equal(again, logits)
+    assert drafter.head.windows == other.head.windows
+    assert drafter.room(Row([1] * 90, SamplingParams())) == other.room(Row([1] * 90, SamplingParams()))
+
+
+@every_dialect
+def test_a_dialect_is_recognised_without_its_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"drafter of the kind eagle; write eagle:{tmp_path}"):
+        refuse_head(str(DIALECTS[name].write(tmp_path)))
+
+
+def outcome(folder: Path) -> Any:
+    """Return everything that a field may change: logits, context, and draft length in training; or the refusal."""
+    try:
+        head = load(folder)
+    except SecondGuessError as error:
+        return str(error).replace(str(folder), "")
+    logits, drafter = drafted(head)
+    return logits.tolist(), drafter.runtime.context_length, head.num_steps
+
+
+WITHOUT_EFFECT = {
+    "SpecForge, a window of the target that is not used": {"sliding_window"},
+    "Model-Optimizer, last state": {"eagle_config.eagle_aux_hidden_state_layer_ids"},
+    # no layer is sliding
+    "DeepSpec": {"use_sliding_window"},
+    "DeepSpec, three layers": {"use_sliding_window"},
+    "SpecForge, normalised states": {"use_sliding_window"},
+}
+"""Fields that have no effect in one dialect."""
+INERT = {"eagle_config.parallel_draft_heads_num_layers", "draft_num_hidden_layers", "max_window_layers"}
+"""Fields that never have an effect in these dialects."""
+
+
+@every_dialect
+def test_every_field_matters_or_is_known_to_change_nothing(name: str, tmp_path: Path) -> None:
+    """Each field is changed, alone; without an effect, a head of which the field is a part would be wrong."""
+    dialect = DIALECTS[name]
+    original = outcome(dialect.write(tmp_path / "original"))
+    assert isinstance(original, tuple)
+    overlooked = []
+    for path, value in leaves(dialect.config):
+        after = outcome(dialect.write(tmp_path / path, {path: changed(value)}))
+        is_harmless = not HARMLESS.isdisjoint(path.split(".")) or path in INERT
+        if after == original and not is_harmless and path not in WITHOUT_EFFECT.get(name, ()):
+            overlooked.append(path)
+    assert overlooked == []
+
+
+@every_dialect
+def test_an_unknown_field_is_refused_by_name_at_every_depth(name: str, tmp_path: Path) -> None:
+    dialect = DIALECTS[name]
+    outer = {"": None} | {path.rpartition(".")[0]: None for path, _ in leaves(dialect.config)}
+    for place in outer:
+        if not HARMLESS.isdisjoint(place.split(".")):
+            continue
+        path = f"{place}.residual_gain".removeprefix(".")
+        folder = dialect.write(tmp_path / (place or "top"), {path: False})
+        with pytest.raises(UnsupportedModelError, match=r"got (model\.)?\S*residual_gain of False"):
+            load(folder)
+
+
+@every_dialect
+def test_an_unknown_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    dialect = DIALECTS[name]
+    dialect.tensors["gain.weight"] = torch.ones(3)
+    try:
+        with pytest.raises(CheckpointError, match=r"got unknown gain\.weight"):
+            load(dialect.write(tmp_path))
+    finally:
+        del dialect.tensors["gain.weight"]
+
+
+def test_a_head_drafts_no_further_than_its_context(tmp_path: Path) -> None:
+    """Rows beyond it cost nothing: no states are kept for them, and nothing is prefilled."""
+    head = load(DIALECTS["authors"].write(tmp_path, {"max_position_embeddings": 14}))
+    target = TransformersRuntime(target_model(torch.float32))
+    drafter = EagleDrafter(head, target, "head")
+    rows = [Row(TEXT[:size], SamplingParams(max_tokens=16), seed=1) for size in (10, 18)]
+    lengths = []
+    components = Components(target, drafter, make_verifier("auto"), make_controller("fixed:3"))
+    for _ in decode(components, rows):
+        lengths.append((len(rows[0].tokens), drafter.room(rows[0])))
+        assert drafter.room(rows[1]) == drafter.num_uncached(rows[1]) == 0
+        if rows[1] in drafter._hidden_buffer._pieces:
+            assert not drafter._hidden_buffer.has(rows[1])
+    assert {room for size, room in lengths if size > 14} == {0}
+    assert [room for size, room in lengths if size <= 14] == [15 - size for size, _ in lengths if size <= 14]
+    assert len(rows[0].output) == 16
+
+
+def test_the_vocabulary_of_the_reference_is_that_of_the_target() -> None:
+    assert target_model().config.vocab_size == VOCAB_SIZE
