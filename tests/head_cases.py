@@ -98,6 +98,18 @@ def eagle3_narrow_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(EagleDrafter, seeded(make, target), target, shape)
 
 
+def peagle_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter that drafts all of three tokens in one pass."""
+
+    def make() -> EagleHead:
+        model = TargetModel.from_runtime(target)
+        layer = default_layer_config(model.width)
+        config = EagleConfig(layer, (0, 1), num_layers=2, windows=(None, 4), num_steps=3, mask_token=1)
+        return EagleHead(config, model, has_embeddings=True)
+
+    return feature_drafter(EagleDrafter, seeded(make, target), target, shape)
+
+
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(
         EagleDrafter, Eagle1Head.fresh(TargetModel.from_runtime(target), seed=3), target, shape
@@ -135,6 +147,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "eagle3": eagle3_drafter,
     "eagle3-window": eagle3_window_drafter,
     "eagle3-narrow": eagle3_narrow_drafter,
+    "peagle": peagle_drafter,
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,

@@ -97,6 +97,9 @@ HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
         target, more={"attention_bias": True, "mlp_bias": True}, has_fusion_bias=True
     ),
     "eagle, query and key norms": lambda target: eagle(target, model_type="qwen3"),
+    "eagle, parallel": lambda target: eagle(
+        target, mask_token=3, num_layers=2, windows=(None, 4), has_embeddings=True, norm_before_fc=True
+    ),
     "eagle 1, norms and window": lambda target: eagle1(target, has_norms=True, windows=(2,)),
     "eagle 1": eagle1,
     "eagle 1 with bias": lambda target: eagle1(target, has_bias=True),
@@ -149,6 +152,29 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
     }
     exact, rounded = head.features(states), runtime.features(states)
     assert (exact - rounded).norm() < 0.02 * exact.norm()
+
+
+def test_all_draft_positions_of_a_parallel_head_are_those_of_the_module() -> None:
+    target = native_target()
+    runtimes = [
+        feature_runtime(random_head("eagle, parallel", target), target),
+        FeatureRuntime(random_head("eagle, parallel", target), target.context_length, target.device),
+    ]
+    assert isinstance(runtimes[0], NativeFeatureRuntime)
+    sizes, counts = (9, 6), (4, 2)
+    tokens, features = torch.randint(VOCAB_SIZE, (2, 9)), torch.randn(2, 9, target.embedding_and_head().width)
+    found = []
+    for runtime in runtimes:
+        rows = [Row(tokens[i, :size].tolist(), SamplingParams()) for i, size in enumerate(sizes)]
+        runtime.admit(rows)
+        for row, row_features in zip(rows, features, strict=True):
+            runtime.set_features(
+                row, 0, row_features.bfloat16().to(runtime.features(runtime.head.mask_states()).dtype)
+            )
+        with torch.inference_mode():
+            logits = runtime.score_masks(rows, counts)
+        found += [torch.cat([logits[i, :count] for i, count in enumerate(counts)]).float()]
+    assert relative_error(found[1], found[0]) < 0.03
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])

@@ -49,6 +49,7 @@ class Meaning:
         scale: of the logits.
         norms_residual, norms_output: whether the residual of the first layer, and what later steps read, are normalised.
         is_first: whether it is EAGLE-1, which projects token and feature.
+        mask: token that a parallel head reads at draft positions, beside the states `mask_hidden`.
     """
 
     states: tuple[int, ...] = (2, 4, 5)  # which the authors choose for eight layers
@@ -60,6 +61,7 @@ class Meaning:
     norms_residual: bool = False
     norms_output: bool = False
     is_first: bool = False
+    mask: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def plain_logits(dialect: Dialect, tokens: list[int], length: int, depth: int) -
     }
     out = model(torch.tensor([tokens[:length]]), output_hidden_states=True).hidden_states
     joined = torch.cat([out[state][0, : length - 1] for state in meaning.states], -1)
+    if meaning.mask is not None:
+        joined = torch.cat([joined, *[weights["mask_hidden"][0]] * depth])
+        tokens, length, depth = [*tokens[:length], *[meaning.mask] * depth], length + depth, 0
     features = _fuse(weights, joined, len(meaning.states)) if not meaning.is_first else joined
     table = weights.get("embed_tokens.weight", model.model.embed_tokens.weight)
     for step in range(depth + 1):
@@ -258,6 +263,16 @@ def third(
     return layer(prefix, width, 2 * width, options=options) | random_tensors(shapes)
 
 
+def trained_for(num_steps: int) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_steps, "accept_tolerance": 0.0}
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+    }
+
+
 OFFSETS = {"d2t": torch.tensor(WORDS) - torch.arange(len(WORDS))}
 MARKS = {"t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, torch.tensor(WORDS), True)}
 MAPS = OFFSETS | MARKS
@@ -296,12 +311,7 @@ SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
     "speculators_version": "0.9.0",
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0}],
-        "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
-    },
+    "speculators_config": trained_for(3),
     "draft_vocab_size": len(WORDS),
     "norm_before_residual": False,
     "norm_before_fc": False,
@@ -486,6 +496,32 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "layers of the target": Dialect(
         (30,), AUTHORS | {"num_hidden_layers": NUM_LAYERS}, third("midlayer.") | MAPS, PUBLISHED
+    ),
+    "P-EAGLE": Dialect(
+        (8,),
+        AUTHORS
+        | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 6}
+        | {"norm_before_residual": True},
+        third(mask_hidden=(1, 1, 3 * WIDTH), **own())
+        | layer("layers.1.", WIDTH, WIDTH, is_first=False)
+        | MAPS,
+        replace(
+            PUBLISHED,
+            prefixes=("layers.0.", "layers.1."),
+            windows=(None, None),
+            mask=6,
+            norms_residual=True,
+        ),
+    ),
+    "P-EAGLE of speculators": Dialect(
+        (9,),
+        with_windows(["full_attention", "sliding_attention"], 3)
+        | {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 6}
+        | {"norm_before_fc": True, "speculators_config": trained_for(5)},
+        third(mask_hidden=(1, 1, 3 * WIDTH), input_norm__weight=(3 * WIDTH,))
+        | layer("layers.1.", WIDTH, WIDTH, is_first=False)
+        | MAPS,
+        replace(OWN, prefixes=("layers.0.", "layers.1."), windows=(None, 3), mask=6),
     ),
     "EAGLE-1": Dialect((27,), SIZES | DEFAULTS | {"bias": True}, FIRST, FIRST_MEANING, "pytorch_model.bin"),
     "EAGLE-1, prefix": Dialect(

@@ -14,15 +14,15 @@ from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
 from secondguess.drafters.eagle import EagleDrafter
-from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleHead, load_eagle
 from secondguess.heads.fields import HARMLESS
 from secondguess.heads.folders import refuse_head
+from secondguess.heads.learning import TrainingBatch
 from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
-from unrolled_cases import told
 
 LENGTH, NUM_DRAFTED = 12, 4
 TOLERANCE = 1e-5
@@ -41,7 +41,16 @@ def drafted(head: EagleHead | Eagle1Head) -> tuple[Tensor, EagleDrafter]:
     row = Row(TEXT[:LENGTH], SamplingParams())
     target.request_hidden_states(drafter.hidden_layers)
     drafter.begin([row], target.begin([row]))
-    return told(drafter, row, TEXT[LENGTH : LENGTH + NUM_DRAFTED]), drafter
+    said = []
+    with torch.inference_mode():
+        drafter.prepare([row], [0])
+        drafter.chains = [[]]
+        drafter.start([row], NUM_DRAFTED)
+        for token in TEXT[LENGTH : LENGTH + NUM_DRAFTED]:
+            said.append(drafter.chain_logits([row], [0])[0])
+            drafter.chains[0].append(token)
+            drafter.extend([row], [0], [token])
+    return torch.stack(said).clone(), drafter
 
 
 def expected(dialect: Dialect) -> Tensor:
@@ -92,6 +101,7 @@ def outcome(folder: Path) -> Any:
 WITHOUT_EFFECT = {
     "SpecForge, a window of the target that is not used": {"sliding_window"},
     "Model-Optimizer, last state": {"eagle_config.eagle_aux_hidden_state_layer_ids"},
+    "P-EAGLE of speculators": {"norm_output"},  # no output is read again
     # no layer is sliding
     "DeepSpec": {"use_sliding_window"},
     "DeepSpec, three layers": {"use_sliding_window"},
@@ -157,6 +167,12 @@ def test_a_head_drafts_no_further_than_its_context(tmp_path: Path) -> None:
     assert {room for size, room in lengths if size > 14} == {0}
     assert [room for size, room in lengths if size <= 14] == [15 - size for size, _ in lengths if size <= 14]
     assert len(rows[0].output) == 16
+
+
+def test_a_head_that_drafts_in_parallel_is_not_trained_step_by_step(tmp_path: Path) -> None:
+    head = load(DIALECTS["P-EAGLE"].write(tmp_path))
+    with pytest.raises(BadInputError, match="drafts in parallel"):
+        head.unroll(TrainingBatch(torch.tensor([TEXT]), torch.ones(1, len(TEXT), dtype=torch.bool), {}))
 
 
 def test_the_vocabulary_of_the_reference_is_that_of_the_target() -> None:

@@ -47,11 +47,14 @@ from secondguess.heads.formats import (
 from secondguess.heads.layer import LayerConfig, make_layers, read_windows, widen_attention, window_fields
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.mtp import MtpHead
+from secondguess.names import check_range
 from secondguess.runtime.base import HiddenStates
 
 FORMAT_VERSION = "0.9.0"
 """Version of the `speculators` format that is written."""
 
+PARALLEL_STEPS = 8
+"""Number of draft tokens of a parallel head whose files do not say for how many it was trained."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _COPIES = "secondguess_target_weights"
 """Field of a written head: names of the tensors that are copies of the target's, for other readers."""
@@ -85,6 +88,7 @@ class EagleConfig:
     fc_norm: bool = False  # each state has its own norm before the fusion instead
     norm_output: bool = False
     num_steps: int = DEFAULT_STEPS
+    mask_token: int | None = None  # read at draft positions by a head that drafts in parallel
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
@@ -97,7 +101,11 @@ class EagleConfig:
 
 
 class EagleHead(FeatureHead):
-    """EAGLE-3 drafter head; without embeddings or an LM head of its own it uses the target's."""
+    """EAGLE-3 drafter head; without embeddings or an LM head of its own it uses the target's.
+
+    A head with a mask token drafts in parallel (P-EAGLE, arXiv 2602.01469): one pass over pending and
+    `num_steps - 1` mask tokens predicts all draft tokens. The target's states at mask tokens are learned.
+    """
 
     def __init__(
         self,
@@ -137,6 +145,9 @@ class EagleHead(FeatureHead):
             if config.has_fusion
             else None
         )
+        if config.mask_token is not None:
+            check_range("the mask token", config.mask_token, 0, target.vocab_size - 1)
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_states * target_width))
         self.layers, self.rotary = make_layers(layer, config.num_layers)
         widen_attention(self.layers[0], 2 * layer.width)
         self.layers[0].hidden_norm = nn.RMSNorm(layer.width, layer.norm_eps)
@@ -210,9 +221,13 @@ class EagleHead(FeatureHead):
         # missing ones uninitialised.
         dtype = next(self.parameters()).dtype
         copies = {name: weight.to(dtype) for name, weight in _target_weights(self.target) if name not in own}
+        kind, masks = "eagle3", {}
+        if self.mask_token is not None:
+            kind, masks = "peagle", {"mask_token_id": self.mask_token}
         config = {
-            **speculators_fields("eagle3", self.num_steps, target, target_config.get("architectures", [])),
-            "architectures": ["Eagle3Speculator"],
+            **masks,
+            **speculators_fields(kind, self.num_steps, target, target_config.get("architectures", [])),
+            "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
             "speculators_version": FORMAT_VERSION,
             "dtype": str(dtype).removeprefix("torch."),
             "draft_vocab_size": len(self.vocabulary),
@@ -242,6 +257,15 @@ class EagleHead(FeatureHead):
     @property
     def fusion(self) -> nn.Linear | None:
         return self.fc
+
+    @property
+    def mask_token(self) -> int | None:
+        return self.config.mask_token
+
+    def mask_states(self) -> HiddenStates:
+        """Return what a parallel head reads in place of the target's states `[1, width]` at mask tokens, by layer."""
+        parts = self.mask_hidden.detach()[0].chunk(len(self.hidden_layers), -1)
+        return dict(zip(self.hidden_layers, parts, strict=True))
 
     @property
     def _fusion_fields(self) -> dict[str, Any]:
@@ -329,7 +353,7 @@ def _read_config(stored: StoredHead, tensors: Mapping[str, Tensor], target: Targ
     )
     has_fusion = stored.flag("reads_layers", True)
     hidden_layers = _read_hidden_layers(stored, target, has_fusion)
-    num_layers = _count_layers(stored, target)
+    num_layers, is_parallel = _count_layers(stored, target), "mask_hidden" in tensors
     return EagleConfig(
         layer=layer,
         hidden_layers=hidden_layers,
@@ -338,7 +362,8 @@ def _read_config(stored: StoredHead, tensors: Mapping[str, Tensor], target: Targ
         has_fusion_bias=stored.flag("has_fusion_bias", "fc.bias" in tensors),
         windows=_read_windows(stored, num_layers),
         num_layers=num_layers,
-        num_steps=stored.number("num_steps", DEFAULT_STEPS),
+        num_steps=stored.number("num_steps", PARALLEL_STEPS if is_parallel else DEFAULT_STEPS),
+        mask_token=stored.number("mask_token", least=0) if is_parallel else None,
         **{flag: stored.flag(flag) for flag in _FLAGS},
     )
 

@@ -165,6 +165,15 @@ class FeatureHead(Head):
         return self.layer_config.context_length
 
     @property
+    def mask_token(self) -> int | None:
+        """Token that a head which drafts in parallel reads at draft positions; None for one that drafts step by step."""
+        return None
+
+    def mask_states(self) -> HiddenStates:
+        """Return the states `[1, width]` by layer that stand for the target's at mask tokens."""
+        raise NotImplementedError("a head that drafts step by step reads no mask tokens")
+
+    @property
     @abstractmethod
     def parts(self) -> FeatureParts:
         """Modules between the inputs and the last norm."""
@@ -226,6 +235,10 @@ class FeatureHead(Head):
         with the drafter head's own outputs as features, and predicts token j + 2 + t. Each depth
         has one position fewer; depths without positions are left out.
         """
+        if self.mask_token is not None:
+            raise BadInputError(
+                "expected a head that drafts step by step to train, got one that drafts in parallel"
+            )
         dtype = next(self.parameters()).dtype
         features = self.features(
             {layer: training_batch.hidden[layer].to(dtype) for layer in self.hidden_layers}

@@ -100,6 +100,16 @@ class FeatureRuntime(CachedRuntime):
                 self.set_features(row, len(row.tokens), outputs)
         return output
 
+    def score_masks(self, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
+        """Return the logits `[row, draft token, vocab]` of `counts[i]` draft tokens of row i, for a parallel head."""
+        token = self.head.mask_token
+        assert token is not None
+        features = self.features(self.head.mask_states())
+        for row in rows:
+            self.set_features(row, len(row.tokens), features.expand(max(counts) - 1, -1))
+        masks = Draft.chains([[token] * (count - 1) for count in counts], None, self.device)
+        return super().score(rows, masks).logits
+
     def release(self, row: Row) -> None:
         super().release(row)
         self._features.pop(row, None)
