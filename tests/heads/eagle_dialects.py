@@ -103,7 +103,7 @@ def plain_logits(dialect: Dialect, tokens: list[int], length: int, depth: int) -
     out = model(torch.tensor([tokens[:length]]), output_hidden_states=True).hidden_states
     joined = torch.cat([out[state][0, : length - 1] for state in meaning.states], -1)
     if meaning.mask is not None:
-        joined = torch.cat([joined, *[weights["mask_hidden"][0]] * depth])
+        joined = torch.cat([joined, *[weights["mask_hidden"].view(1, -1)] * depth])
         tokens, length, depth = [*tokens[:length], *[meaning.mask] * depth], length + depth, 0
     features = _fuse(weights, joined, len(meaning.states)) if not meaning.is_first else joined
     table = weights.get("embed_tokens.weight", model.model.embed_tokens.weight)
@@ -170,6 +170,8 @@ def _layer(weights: Tensors, prefix: str, states: Tensor, read: Tensor, window: 
 
 def _attention(weights: Tensors, prefix: str, read: Tensor, window: int | None) -> Tensor:
     """Attend place by place and head by head; a window counts the query's own place."""
+    if f"{prefix}kv_b_proj.weight" in weights:
+        return _latent_attention(weights, prefix, read)
 
     def heads(name: str, norm: str) -> Tensor:
         projected = _linear(weights, f"{prefix}{name}_proj", read).view(len(read), -1, SIZE)
@@ -197,6 +199,37 @@ def _attention(weights: Tensors, prefix: str, read: Tensor, window: int | None) 
     return _linear(weights, f"{prefix}o_proj", torch.stack(gathered))
 
 
+NOPE, ROPE, VALUE, Q_RANK, KV_RANK = 6, 4, 5, 12, 10
+"""Sizes of latent attention: parts of a head without and with positions, values, and ranks of queries and keys."""
+
+
+def _latent_attention(weights: Tensors, prefix: str, read: Tensor) -> Tensor:
+    """Attend with keys and values that are projected from one vector; neighbouring numbers turn as pairs."""
+
+    def norm(states: Tensor, name: str) -> Tensor:
+        return (
+            weights[f"{prefix}{name}.weight"]
+            * states
+            / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        )
+
+    def turn(part: Tensor) -> Tensor:
+        return plain_turn(torch.cat((part[..., ::2], part[..., 1::2]), -1))
+
+    queries = _linear(weights, f"{prefix}q_a_proj", read)
+    queries = _linear(weights, f"{prefix}q_b_proj", norm(queries, "q_a_layernorm")).view(len(read), HEADS, -1)
+    low, shared = _linear(weights, f"{prefix}kv_a_proj_with_mqa", read).split([KV_RANK, ROPE], -1)
+    both = _linear(weights, f"{prefix}kv_b_proj", norm(low, "kv_a_layernorm")).view(len(read), HEADS, -1)
+    turned, shared = turn(queries[..., NOPE:]), turn(shared[:, None])[:, 0]
+    gathered = []
+    for place in range(len(read)):
+        for head in range(HEADS):
+            scores = both[: place + 1, head, :NOPE] @ queries[place, head, :NOPE]
+            scores = scores + shared[: place + 1] @ turned[place, head]
+            gathered.append((scores / (NOPE + ROPE) ** 0.5).softmax(0) @ both[: place + 1, head, NOPE:])
+    return _linear(weights, f"{prefix}o_proj", torch.cat(gathered).view(len(read), -1))
+
+
 # Parts of which the dialects are made.
 
 
@@ -222,6 +255,16 @@ def layer(prefix: str, width: int, read_width: int, *, is_first: bool = True, op
         "mlp.down_proj.weight": (width, INNER),
         "post_attention_layernorm.weight": (width,),
     }
+    if "latent" in options:
+        shapes = {name: shape for name, shape in shapes.items() if "self_attn" not in name} | {
+            "self_attn.q_a_proj.weight": (Q_RANK, read_width),
+            "self_attn.q_a_layernorm.weight": (Q_RANK,),
+            "self_attn.q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
+            "self_attn.kv_a_proj_with_mqa.weight": (KV_RANK + ROPE, read_width),
+            "self_attn.kv_a_layernorm.weight": (KV_RANK,),
+            "self_attn.kv_b_proj.weight": (HEADS * (NOPE + VALUE), KV_RANK),
+            "self_attn.o_proj.weight": (width, HEADS * VALUE),
+        }
     if read_width != width or not is_first:
         shapes["input_layernorm.weight"] = (width,)
     if read_width != width and is_first:
@@ -401,6 +444,9 @@ DIALECTS: dict[str, Dialect] = {
     "SpecForge, a window of the target that is not used": Dialect(
         (), AUTHORS | {"sliding_window": 4, "use_sliding_window": False}, third("midlayer.") | MAPS, PUBLISHED
     ),
+    "SpecForge, for Phi 4": Dialect(
+        (), AUTHORS | {"model_type": "phi3"}, third("midlayer.") | MAPS, PUBLISHED
+    ),
     "Model-Optimizer": Dialect((2,), MODEL_OPTIMIZER, third() | OFFSETS, OWN),
     "Model-Optimizer, whole vocabulary": Dialect(
         (3,), MODEL_OPTIMIZER | {"draft_vocab_size": VOCAB_SIZE}, third(num_words=VOCAB_SIZE), OF_ALL
@@ -497,14 +543,23 @@ DIALECTS: dict[str, Dialect] = {
     "layers of the target": Dialect(
         (30,), AUTHORS | {"num_hidden_layers": NUM_LAYERS}, third("midlayer.") | MAPS, PUBLISHED
     ),
+    "latent attention": Dialect(
+        (12,),
+        {name: value for name, value in MODEL_OPTIMIZER.items() if name not in ("head_dim", "mlp_bias")}
+        | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2"}
+        | {"num_key_value_heads": HEADS, "q_lora_rank": Q_RANK, "kv_lora_rank": KV_RANK}
+        | {"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
+        | {"n_routed_experts": 384, "first_k_dense_replace": 1, "moe_layer_freq": 1, "seq_aux": True}
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+        third(options="latent") | OFFSETS,
+        OWN,
+    ),
     "P-EAGLE": Dialect(
         (8,),
         AUTHORS
-        | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 6}
-        | {"norm_before_residual": True},
-        third(mask_hidden=(1, 1, 3 * WIDTH), **own())
-        | layer("layers.1.", WIDTH, WIDTH, is_first=False)
-        | MAPS,
+        | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2}
+        | {"mask_token_id": 6, "pard_token": 6, "norm_before_residual": True},
+        third(mask_hidden=(1, 3 * WIDTH), **own()) | layer("layers.1.", WIDTH, WIDTH, is_first=False) | MAPS,
         replace(
             PUBLISHED,
             prefixes=("layers.0.", "layers.1."),

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle_dialects import DIALECTS, TEXT, VOCAB_SIZE, Dialect, changed, leaves, plain_logits, target_model
+from eagle_dialects import (
+    DIALECTS,
+    TEXT,
+    VOCAB_SIZE,
+    WIDTH,
+    Dialect,
+    changed,
+    leaves,
+    plain_logits,
+    target_model,
+)
 from torch import Tensor
 
+from checkpoints import random_llama
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -102,6 +114,7 @@ WITHOUT_EFFECT = {
     "SpecForge, a window of the target that is not used": {"sliding_window"},
     "Model-Optimizer, last state": {"eagle_config.eagle_aux_hidden_state_layer_ids"},
     "P-EAGLE of speculators": {"norm_output"},  # no output is read again
+    "latent attention": {"num_key_value_heads"},  # all heads share one vector
     # no layer is sliding
     "DeepSpec": {"use_sliding_window"},
     "DeepSpec, three layers": {"use_sliding_window"},
@@ -149,6 +162,97 @@ def test_an_unknown_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None
             load(dialect.write(tmp_path))
     finally:
         del dialect.tensors["gain.weight"]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "states beside others": (
+        "Model-Optimizer",
+        {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+        r"states \[0, 2, 4\] beside the outputs of layers \[0, 2, 4\], which are other states",
+    ),
+    "a flag beside another": (
+        "nested norm_before_fc",
+        {"norm_before_fc": False},
+        r"eagle_config\.norm_before_fc of True beside norm_before_fc of False",
+    ),
+    "no mask token": (
+        "P-EAGLE",
+        {"mask_token_id": None, "pard_token": None},
+        "expected the field 'mask_token_id'",
+    ),
+    "a mask token outside": ("P-EAGLE", {"mask_token_id": 40, "pard_token": 40}, "the mask token"),
+    "a norm before no fusion": (
+        "Model-Optimizer, last state",
+        {"eagle_config.norm_before_fc": True},
+        "without a fusion",
+    ),
+    "no last norm": (
+        "Model-Optimizer",
+        {"eagle_config.use_last_layernorm": False},
+        r"eagle_config\.use_last_layernorm is True in .*, got False",
+    ),
+    "a narrower head of nothing": ("authors", {"hidden_size": 24}, "width of 32, got one for 24"),
+    "a window of no size": (
+        "speculators, sliding",
+        {"transformer_layer_config.sliding_window": None},
+        "expected the sliding_window of layers with sliding_attention",
+    ),
+    "a window that is switched off": (
+        "speculators, sliding",
+        {"transformer_layer_config.use_sliding_window": False},
+        "use_sliding_window of False",
+    ),
+    "windows of two sizes": ("window by use_swa", {"sliding_window": 5}, "a sliding_window of 5 beside"),
+    "layers of another kind": (
+        "speculators, sliding",
+        {"transformer_layer_config.layer_types": ["linear_attention"]},
+        "full_attention or sliding_attention",
+    ),
+    "layers of another target": ("layers of the target", {"num_hidden_layers": 40}, "number of layers of 8"),
+    "layers of another target, DeepSpec": ("DeepSpec", {"num_target_layers": 36}, "number of layers of 8"),
+    "biases that are missing": ("mlp_bias", {"attention_bias": True}, r"missing layers\.0\.self_attn"),
+    "two thetas": (
+        "authors",
+        {"rope_scaling": {"rope_theta": 5.0}},
+        "rope_theta of 10000.0 beside one of 5.0",
+    ),
+    "another field of a scaling": (
+        "authors",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 4.0}},
+        r"got rope_scaling\.beta_fast of 4\.0",
+    ),
+    "quantised weights": (
+        "authors",
+        {"quantization_config": {"bits": 4}},
+        r"got quantization_config\.bits of 4",
+    ),
+    "another vocabulary": ("padded", {"vocab_size": 2048, "draft_vocab_size": 2048}, "vocabulary of 31"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_contradicts_itself_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    name, changes, message = REFUSED[case]
+    with pytest.raises(SecondGuessError, match=message) as caught:
+        load(DIALECTS[name].write(tmp_path, changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_head_of_fewer_tokens_than_a_padded_target_drafts_those(has_own: bool, tmp_path: Path) -> None:
+    """The target's logits have 64 columns, of which the head has the first 31."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 8}
+    model = random_llama(vocab_size=64, bos_token_id=None, eos_token_id=None, **sizes)
+    target = TargetModel.from_runtime(TransformersRuntime(model.float()))
+    dialect = DIALECTS["Model-Optimizer, whole vocabulary"]
+    embeddings = {"embed_tokens.weight": torch.ones(VOCAB_SIZE, WIDTH)} if has_own else {}
+    head = load_eagle(replace(dialect, tensors=dialect.tensors | embeddings).write(tmp_path), target)
+    assert head.logits(torch.randn(WIDTH)).isfinite().nonzero()[:, 0].tolist() == list(range(VOCAB_SIZE))
+    embedded = head.embed(torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE, 63]))
+    if has_own:
+        assert embedded.sum(1).tolist() == [WIDTH, 0, 0]
+    else:
+        assert torch.equal(embedded, model.model.embed_tokens(torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE, 63])))
 
 
 def test_a_head_drafts_no_further_than_its_context(tmp_path: Path) -> None:

@@ -44,7 +44,15 @@ from secondguess.heads.formats import (
     pop_vocabulary,
     speculators_fields,
 )
-from secondguess.heads.layer import LayerConfig, make_layers, read_windows, widen_attention, window_fields
+from secondguess.heads.layer import (
+    DENSE_TYPES,
+    LATENT_TYPES,
+    LayerConfig,
+    make_layers,
+    read_windows,
+    widen_attention,
+    window_fields,
+)
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.mtp import MtpHead
 from secondguess.names import check_range
@@ -197,6 +205,8 @@ class EagleHead(FeatureHead):
         """Read the head in a folder."""
         folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
+            if "mask_hidden" in tensors:
+                tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
             config = _read_config(stored, tensors, target)
             if stored.get("tied") and "embed_tokens.weight" in tensors:
                 tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
@@ -309,7 +319,9 @@ class Eagle1Head(MtpHead):
         """Read the head in a folder; its copy of the target's embeddings is not used."""
         folder, tensors = stored.folder, stored.read_tensors()
         with config_errors(folder):
-            layer = LayerConfig.from_config(stored.layers, has_output_bias=_has_output_bias(tensors))
+            layer = LayerConfig.from_config(
+                stored.layers, DENSE_TYPES, has_output_bias=_has_output_bias(tensors)
+            )
             require_same("number of layers", stored.layers.get("num_hidden_layers", 1), 1, folder)
             vocabulary = _pop_token_map(tensors, stored, target)
             _scale_logits(tensors, stored)
@@ -345,7 +357,9 @@ class Eagle1Head(MtpHead):
 def _read_config(stored: StoredHead, tensors: Mapping[str, Tensor], target: TargetModel) -> EagleConfig:
     """Return the configuration of an EAGLE-3 head; call it inside `config_errors`."""
     folder = stored.folder
-    layer = LayerConfig.from_config(stored.layers, has_output_bias=_has_output_bias(tensors))
+    layer = LayerConfig.from_config(
+        stored.layers, DENSE_TYPES + LATENT_TYPES, has_output_bias=_has_output_bias(tensors)
+    )
     target_width = stored.get("target_width")
     require_same("width", target_width or layer.width, target.width, folder)
     require_same(

@@ -326,12 +326,21 @@ class StoredHead:
             self.config = Fields({**config[found.nested], **outer})
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of `config.json`; None, or the default, if it is absent or null."""
-        for spelling in self._spellings(name):
-            value = self._at(spelling)
-            if value is not None:
-                return value
-        return self.format.defaults.get(name, default)
+        """Return a field of `config.json`; None, or the default, if it is absent or null.
+
+        Raises:
+            ValueError: another value under another spelling.
+        """
+        found = {
+            spelling: value for spelling in self._spellings(name) if (value := self._at(spelling)) is not None
+        }
+        if not found:
+            return self.format.defaults.get(name, default)
+        (spelling, first), *others = found.items()
+        for other, value in others:
+            if value != first:
+                raise ValueError(f"{other} of {value!r} beside {spelling} of {first!r}")
+        return first
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return an integer field of at least `least`; call it inside `config_errors`."""

@@ -35,6 +35,8 @@ MTP_TYPES = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary positions that do not depend on the length of the text."""
 
+_SAME_TYPES = {"kimi_k2": "deepseek_v3", "phi3": "llama"}
+"""Model type with the same layers, as drafters have them."""
 _TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Model type of the language model by that of a multimodal model."""
 _COMMON_FIELDS = ("attention_bias", "mlp_bias", "max_position_embeddings")
@@ -118,6 +120,7 @@ class LayerConfig:
         Dense layers with `attention_bias` but without `has_output_bias` have biases like Qwen2's.
         """
         kind = config.get("model_type", "llama")
+        kind = _SAME_TYPES.get(kind, kind)
         if kind not in kinds:
             raise UnsupportedModelError(
                 f"expected a drafter with layers like those of {', '.join(kinds)}, got {kind}"
@@ -133,6 +136,10 @@ class LayerConfig:
             kind in LATENT_TYPES,
         )
         head_size = config["qk_rope_head_dim"] if is_latent else config.get("head_dim") or width // num_heads
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if is_latent:  # its keys are not shared, and their size is a sum
+            num_kv_heads = num_heads
+            config.get("head_dim")
         further = {name: config[name] for name in _COMMON_FIELDS if config.get(name) is not None}
         if kind in DENSE_TYPES:
             kind = _dense_kind(kind, config, has_output_bias)
@@ -141,7 +148,7 @@ class LayerConfig:
         return cls(
             width=width,
             num_heads=num_heads,
-            num_kv_heads=num_heads if is_latent else config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=num_kv_heads,
             head_size=head_size,
             mlp_size=config["moe_intermediate_size" if has_experts else "intermediate_size"],
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -312,8 +319,11 @@ def _torch_norm(norm: Any) -> nn.RMSNorm:
 
 def widen_attention(layer: Any, width: int) -> None:
     """Let the attention of a layer read an input of another width."""
-    for name in ("q_proj", "k_proj", "v_proj"):
-        linear = getattr(layer.self_attn, name)
+    parts = dict(layer.self_attn.named_children())
+    for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        if name not in parts:
+            continue
+        linear = parts[name]
         setattr(layer.self_attn, name, nn.Linear(width, linear.out_features, bias=linear.bias is not None))
 
 
