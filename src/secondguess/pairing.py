@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
+from secondguess.heads.discovery import find_drafters
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
@@ -27,6 +29,8 @@ from secondguess.verifiers.base import Verifier
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
+AUTO = "auto"
+"""Name of the default drafter, the same as none given."""
 PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 
@@ -34,12 +38,33 @@ PLAIN_DECODING = "fixed:0"
 def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
+    That is look-up, joined by a trained drafter that is found for the target (`find_drafters`), or else by a copy of it
+    in 4 bits, if memory holds one.
+
     Args:
-        target: its checkpoint, not loaded; None leaves out a copy of the target.
+        target: its checkpoint, not loaded; None leaves out trained drafters and the copy.
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    return COPY_DRAFTER if target is not None and target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
+    return LOOKUP_DRAFTER if target is None else _resolve_default(target).name
+
+
+def _resolve_default(target: Checkpoint) -> DrafterSpec:
+    for found in find_drafters(target):
+        if found.obstacle:
+            continue
+        try:
+            return resolve_drafter(f"{LOOKUP_DRAFTER}+{found.name}", target)
+        except SecondGuessError as error:
+            warn_of_drafter_left_out(found.name, error)
+    return resolve_drafter(COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER, target)
+
+
+def warn_of_drafter_left_out(drafter: str, error: SecondGuessError) -> None:
+    """Warn that a drafter that was found for a target is left out, because it cannot be loaded."""
+    warnings.warn(
+        f"the drafter {drafter}, found for this target, is left out: {error}", MismatchWarning, stacklevel=3
+    )
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:
@@ -116,7 +141,7 @@ def resolve_pair(
 ) -> Pair:
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
-    drafter = default_drafter(model, target) if drafter is None else drafter
+    drafter = default_drafter(model, target) if drafter in (None, AUTO) else str(drafter)
     spec = resolve_drafter(drafter, target)
     require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
     if spec.model_part is None:

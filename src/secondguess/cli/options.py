@@ -45,6 +45,13 @@ def validate_with(check_name: str) -> Callable[[Any], Any]:
 
 check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
+
+
+def check_default_drafter(value: str | None) -> str | None:
+    """Check the name of a drafter; `auto` is the same as none."""
+    return None if value == "auto" else check_drafter(value)
+
+
 check_verifier = validate_with("secondguess.verifiers:check_verifier_name")
 check_controller = validate_with("secondguess.controllers:parse_controller_name")
 check_dtype = validate_with("secondguess.checkpoint.resolve:check_dtype")
@@ -193,7 +200,7 @@ def model_argument(text: str) -> Any:
 
 def drafter_option(default: str) -> Parameter:
     """Return the option `--drafter`; the text describes its default."""
-    info = model_option(DRAFTER_HELP, callback=check_drafter, show_default=default)
+    info = model_option(DRAFTER_HELP, callback=check_default_drafter, show_default=default)
     return option("drafter", Annotated[str | None, info])
 
 
@@ -208,7 +215,8 @@ LOADING = Group(
         option("config", Config),
         option("model", Model, "builtin"),
         drafter_option(
-            "suffix+model:builtin-draft for builtin; suffix+self:int4 where kernels and memory allow; else suffix"
+            "suffix+model:builtin-draft for builtin; suffix and a trained drafter found for the model; "
+            "suffix+self:int4 where kernels and memory allow; else suffix"
         ),
         option("verifier", Verifier, "auto"),
         controller_option("cost"),

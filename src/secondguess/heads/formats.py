@@ -266,9 +266,7 @@ class StoredHead:
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `config.json`; None, or the default, if it is absent or null."""
         for spelling in self._spellings(name):
-            value: Any = self.config
-            for key in spelling.split("."):
-                value = _child(value, key)
+            value = find_spelled(self.config, spelling)
             if value is not None:
                 return value
         return self.format.defaults.get(name, default)
@@ -342,6 +340,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model; that of a multimodal model is nested."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def find_spelled(config: Mapping[str, Any], spelling: str) -> Any:
+    """Return the field of this spelling, in which dots lead into nested fields; None if it is absent."""
+    value: Any = config
+    for key in spelling.split("."):
+        value = _child(value, key)
+    return value
 
 
 def _child(value: Any, key: str) -> Any:
