@@ -34,7 +34,7 @@ from secondguess.pairing import (
     require_drafter_of_history,
     resolve_drafter,
     resolve_pair,
-    warn_of_drafter_left_out,
+    warn_of_drafters_left_out,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.runtime.system.exclusive import one_at_a_time
@@ -335,6 +335,7 @@ def load(
         drafter_quantize=drafter_quantize,
         runtime=runtime,
     )
+    warn_of_drafters_left_out(pair.found)
     spec = pair.drafter
     check_verifier(chosen_verifier, spec)
     chosen_controller = choose_controller(controller, spec)
@@ -356,9 +357,10 @@ def load(
         try:
             made = make(spec)
         except (CheckpointError, UnsupportedModelError) as error:
-            if drafter is not None or model == "builtin":
+            used = next((found for found in pair.found if not found.obstacle), None)
+            if used is None:
                 raise
-            warn_of_drafter_left_out(spec.name, error)
+            warn_of_drafters_left_out([replace(used, names_target=True, obstacle=str(error))])
             made = make(resolve_drafter(LOOKUP_DRAFTER))
             chosen_controller = choose_controller(controller, made)
     cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
 from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
-from secondguess.heads.discovery import find_drafters
+from secondguess.heads.discovery import FoundDrafter, find_trained
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
@@ -46,25 +47,43 @@ def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    return LOOKUP_DRAFTER if target is None else _resolve_default(target).name
+    return LOOKUP_DRAFTER if target is None else _choose_default(target, find_drafters(target))
 
 
-def _resolve_default(target: Checkpoint) -> DrafterSpec:
-    for found in find_drafters(target):
-        if found.obstacle:
-            continue
-        try:
-            return resolve_drafter(f"{LOOKUP_DRAFTER}+{found.name}", target)
-        except SecondGuessError as error:
-            warn_of_drafter_left_out(found.name, error)
-    return resolve_drafter(COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER, target)
+def _choose_default(target: Checkpoint, found: Sequence[FoundDrafter]) -> str:
+    trained = next((drafter.name for drafter in found if not drafter.obstacle), None)
+    if trained is not None:
+        return f"{LOOKUP_DRAFTER}+{trained}"
+    return COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
 
 
-def warn_of_drafter_left_out(drafter: str, error: SecondGuessError) -> None:
-    """Warn that a drafter that was found for a target is left out, because it cannot be loaded."""
-    warnings.warn(
-        f"the drafter {drafter}, found for this target, is left out: {error}", MismatchWarning, stacklevel=3
+def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
+    """Return the trained drafters on this machine for a target, best first, with why those do not draft that do not fit."""
+    return sorted(
+        (_resolved(found, target) for found in find_trained(target)), key=lambda found: bool(found.obstacle)
     )
+
+
+def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
+    """Return a drafter with the reason for which loading would refuse it, if it would."""
+    if found.obstacle:
+        return found
+    try:
+        resolve_drafter(found.name, target)
+    except SecondGuessError as error:
+        return replace(found, obstacle=str(error))
+    return found
+
+
+def warn_of_drafters_left_out(found: Sequence[FoundDrafter]) -> None:
+    """Warn of drafters that were trained for the target and do not draft for it."""
+    for drafter in found:
+        if drafter.names_target and drafter.obstacle:
+            warnings.warn(
+                f"the drafter {drafter.name}, found for this target, is left out: {drafter.obstacle}",
+                MismatchWarning,
+                stacklevel=3,
+            )
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:
@@ -121,12 +140,14 @@ class Pair:
     Args:
         draft_model: None if the drafter has no model.
         vocabularies: None if there is no draft model, or its tokenizer is the target's.
+        found: trained drafters that were found for the target, if the user named no drafter.
     """
 
     target: Checkpoint
     drafter: DrafterSpec
     draft_model: Checkpoint | None
     vocabularies: VocabularyPair | None = None
+    found: Sequence[FoundDrafter] = ()
 
 
 def resolve_pair(
@@ -141,17 +162,20 @@ def resolve_pair(
 ) -> Pair:
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
-    drafter = default_drafter(model, target) if drafter in (None, AUTO) else str(drafter)
+    found: Sequence[FoundDrafter] = ()
+    if drafter is None or drafter == AUTO:
+        found = () if model == "builtin" else find_drafters(target)
+        drafter = default_drafter(model) if model == "builtin" else _choose_default(target, found)
     spec = resolve_drafter(drafter, target)
     require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
     if spec.model_part is None:
-        return Pair(target, spec, None)
+        return Pair(target, spec, None, found=found)
     draft_model = Checkpoint.resolve(
         str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
     vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
     spec = spec.map_parts(lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part)
-    return Pair(target, spec, draft_model, vocabularies)
+    return Pair(target, spec, draft_model, vocabularies, found)
 
 
 def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 from head_formats import edit
@@ -16,9 +17,9 @@ from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.errors import MismatchWarning
 from secondguess.heads.base import TargetModel
-from secondguess.heads.discovery import FoundDrafter, find_drafters
+from secondguess.heads.discovery import FoundDrafter
 from secondguess.heads.eagle import EagleHead
-from secondguess.pairing import default_drafter
+from secondguess.pairing import default_drafter, find_drafters
 
 
 @pytest.fixture
@@ -95,6 +96,24 @@ def test_a_drafter_of_another_target_is_listed_and_not_used(
     assert "eagle" not in default_drafter(str(target), Checkpoint.resolve(str(target)))
 
 
+def test_inspect_lists_what_was_found(target: Path, secondguess_command: Any) -> None:
+    head = write_eagle(target.parent / "head", target, "org/target")
+    copytree(head, target.parent / "other")
+    edit(target.parent / "other", num_target_layers=9)
+    done = secondguess_command("inspect", str(target), "--dtype", "float32", "--drafter", "auto")
+    assert f"eagle:{head}, 0.1 MiB: trained for this target, fits\n" in done.out
+    assert (
+        f"eagle:{target.parent / 'other'}, 0.1 MiB: trained for this target, does not fit: it is for"
+        in done.out
+    )
+    (record,) = secondguess_command("inspect", str(target), "--dtype", "float32", "--json").records
+    assert [drafter["name"] for drafter in record["found"]] == [
+        f"eagle:{head}",
+        f"eagle:{target.parent / 'other'}",
+    ]
+    assert record["drafter"]["name"] == f"suffix+eagle:{head}"
+
+
 def test_a_drafter_for_which_memory_is_short_is_left_out(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +124,9 @@ def test_a_drafter_for_which_memory_is_short_is_left_out(
     )
     (found,) = find_drafters(plan)
     assert "MiB of memory" in found.obstacle
+    edit(target.parent / "head", speculators_config={"verifier": {"name_or_path": "org/target"}})
+    with pytest.warns(MismatchWarning, match="MiB of memory"):
+        load(str(target))
 
 
 def test_a_broken_drafter_is_left_out_with_a_warning(target: Path) -> None:

@@ -141,6 +141,31 @@ def repository_of(path: Path) -> str | None:
     return None
 
 
+def download(name: str) -> None:
+    """Download a repository, or a GGUF file of one, to the local Hugging Face cache.
+
+    Args:
+        name: REPOSITORY or REPOSITORY/FILE.
+
+    Raises:
+        CheckpointError: no network, no such repository or file, or no room on the disk.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        if is_gguf(name):
+            organisation, repository, *path = name.split("/")
+            hf_hub_download(f"{organisation}/{repository}", "/".join(path))
+        else:
+            snapshot_download(name)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"cannot download {name!r}: {reason:.200} Check the name and the network, or copy the files to this machine."
+        ) from error
+
+
 def cached_folders() -> list[Path]:
     """Return the snapshots of models in the local Hugging Face cache, of each model the newest."""
     from huggingface_hub.constants import HF_HUB_CACHE

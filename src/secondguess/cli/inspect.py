@@ -69,8 +69,7 @@ def inspect(
     from secondguess.api import check_verifier, choose_controller
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
     from secondguess.drafters.spec import DrafterSpec
-    from secondguess.heads.discovery import find_drafters
-    from secondguess.pairing import require_drafter_of_history, resolve_pair
+    from secondguess.pairing import find_drafters, require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
     arguments = dict(settings)
@@ -87,7 +86,8 @@ def inspect(
     plan = plan_memory(
         pair.target, pair.draft_model, rows=rows, context=num_tokens, head_bytes=pair.drafter.head_bytes
     )
-    drafters, found = compatible_drafters(pair.target), find_drafters(pair.target)
+    found = pair.found or find_drafters(pair.target)
+    drafters = compatible_drafters(pair.target)
     if json:
         print_json(
             asdict(target)

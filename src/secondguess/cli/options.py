@@ -47,6 +47,15 @@ check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
 
 
+def download_all(names: list[str] | None) -> list[str] | None:
+    """Download repositories; called before the other options are checked."""
+    from secondguess.checkpoint.resolve import download
+
+    for name in names or ():
+        download(name)
+    return names
+
+
 def check_default_drafter(value: str | None) -> str | None:
     """Check the name of a drafter; `auto` is the same as none."""
     return None if value == "auto" else check_drafter(value)
@@ -68,6 +77,16 @@ Config = Annotated[
     model_option(
         "A secondguess.toml, as tune writes it; options given here take precedence.",
         metavar="FILE",
+        show_default="none",
+    ),
+]
+Download = Annotated[
+    list[str] | None,
+    model_option(
+        "Repository of the Hugging Face Hub, or REPOSITORY/FILE.gguf, to download first; nothing else is. Repeatable.",
+        metavar="REPOSITORY",
+        callback=download_all,
+        is_eager=True,
         show_default="none",
     ),
 ]
@@ -213,6 +232,7 @@ def controller_option(default: str) -> Parameter:
 LOADING = Group(
     (
         option("config", Config),
+        option("download", Download),
         option("model", Model, "builtin"),
         drafter_option(
             "suffix+model:builtin-draft for builtin; suffix and a trained drafter found for the model; "

@@ -52,7 +52,7 @@ class FoundDrafter:
     obstacle: str = ""
 
 
-def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
+def find_trained(target: Checkpoint) -> list[FoundDrafter]:
     """Return the trained drafters that are found for a target, best first; those that do not fit come last.
 
     Folders are read beside the target and below it, and in the local Hugging Face cache. Nothing is downloaded, and no
