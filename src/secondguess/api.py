@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from os import PathLike, fspath
 from typing import Any, overload
@@ -22,8 +23,10 @@ from secondguess.drafters.spec import DrafterSpec, make_drafter
 from secondguess.engine.generation import Generation, Output, check_request, make_row
 from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
-from secondguess.errors import BadInputError, suggestion
+from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError, suggestion
 from secondguess.pairing import (
+    AUTO,
+    LOOKUP_DRAFTER,
     PLAIN_DECODING,
     check_verifier,
     choose_controller,
@@ -31,6 +34,7 @@ from secondguess.pairing import (
     require_drafter_of_history,
     resolve_drafter,
     resolve_pair,
+    warn_of_drafters_left_out,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.runtime.system.exclusive import one_at_a_time
@@ -278,9 +282,10 @@ def load(
             `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped
-            with the target is used. By default, the built-in target uses `suffix` and its own draft
-            model; a target that can be copied on a CPU `suffix+self:int4`, if memory holds the copy; any
-            other target `suffix`, which needs no model.
+            with the target is used. By default, or for `auto`, the built-in target uses `suffix` and its own
+            draft model; a target for which a trained drafter is found, in its checkpoint, beside it or in the
+            Hugging Face cache, `suffix` and that; one that can be copied on a CPU `suffix+self:int4`, if memory
+            holds the copy; any other target `suffix`, which needs no model.
         verifier: `auto` (see `docs/verifiers.md`), `greedy`, `rejection`, `block`, `traversal` or
             `coupled`.
         controller: `cost` (the default), `fixed:K`, `confidence`, `entropy` or `learned`, with
@@ -309,6 +314,7 @@ def load(
     dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     device = str(device) if isinstance(device, torch.device) else device
     require_texts(model=model, verifier=verifier, dtype=dtype, device=device, runtime=runtime)
+    drafter = None if drafter == AUTO else drafter
     optional = {"drafter": drafter, "controller": controller, "quantize": quantize}
     optional["drafter_quantize"] = drafter_quantize
     require_texts(**{name: value for name, value in optional.items() if value is not None})
@@ -329,6 +335,7 @@ def load(
         drafter_quantize=drafter_quantize,
         runtime=runtime,
     )
+    warn_of_drafters_left_out(pair.found)
     spec = pair.drafter
     check_verifier(chosen_verifier, spec)
     chosen_controller = choose_controller(controller, spec)
@@ -340,13 +347,22 @@ def load(
         if drafter is None and (confirmed := confirm_default(spec.name, target.runtime)) != spec.name:
             spec = resolve_drafter(confirmed)
             chosen_controller = choose_controller(controller, spec)
-        made = make_drafter(
-            spec,
+        make = partial(
+            make_drafter,
             target_vocab_size=target.runtime.vocab_size,
             load_draft_model=lambda path: draft_models[0].runtime,
             pair_vocabularies=lambda name: pair.vocabularies,
             target=target,
         )
+        try:
+            made = make(spec)
+        except (CheckpointError, UnsupportedModelError) as error:
+            used = next((found for found in pair.found if not found.obstacle), None)
+            if used is None:
+                raise
+            warn_of_drafters_left_out([replace(used, names_target=True, obstacle=str(error))])
+            made = make(resolve_drafter(LOOKUP_DRAFTER))
+            chosen_controller = choose_controller(controller, made)
     cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,8 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
+from secondguess.heads.discovery import FoundDrafter, find_trained
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
@@ -27,6 +30,8 @@ from secondguess.verifiers.base import Verifier
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
+AUTO = "auto"
+"""Name of the default drafter, the same as none given."""
 PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 
@@ -34,12 +39,51 @@ PLAIN_DECODING = "fixed:0"
 def default_drafter(model: str, target: Checkpoint | None = None) -> str:
     """Return the name of the drafter that a target gets when none is given.
 
+    That is look-up, joined by a trained drafter that is found for the target (`find_drafters`), or else by a copy of it
+    in 4 bits, if memory holds one.
+
     Args:
-        target: its checkpoint, not loaded; None leaves out a copy of the target.
+        target: its checkpoint, not loaded; None leaves out trained drafters and the copy.
     """
     if model == "builtin":
         return "suffix+model:builtin-draft"
-    return COPY_DRAFTER if target is not None and target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
+    return LOOKUP_DRAFTER if target is None else _choose_default(target, find_drafters(target))
+
+
+def _choose_default(target: Checkpoint, found: Sequence[FoundDrafter]) -> str:
+    trained = next((drafter.name for drafter in found if not drafter.obstacle), None)
+    if trained is not None:
+        return f"{LOOKUP_DRAFTER}+{trained}"
+    return COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
+
+
+def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
+    """Return the trained drafters on this machine for a target, best first, with why those do not draft that do not fit."""
+    return sorted(
+        (_resolved(found, target) for found in find_trained(target)), key=lambda found: bool(found.obstacle)
+    )
+
+
+def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
+    """Return a drafter with the reason for which loading would refuse it, if it would."""
+    if found.obstacle:
+        return found
+    try:
+        resolve_drafter(found.name, target)
+    except SecondGuessError as error:
+        return replace(found, obstacle=str(error))
+    return found
+
+
+def warn_of_drafters_left_out(found: Sequence[FoundDrafter]) -> None:
+    """Warn of drafters that were trained for the target and do not draft for it."""
+    for drafter in found:
+        if drafter.names_target and drafter.obstacle:
+            warnings.warn(
+                f"the drafter {drafter.name}, found for this target, is left out: {drafter.obstacle}",
+                MismatchWarning,
+                stacklevel=3,
+            )
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:
@@ -96,12 +140,14 @@ class Pair:
     Args:
         draft_model: None if the drafter has no model.
         vocabularies: None if there is no draft model, or its tokenizer is the target's.
+        found: trained drafters that were found for the target, if the user named no drafter.
     """
 
     target: Checkpoint
     drafter: DrafterSpec
     draft_model: Checkpoint | None
     vocabularies: VocabularyPair | None = None
+    found: Sequence[FoundDrafter] = ()
 
 
 def resolve_pair(
@@ -116,17 +162,20 @@ def resolve_pair(
 ) -> Pair:
     """Find a target and its drafter and check that they fit. Arguments and errors are those of `load`."""
     target = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize, runtime=runtime)
-    drafter = default_drafter(model, target) if drafter is None else drafter
+    found: Sequence[FoundDrafter] = ()
+    if drafter is None or drafter == AUTO:
+        found = () if model == "builtin" else find_drafters(target)
+        drafter = default_drafter(model) if model == "builtin" else _choose_default(target, found)
     spec = resolve_drafter(drafter, target)
     require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
     if spec.model_part is None:
-        return Pair(target, spec, None)
+        return Pair(target, spec, None, found=found)
     draft_model = Checkpoint.resolve(
         str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
     vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
     spec = spec.map_parts(lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part)
-    return Pair(target, spec, draft_model, vocabularies)
+    return Pair(target, spec, draft_model, vocabularies, found)
 
 
 def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:

@@ -39,15 +39,15 @@ LINES = [
     "--logit-bias 5=-1 --stop-token-id 7 --include-stop --ignore-eos --n 2 --logprobs 1 --prompt-logprobs 1 --max-draft-length 3",
     "generate x --image {image} --model {vision} --max-tokens 4 --dtype float32",
     f"generate --prompt-file {{texts}} --batch-size 2 --seed 1 --max-tokens 4 --prediction {{texts}} --draft-with ngram {MODELS}",
-    f"generate x --regex a+ --max-tokens 4 {INT8}",
+    f"generate x --regex a+ --max-tokens 4 --download org/model {INT8}",
     "generate x --share-history --history --no-history --max-tokens 4 --model {target} --drafter suffix",
     f"generate x --json-schema {{schema}} --max-tokens 4 {MODELS}",
     f"chat --system be-brief --chat-template {{template}} --json --max-tokens 4 --seed 1 {LOADING} {SAMPLING}",
-    f"chat --max-tokens 4 {INT8}",
+    f"chat --max-tokens 4 --download org/model {INT8}",
     "serve --host 127.0.0.1 --port 0 --api-key-file {keys} --served-model-name mine --chat-template {template} "
     "--cors-origin http://localhost --image-folder {folder} --drain-seconds 1 --sleep-idle 60 --max-body-bytes 1000 "
     f"--max-waiting 2 --max-samples 2 --max-output-tokens 9 --request-seconds 9 {LOADING}",
-    f"serve --port 0 --generation-config --no-generation-config {INT8} --share-history",
+    f"serve --port 0 --generation-config --no-generation-config {INT8} --share-history --download org/model",
     "score {texts} --window 8 --draft-length 2 --config {config} --model {target} --dtype float32 --device cpu --quantize int8 "
     "--compare int8 --runtime auto --json",
     f"verify {MODELS} --config {{config}} --verifier block --controller fixed:1 --prompt x --temperature 1 --samples 1000 "
@@ -96,6 +96,7 @@ def reached(monkeypatch):
     replace("secondguess.train.head_training.train_head", SimpleNamespace(figures={}))
     found = SimpleNamespace(skipped=[1], acceptance=0.5, cost_ratio=0.5, speedup=1.0)
     replace("secondguess.train.skip_search.search_layers", found)
+    monkeypatch.setattr("secondguess.checkpoint.resolve.download", lambda name: None)
     return seen
 
 

@@ -15,6 +15,8 @@ from secondguess.runtime.weight_format import QUANTIZATIONS
 
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ADAPTER = "adapter_config.json"
+CACHED = "models--"
+"""Prefix of the folders of models in the Hugging Face cache."""
 RUNTIMES = ("auto", "native", "fused", "graphs", "transformers")
 
 
@@ -127,9 +129,49 @@ def find_in_cache(name: str, file: str = "config.json") -> Path | None:
 
 def how_to_complete(folder: str) -> str:
     """Return advice on how to get files that a checkpoint directory lacks."""
-    path = Path(folder)
-    cached = path.parents[1].name if path.parent.name == "snapshots" else ""
-    if not cached.startswith("models--"):
-        return "copy them there, too"
-    repository = cached.removeprefix("models--").replace("--", "/", 1)
-    return f"fetch them with `hf download {repository}`"
+    repository = repository_of(Path(folder))
+    return f"fetch them with `hf download {repository}`" if repository else "copy them there, too"
+
+
+def repository_of(path: Path) -> str | None:
+    """Return the repository of a snapshot in the Hugging Face cache, or of a file in it; None for other paths."""
+    for folder in path.parents:
+        if folder.name == "snapshots" and folder.parent.name.startswith(CACHED):
+            return folder.parent.name.removeprefix(CACHED).replace("--", "/", 1)
+    return None
+
+
+def download(name: str) -> None:
+    """Download a repository, or a GGUF file of one, to the local Hugging Face cache.
+
+    Args:
+        name: REPOSITORY or REPOSITORY/FILE.
+
+    Raises:
+        CheckpointError: no network, no such repository or file, or no room on the disk.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        if is_gguf(name):
+            organisation, repository, *path = name.split("/")
+            hf_hub_download(f"{organisation}/{repository}", "/".join(path))
+        else:
+            snapshot_download(name)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"cannot download {name!r}: {reason:.200} Check the name and the network, or copy the files to this machine."
+        ) from error
+
+
+def cached_folders() -> list[Path]:
+    """Return the snapshots of models in the local Hugging Face cache, of each model the newest."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = []
+    for repository in sorted(Path(HF_HUB_CACHE).glob(f"{CACHED}*")):
+        snapshots = sorted((repository / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
+        found += snapshots[-1:]
+    return found

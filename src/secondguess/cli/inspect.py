@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from secondguess.checkpoint.plan import Checkpoint
     from secondguess.configuration import TuningRecord
     from secondguess.drafters.spec import DrafterSpec
+    from secondguess.heads.discovery import FoundDrafter
     from secondguess.pairing import Pair
 
 MIB = 2**20
+LABEL_WIDTH = 13
 memory_option = panel("Memory")
 RUNTIMES = {
     "native": "native (CPU kernels), if its logits match those of Transformers (checked at loading)",
@@ -66,7 +69,7 @@ def inspect(
     from secondguess.api import check_verifier, choose_controller
     from secondguess.checkpoint.description import compatibility_notes, describe, plan_memory
     from secondguess.drafters.spec import DrafterSpec
-    from secondguess.pairing import require_drafter_of_history, resolve_pair
+    from secondguess.pairing import find_drafters, require_drafter_of_history, resolve_pair
     from secondguess.verifiers import make_verifier
 
     arguments = dict(settings)
@@ -83,6 +86,7 @@ def inspect(
     plan = plan_memory(
         pair.target, pair.draft_model, rows=rows, context=num_tokens, head_bytes=pair.drafter.head_bytes
     )
+    found = pair.found or find_drafters(pair.target)
     drafters = compatible_drafters(pair.target)
     if json:
         print_json(
@@ -90,6 +94,7 @@ def inspect(
             | {
                 "supported": True,
                 "drafters": drafters,
+                "found": [asdict(drafter) | {"folder": str(drafter.folder)} for drafter in found],
                 "drafter": {
                     "name": pair.drafter.name,
                     "model": None if draft_model is None else asdict(draft_model),
@@ -101,14 +106,14 @@ def inspect(
             }
         )
         return 0
-    lines = _model_lines(target, drafters)
+    lines = _model_lines(target, drafters) | _found_lines(found)
     verdict = "same tokenizer" if pair.vocabularies is None else str(pair.vocabularies)
     lines |= _drafter_lines(pair.drafter, target, draft_model, [verdict, *notes])
     lines |= _memory_lines(plan, settings)
     if config is not None:
         lines |= _configuration_lines(settings, tuned)
     for label, value in lines.items():
-        print(f"{label:<13}{value}")
+        print(f"{label:<{LABEL_WIDTH}}{value}")
     return 0
 
 
@@ -159,6 +164,17 @@ def _model_lines(found: ModelDescription, drafters: list[str]) -> dict[str, str]
         "drafters": ", ".join(drafters)
         + " (PATH: of model, a smaller model, best with the same tokenizer; of others, a trained drafter)",
     }
+
+
+def _found_lines(found: Sequence[FoundDrafter]) -> dict[str, str]:
+    """Return the trained drafters that were found for the target, one in a line; none without a line."""
+    texts = []
+    for drafter in found:
+        size = f", {_size(drafter.num_bytes)}" if drafter.num_bytes else ""
+        verdict = f"does not fit: {drafter.obstacle}" if drafter.obstacle else "fits"
+        named = "trained for this target, " if drafter.names_target else ""
+        texts.append(f"{drafter.name}{size}: {named}{verdict}")
+    return {"found": ("\n" + " " * LABEL_WIDTH).join(texts)} if texts else {}
 
 
 def _drafter_lines(

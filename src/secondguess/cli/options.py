@@ -41,6 +41,22 @@ def validate_with(check_name: str) -> Callable[[Any], Any]:
 
 check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
+
+
+def download_all(names: list[str] | None) -> list[str] | None:
+    """Download repositories; called before the other options are checked."""
+    from secondguess.checkpoint.resolve import download
+
+    for name in names or ():
+        download(name)
+    return names
+
+
+def check_default_drafter(value: str | None) -> str | None:
+    """Check the name of a drafter; `auto` is the same as none."""
+    return None if value == "auto" else check_drafter(value)
+
+
 check_verifier = validate_with("secondguess.verifiers:check_verifier_name")
 check_controller = validate_with("secondguess.controllers:parse_controller_name")
 check_dtype = validate_with("secondguess.checkpoint.resolve:check_dtype")
@@ -57,6 +73,16 @@ Config = Annotated[
     model_option(
         "A secondguess.toml, as tune writes it; options given here take precedence.",
         metavar="FILE",
+        show_default="none",
+    ),
+]
+Download = Annotated[
+    list[str] | None,
+    model_option(
+        "Repository of the Hugging Face Hub, or REPOSITORY/FILE.gguf, to download first; nothing else is. Repeatable.",
+        metavar="REPOSITORY",
+        callback=download_all,
+        is_eager=True,
         show_default="none",
     ),
 ]
@@ -189,7 +215,7 @@ def model_argument(text: str) -> Any:
 
 def drafter_option(default: str) -> Parameter:
     """Return the option `--drafter`; the text describes its default."""
-    info = model_option(DRAFTER_HELP, callback=check_drafter, show_default=default)
+    info = model_option(DRAFTER_HELP, callback=check_default_drafter, show_default=default)
     return option("drafter", Annotated[str | None, info])
 
 
@@ -202,9 +228,11 @@ def controller_option(default: str) -> Parameter:
 LOADING = Group(
     (
         option("config", Config),
+        option("download", Download),
         option("model", Model, "builtin"),
         drafter_option(
-            "suffix+model:builtin-draft for builtin; suffix+self:int4 where kernels and memory allow; else suffix"
+            "suffix+model:builtin-draft for builtin; suffix and a trained drafter found for the model; "
+            "suffix+self:int4 where kernels and memory allow; else suffix"
         ),
         option("verifier", Verifier, "auto"),
         controller_option("cost"),

@@ -36,7 +36,7 @@ from secondguess.drop_in.kept import loaded_draft_model, locked_state, vocabular
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
-from secondguess.pairing import LOOKUP_DRAFTER
+from secondguess.pairing import AUTO, LOOKUP_DRAFTER
 from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.modules.support import check_config
 from secondguess.runtime.system.machine import autocast_dtype
@@ -116,6 +116,7 @@ def custom_generate(
     padding = padding_token(generation_config, ending, len(input_ids))
     params = _sampling_params(logits_processor, mask, ending, bool(generation_config.do_sample), seed)
     num_samples = generation_config.num_return_sequences or 1
+    drafter = None if drafter == AUTO else drafter
     named = {"drafter": drafter, "controller": controller}
     require_texts(verifier=verifier, **{name: text for name, text in named.items() if text is not None})
     chosen_verifier = make_verifier(verifier)

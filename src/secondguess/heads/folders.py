@@ -24,7 +24,7 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
     target; else the target's own folder, if it contains such a drafter.
     """
     how_to_train = f"train one with `secondguess train {name.kind} --model {target_name} --out FOLDER`"
-    folder = Path(name.argument) if name.argument else find_own(name.kind, target_name, target_path)
+    folder = _named_folder(name.argument) if name.argument else find_own(name.kind, target_name, target_path)
     if folder is None:
         raise BadInputError(
             f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; {how_to_train}"
@@ -35,6 +35,12 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
         )
     _require_kind(folder, name.kind)
     return folder
+
+
+def _named_folder(name: str) -> Path:
+    """Return the folder of this path, or that of the repository of this name in the Hugging Face cache."""
+    cached = None if Path(name).is_dir() else find_in_cache(name)
+    return Path(name) if cached is None else cached.parent
 
 
 def find_own(kind: str, target_name: str, target_path: str) -> Path | None:
@@ -73,7 +79,7 @@ def refuse_head(model: str) -> None:
     if not folder.is_dir():
         found = find_in_cache(model)
         folder = folder if found is None else found.parent
-    kind = _kind_of(folder)
+    kind = kind_of(folder)
     if kind is not None:
         raise CheckpointError(
             f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
@@ -81,7 +87,7 @@ def refuse_head(model: str) -> None:
         )
 
 
-def _kind_of(folder: Path) -> str | None:
+def kind_of(folder: Path) -> str | None:
     """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
     with suppress(CheckpointError):
         provenance, config = read_provenance(folder), read_config(folder)

@@ -413,10 +413,7 @@ class StoredHead:
 
     def _at(self, path: str) -> Any:
         """Return the field at a path; None if it is absent."""
-        value: Any = self.config
-        for key in path.split("."):
-            value = _child(value, key)
-        return value
+        return find_spelled(self.config, path)
 
     def _spellings(self, name: str) -> Sequence[str]:
         return self.format.fields.get(name, (name,))
@@ -437,6 +434,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model; that of a multimodal model is nested."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def find_spelled(config: Mapping[str, Any], spelling: str) -> Any:
+    """Return the field of this spelling, in which dots lead into nested fields; None if it is absent."""
+    value: Any = config
+    for key in spelling.split("."):
+        value = _child(value, key)
+    return value
 
 
 def _child(value: Any, key: str) -> Any:

@@ -1,0 +1,170 @@
+"""Trained drafters on this machine for a target: in its checkpoint, beside it, and in the local Hugging Face cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from secondguess.checkpoint.memory import available_memory, head_memory, peak_memory
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.resolve import cached_folders, repository_of
+from secondguess.checkpoint.weight_files import count_parameters
+from secondguess.errors import CheckpointError, SecondGuessError
+from secondguess.heads.files import CONFIG, NAMED, read_config, read_provenance
+from secondguess.heads.folders import find_own, kind_of
+from secondguess.heads.formats import StoredHead, find_spelled
+
+MAX_FOLDERS = 500
+"""Number of folders that are looked at beside the target."""
+KINDS = ("dspark", "eagle", "mtp", "medusa", "model", "early-exit", "layer-skip")
+"""Kinds of trained drafters, those that gain most first."""
+NAMES_OF_TARGET = (
+    "speculators_config.verifier.name_or_path",
+    "base_model_name_or_path",
+    "target_model_name_or_path",
+)
+"""Fields of `config.json` that name the target."""
+SUFFIX_OF_FILE = re.compile(r"([-.](i?q\d\w*|bf16|f16|f32|fp16|mxfp4))?\.gguf$", re.IGNORECASE)
+"""End of the name of a GGUF file: its type of weights."""
+
+
+@dataclass(frozen=True)
+class FoundDrafter:
+    """Trained drafter in a folder.
+
+    Args:
+        name: for the option `drafter`.
+        folder: the target's own folder, if its checkpoint contains the drafter.
+        names_target: True if its configuration says that it was trained for the target.
+        num_bytes: memory for its weights; 0 if the target's weights contain them.
+        obstacle: reason why it does not draft for the target; empty if it may.
+    """
+
+    name: str
+    folder: Path
+    names_target: bool
+    num_bytes: int
+    obstacle: str = ""
+
+
+def find_trained(target: Checkpoint) -> list[FoundDrafter]:
+    """Return the trained drafters that are found for a target, best first; those that do not fit come last.
+
+    Folders are read beside the target and below it, and in the local Hugging Face cache. Nothing is downloaded, and no
+    weights are read.
+    """
+    if target.source is None:
+        return []
+    own = Path(target.path)
+    kinds = [kind for kind in KINDS if find_own(kind, target.name, target.path) == own]
+    found = [(kind, FoundDrafter(kind, own, True, 0)) for kind in kinds]  # the name without a path
+    for folder in _folders(own):
+        with suppress(CheckpointError):
+            if (kind := _kind(folder)) is not None:
+                found.append((kind, _describe(kind, folder, target)))
+    found.sort(key=lambda item: (bool(item[1].obstacle), not item[1].names_target, KINDS.index(item[0])))
+    return [drafter for _, drafter in found]
+
+
+def _folders(target: Path) -> Iterator[Path]:
+    """Return the folders that may hold a drafter, each once, without the target's own."""
+    folder = target if target.is_dir() else target.parent
+    beside = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
+    places = (path for place in beside for path in islice(_inside(place), MAX_FOLDERS))
+    seen = {folder.resolve()}
+    for path in [*places, *cached_folders()]:
+        if path.resolve() not in seen and (path / CONFIG).is_file():
+            seen.add(path.resolve())
+            yield path
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def _kind(folder: Path) -> str | None:
+    """Return the kind of the drafter in a folder; None if there is a model or something else."""
+    provenance = read_provenance(folder)
+    if provenance is not None and provenance.kind in NAMED:
+        return NAMED[provenance.kind]
+    kind = kind_of(folder)
+    return kind if kind in KINDS else None
+
+
+def _describe(kind: str, folder: Path, target: Checkpoint) -> FoundDrafter:
+    named = _named_target(folder)
+    names_target = named is not None and _last_part(named) in _names(target)
+    try:
+        num_bytes = count_parameters(folder) * target.dtype.itemsize
+    except CheckpointError as error:
+        return FoundDrafter(f"{kind}:{folder}", folder, names_target, 0, str(error))
+    obstacle = f"it was trained for {named}" if named is not None and not names_target else ""
+    name = f"{kind}:{folder}"
+    if "," in str(folder):
+        obstacle = "the part of its path after the comma would be an option"
+    obstacle = (
+        obstacle or _misfit(kind, folder, target, names_target) or _lack_of_memory(target, name, num_bytes)
+    )
+    return FoundDrafter(name, folder, names_target, num_bytes, obstacle)
+
+
+def _named_target(folder: Path) -> str | None:
+    """Return the name of the target that a drafter was trained for, if its folder says it."""
+    provenance = read_provenance(folder)
+    if provenance is not None:
+        return provenance.target
+    config = read_config(folder)
+    names = (find_spelled(config, field) for field in NAMES_OF_TARGET)
+    return next((name for name in names if isinstance(name, str) and name), None)
+
+
+def _names(target: Checkpoint) -> set[str]:
+    names = (target.name, target.path, repository_of(Path(target.path)))
+    return {_last_part(name) for name in names if name}
+
+
+def _last_part(name: str) -> str:
+    return SUFFIX_OF_FILE.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+
+
+def _misfit(kind: str, folder: Path, target: Checkpoint, names_target: bool) -> str:
+    """Return why a drafter of these sizes does not fit the target; empty if nothing is known against it."""
+    if kind == "model":
+        return ""  # it has sizes of its own
+    try:
+        sizes = _sizes(StoredHead(folder, kind))
+    except SecondGuessError as error:
+        return str(error)
+    text = target.config.get_text_config()
+    own = {"width": text.hidden_size, "vocabulary": text.vocab_size, "number of layers": target.num_layers}
+    for name, size in sizes.items():
+        if size is not None and size != own[name]:
+            return f"it is for a target with a {name} of {size}, not {own[name]}"
+    if not names_target and None in (sizes["width"], sizes["vocabulary"]):
+        return "its configuration does not say for which target it is"
+    return ""
+
+
+def _sizes(stored: StoredHead) -> dict[str, Any]:
+    """Return the sizes of the target that a head was trained for; None if its configuration does not say."""
+    layers = stored.layers
+    return {
+        "width": stored.get("target_width", layers.get("hidden_size")),
+        "vocabulary": layers.get("vocab_size"),
+        "number of layers": stored.get("num_target_layers"),
+    }
+
+
+def _lack_of_memory(target: Checkpoint, name: str, num_bytes: int) -> str:
+    """Return that memory does not hold a drafter in addition to the target; empty if it does."""
+    available = available_memory(target.device)
+    needed = peak_memory([target.memory(), head_memory(name, num_bytes)])
+    if available is None or needed <= available:
+        return ""
+    return f"it and the target need {needed >> 20:,} MiB of memory, of which {available >> 20:,} MiB are available"

@@ -1,0 +1,154 @@
+"""Trained drafters that are found for a target without a path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from head_formats import edit
+from safetensors.torch import load_file, save_file
+
+from checkpoints import write_llama
+from secondguess import load
+from secondguess.checkpoint.loader import load_model
+from secondguess.checkpoint.plan import Checkpoint
+from secondguess.errors import MismatchWarning
+from secondguess.heads.base import TargetModel
+from secondguess.heads.discovery import FoundDrafter
+from secondguess.heads.eagle import EagleHead
+from secondguess.pairing import default_drafter, find_drafters
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "models" / "target", seed=1, num_hidden_layers=3)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def write_eagle(folder: Path, target: Path, named: str = "") -> Path:
+    """Write an untrained EAGLE-3 head for a target, whose configuration names the target in `named`."""
+    runtime = load_model(Checkpoint.resolve(str(target), dtype="float32")).runtime
+    EagleHead.fresh(TargetModel.from_runtime(runtime)).save(folder, str(target))
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = named
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def found_for(target: Path) -> list[FoundDrafter]:
+    return find_drafters(Checkpoint.resolve(str(target)))
+
+
+def test_a_drafter_beside_the_target_drafts_by_default(target: Path) -> None:
+    head = write_eagle(target.parent / "head", target)
+    for name in (None, "auto"):
+        llm = load(str(target), name, dtype="float32")
+        assert llm.drafter.name == f"suffix+eagle:{head}"
+    output = llm.generate("abc", max_tokens=20, draft_with="eagle", draft_length=2)
+    plain = load(str(target), "none", dtype="float32").generate("abc", max_tokens=20)
+    assert output.text == plain.text
+    assert output.stats.num_drafted > 0
+
+
+def test_a_drafter_in_the_cache_is_found_by_the_name_of_its_target(target: Path, empty_cache: Path) -> None:
+    head = write_eagle(empty_cache / "models--maker--head" / "snapshots" / "1a", target, "org/Target")
+    (found,) = found_for(target)
+    assert (found.name, found.names_target, found.obstacle) == (f"eagle:{head}", True, "")
+    assert found.num_bytes > 0
+    copytree(head, target.parent / "nameless")
+    edit(target.parent / "nameless", speculators_config=None)
+    assert [drafter.names_target for drafter in found_for(target)] == [True, False]
+
+
+def test_a_name_of_the_cache_stands_for_its_folder(
+    target: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = write_eagle(empty_cache / "models--maker--head" / "snapshots" / "1a", target)
+    monkeypatch.setattr("secondguess.heads.folders.find_in_cache", lambda name: head / "config.json")
+    assert load(str(target), "eagle:maker/head", dtype="float32").generate("ab", max_tokens=3).text
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        ({"speculators_config": {"verifier": {"name_or_path": "org/other"}}}, "it was trained for org/other"),
+        ({"target_hidden_size": 48}, "it is for a target with a width of 48, not 32"),
+        (
+            {"transformer_layer_config": {"hidden_size": 32, "vocab_size": 31}},
+            "it is for a target with a vocabulary of 31, not 300",
+        ),
+        ({"num_target_layers": 9}, "it is for a target with a number of layers of 9, not 3"),
+    ],
+)
+def test_a_drafter_of_another_target_is_listed_and_not_used(
+    target: Path, change: dict[str, object], obstacle: str
+) -> None:
+    edit(write_eagle(target.parent / "head", target), **change)
+    assert [drafter.obstacle for drafter in found_for(target)] == [obstacle]
+    assert "eagle" not in default_drafter(str(target), Checkpoint.resolve(str(target)))
+
+
+def test_inspect_lists_what_was_found(target: Path, secondguess_command: Any) -> None:
+    head = write_eagle(target.parent / "head", target, "org/target")
+    copytree(head, target.parent / "other")
+    edit(target.parent / "other", num_target_layers=9)
+    done = secondguess_command("inspect", str(target), "--dtype", "float32", "--drafter", "auto")
+    assert f"eagle:{head}, 0.1 MiB: trained for this target, fits\n" in done.out
+    assert (
+        f"eagle:{target.parent / 'other'}, 0.1 MiB: trained for this target, does not fit: it is for"
+        in done.out
+    )
+    (record,) = secondguess_command("inspect", str(target), "--dtype", "float32", "--json").records
+    assert [drafter["name"] for drafter in record["found"]] == [
+        f"eagle:{head}",
+        f"eagle:{target.parent / 'other'}",
+    ]
+    assert record["drafter"]["name"] == f"suffix+eagle:{head}"
+
+
+def test_a_drafter_for_which_memory_is_short_is_left_out(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_eagle(target.parent / "head", target)
+    plan = Checkpoint.resolve(str(target))
+    monkeypatch.setattr(
+        "secondguess.heads.discovery.available_memory", lambda device: plan.memory().total + 100
+    )
+    (found,) = find_drafters(plan)
+    assert "MiB of memory" in found.obstacle
+    edit(target.parent / "head", speculators_config={"verifier": {"name_or_path": "org/target"}})
+    with pytest.warns(MismatchWarning, match="MiB of memory"):
+        load(str(target))
+
+
+def test_a_broken_drafter_is_left_out_with_a_warning(target: Path) -> None:
+    weights = write_eagle(target.parent / "head", target) / "model.safetensors"
+    content = load_file(weights)
+    save_file({name: tensor for name, tensor in content.items() if name != "fc.weight"}, weights)
+    with pytest.warns(MismatchWarning, match="found for this target, is left out"):
+        llm = load(str(target), dtype="float32")
+    assert "eagle" not in llm.drafter.name
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (found,) = found_for(target)
+    assert "expected whole safetensors weights" in found.obstacle
+
+
+def test_a_file_of_weights_has_the_name_of_its_model(target: Path) -> None:
+    from secondguess.heads.discovery import _last_part
+
+    for name in (
+        "org/Some-8B",
+        "folder/Some-8B.Q4_K_M.gguf",
+        "Some-8B-bf16.gguf",
+        "Some-8B.gguf",
+        "x/some-8b/",
+    ):
+        assert _last_part(name) == "some-8b"
