@@ -164,6 +164,13 @@ def _command(kind: str) -> Callable[..., int]:
             int, training_option("Evaluations without improvement after which the run ends; 0: never.")
         ] = 5,
         seed: Annotated[int, training_option("Seed of initial weights, answers and the order of texts.")] = 0,
+        authors_layout: Annotated[
+            bool,
+            training_option(
+                "Write an EAGLE-3 head as its authors do, not as speculators does.",
+                "--authors-layout",
+            ),
+        ] = False,
         dtype: options.Dtype = "auto",
         device: options.Device = "auto",
     ) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondguess.errors import BadInputError
+from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
@@ -256,6 +256,35 @@ class EagleHead(FeatureHead):
             },
         }
         write_head(folder, config, copies | own)
+
+    def save_in_authors_layout(self, folder: Path) -> None:
+        """Write the head with its layer as `midlayer` and without copies of the target's weights.
+
+        Readers take the states that the authors do unless `eagle_config` has the numbers of the layers whose outputs are read.
+        """
+        if self.num_layers != 1 or self.fc is None or self.mask_token is not None or any(self.windows):
+            raise UnsupportedModelError(
+                "cannot write this EAGLE-3 head in its authors' layout: that has one layer of full attention and a fusion. "
+                "Leave out --authors-layout."
+            )
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer_fields(self.layer_config, self.target.vocab_size, 1),
+            "draft_vocab_size": len(self.vocabulary),
+            "tie_word_embeddings": False,
+            **({"target_hidden_size": self.config.target_width} if self.config.target_width else {}),
+            **{flag: True for flag in _FLAGS if getattr(self.config, flag)},
+            **({"bias": True} if self.config.has_fusion_bias else {}),
+        }
+        if self.hidden_layers != default_layers(self.target.num_layers):
+            config["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.hidden_layers]
+            }
+        tensors = {
+            name.replace("layers.0.", "midlayer.", 1): tensor
+            for name, tensor in checkpoint_tensors(self, self.vocabulary).items()
+        }
+        write_head(folder, config, tensors)
 
     @property
     def parts(self) -> FeatureParts:

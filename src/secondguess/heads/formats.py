@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secondguess.checkpoint.quantised import Encoding, StoredWeights
+from secondguess.checkpoint.source import FolderSource
+from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.fields import Fields, refuse_unread
@@ -34,6 +37,10 @@ from secondguess.names import check_range
 ANY = object()
 """Mark for a field that has any value."""
 SPECULATORS = "speculators_model_type"
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+"""Fields that describe the encoding of quantised weights."""
+CODED = (".weight_scale_inv", ".weight_scale", ".qweight", ".weight_packed")
+"""Ends of the names of tensors that only quantised weights have."""
 VOCABULARY_MULTIPLE, MAX_PADDING = 64, 1024
 """Padded vocabularies have a multiple of this size, with fewer rows of padding than this."""
 
@@ -363,8 +370,33 @@ class StoredHead:
         return described
 
     def read_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name in the module."""
+        """Return the tensors by name in the module; those that are quantised as in `config.json` are decoded."""
+        self.require_readable_weights()
+        if self.encoding is not None:
+            weights = StoredWeights(TensorFiles(dict.fromkeys(self.files.values())), self.encoding)
+            names = (name for name in weights.names if name.startswith(self.names.prefix))
+            return self.in_module({name: weights.read(name) for name in names})
         return self.in_module(read_named_tensors(self.files) if self.names.prefix else self._tensors)
+
+    def require_readable_weights(self) -> None:
+        """Refuse quantised weights in an encoding that is not decoded here."""
+        coded = next((name for name in self.tensor_names if name.endswith(CODED)), None)
+        if coded is not None and coded.startswith(self.names.prefix) and self.encoding is None:
+            described: Any = next(filter(None, map(self.config.get, QUANTIZATION_FIELDS)), {})
+            found = " ".join(str(described[key]) for key in ("quant_method", "format") if key in described)
+            raise UnsupportedModelError(
+                f"expected a drafter with weights that can be read in {self.folder}, got {coded}, of an encoding that is "
+                f"not decoded ({found or 'not described'}); train one with `secondguess train` or use another drafter"
+            )
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """Encoding of quantised weights; None without.
+
+        Raises:
+            UnsupportedModelError: an encoding that is not decoded.
+        """
+        return FolderSource(self.folder).encoding(torch.device("cpu"))
 
     def in_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name in the module, without those that are not read."""
@@ -408,7 +440,8 @@ class StoredHead:
                     f"expected a drafter whose {path} is {value} in {self.folder / CONFIG}, got {found!r}, which is not "
                     "supported; use another drafter"
                 )
-        refuse_unread(self.config, self.folder / CONFIG, self.format.harmless)
+        decoded = QUANTIZATION_FIELDS if self.encoding is not None else ()
+        refuse_unread(self.config, self.folder / CONFIG, (*self.format.harmless, *decoded))
         load_into(head, tensors, self.folder, name_in_file)
 
     def _at(self, path: str) -> Any:

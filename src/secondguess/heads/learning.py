@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.core import MAX_DRAFT_LENGTH
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates
 
 LAST_HIDDEN = -1
@@ -73,6 +74,17 @@ class TrainableHead(nn.Module, ABC):
 
         Formats that record the name of the target take it from `target`.
         """
+
+    def save_in_authors_layout(self, folder: Path) -> None:
+        """Write the head as the authors of its method do, where that differs from `save`.
+
+        Raises:
+            UnsupportedModelError: a head that has one layout only, or parts that the authors' layout lacks.
+        """
+        raise UnsupportedModelError(
+            f"cannot write a {type(self).__name__} in its authors' layout: it is written in one layout only. Leave out "
+            "--authors-layout."
+        )
 
 
 class CountedTokens:

@@ -19,9 +19,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from secondguess.checkpoint.quantised import StoredWeights
-from secondguess.checkpoint.source import FolderSource
-from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
@@ -116,7 +113,7 @@ class MtpHead(FeatureHead):
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
                     f"layers, got one for {found[0]} and {found[1]}; it was trained for another target"
                 )
-            tensors = _read_weights(stored)
+            tensors = stored.read_tensors()
             join_experts(tensors, "layer.mlp.experts.")
             if stored.get("centred_norms") and layer.model_type in GATED_TYPES:
                 tensors |= {name: tensor + 1 for name, tensor in tensors.items() if "norm" in name}
@@ -174,22 +171,12 @@ def module_layer(stored: StoredHead) -> LayerConfig:
     """
     config = stored.layers
     with config_errors(stored.folder):
-        _require_readable_weights(stored)
+        stored.require_readable_weights()
         _require_supported_layer(stored)
         is_mimo = config.get("model_type") == "mimo"  # the layers are those of Qwen2
         has_experts = any("mlp.experts." in name for name in stored.files)
         described = {**config, "model_type": "qwen2"} if is_mimo else config
         return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
-
-
-def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
-    """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
-    encoding = FolderSource(stored.folder).encoding(CPU)
-    if encoding is None:
-        return stored.read_tensors()
-    weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
-    names = (name for name in weights.names if name.startswith(stored.names.prefix))
-    return stored.in_module({name: weights.read(name) for name in names})
 
 
 def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
@@ -214,17 +201,6 @@ def contains_mtp(folder: Path) -> bool:
     if not (folder / CONFIG).is_file():
         return False
     return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None
-
-
-def _require_readable_weights(stored: StoredHead) -> None:
-    """Refuse quantised weights in an encoding that is not decoded here."""
-    marks = ("weight_scale_inv", "weight_scale", "qweight", "weight_packed")
-    coded = next((name for name in stored.files if name.endswith(marks)), None)
-    if coded is not None and FolderSource(stored.folder).encoding(CPU) is None:
-        raise UnsupportedModelError(
-            f"expected a multi-token-prediction module with weights that can be read in {stored.folder}, got {coded}, of an "
-            "encoding that is not decoded; train one with `secondguess train mtp` or use another drafter"
-        )
 
 
 def _require_supported_layer(stored: StoredHead) -> None:

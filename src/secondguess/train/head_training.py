@@ -62,6 +62,9 @@ PREDICTED_DRAFT_LENGTH = 7
 """Draft length of the predicted acceptance length if one distribution serves all depths."""
 
 
+KINDS_WITH_TWO_LAYOUTS = ("eagle",)
+
+
 @dataclass(frozen=True)
 class HeadJob:
     """Options of a training job; a BadInputError names those that are invalid or cannot be combined."""
@@ -82,9 +85,15 @@ class HeadJob:
     capture_gb: float = 0.0  # disk space for hidden states; 0 computes them for every batch
     patience: int = 5
     evaluate_steps: int = 100
+    authors_layout: bool = False  # write the files as the authors of the method do
 
     def __post_init__(self) -> None:
         require_drafter_folder(self.out, self.model, self.drafter)
+        if self.authors_layout and self.kind not in KINDS_WITH_TWO_LAYOUTS:
+            raise BadInputError(
+                f"expected --authors-layout with {' or '.join(KINDS_WITH_TWO_LAYOUTS)}, whose files have two layouts, got "
+                f"{self.kind}; leave it out"
+            )
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
@@ -181,7 +190,10 @@ def train_head(job: HeadJob, show: ProgressDisplay) -> Provenance:
     trainable, state = _learn(job, llm, texts, run, show)
     # Saved in the dtype of the target's weights: a drafter needs no more precision than that.
     trainable.to(_saved_dtype(llm.target.checkpoint.config.to_dict()))
-    trainable.save(job.out, public_name(job.model))
+    if job.authors_layout:
+        trainable.save_in_authors_layout(job.out)
+    else:
+        trainable.save(job.out, public_name(job.model))
     if job.recipe.keeps_tokenizer:
         llm.target.tokenizer.save_pretrained(job.out)
     path, num_words = llm.target.path, llm.target.runtime.vocab_size
