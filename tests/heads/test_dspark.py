@@ -498,14 +498,17 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_layer_field(hidden_size=64), "width of 32, got one for 64"),
         (of_another_vocabulary, "vocabulary of 31, got one for 300"),
         (with_layer_field(model_type="mamba"), "layers like those of llama, .* got mamba"),
-        (
-            with_layer_field(layer_types=["sliding_attention"] * 2),
-            "whole text in .* got .'sliding_attention'",
-        ),
+        (with_layer_field(layer_types=["sliding_attention"] * 2), "the field 'sliding_window'"),
+        (with_layer_field(layer_types=["linear_attention"] * 2), "2 layers of the types full_attention and"),
+        (with_layer_field(layer_types=["full_attention"]), "2 layers of the types full_attention and"),
         (with_layer_field(num_attention_heads=3), "share key heads evenly"),
-        (with_field(speculators_model_type="eagle3"), "dspark or dflash in .* got 'eagle3'"),
-        (with_field(markov_head_type="rnn"), "of the type vanilla in .* got 'rnn'"),
-        (with_field(markov_head_type="gated"), "of the type vanilla in .* got 'gated'"),
+        (
+            with_field(speculators_model_type="eagle3"),
+            "dspark or dflash or dflash2 or xpress in .* got 'eagle3'",
+        ),
+        (with_field(markov_head_type="other"), "of the type vanilla, gated, rnn.* in .* got 'other'"),
+        (with_field(markov_head_type="gated"), "missing markov_head.gate_proj.bias"),
+        (with_field(logit_scale=0.5), "no logit_scale in .* got 0.5"),
         (with_field(block_size=0), "block_size of 0"),
         (with_field(block_size=99), "between 1 and 64, got 99"),
         (with_field(block_size=1, sample_from_anchor=False), "draft tokens of a block drafter between 1"),
@@ -551,7 +554,7 @@ def test_inconsistent_vocabulary_maps_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds_are_reported_as_unsupported(tmp_path: Path) -> None:
-    write_folder(tmp_path, DSPARK | {"markov_head_type": "rnn"}, random_tensors(backbone() | heads()))
+    write_folder(tmp_path, DSPARK | {"markov_head_type": "other"}, random_tensors(backbone() | heads()))
     with pytest.raises(UnsupportedModelError):
         named(f"dspark:{tmp_path}")
 

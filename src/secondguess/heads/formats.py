@@ -101,8 +101,20 @@ class Format:
         mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
         return found == self.marks and (not mark or has_tensor(mark))
 
+    def spelled(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of `config.json` for values by the name of this package."""
+        config: dict[str, Any] = {}
+        for name, value in values.items():
+            *outer, last = self.fields.get(name, (name,))[0].split(".")
+            inner = config
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        return config
 
-_COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+_COPIES = ("rotary_emb.inv_freq", *_VERIFIER)
 _EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _EAGLE3 = Format(
     "eagle",
@@ -116,27 +128,167 @@ _EAGLE3 = Format(
     tensors=TensorNames({"midlayer.": "layers.0."}),
     left_out=_COPIES,
 )
+NESTED = "dflash_config"
+"""Field of z-lab, SpecForge and Model-Optimizer with the fields of a block drafter."""
+
+
+def _anywhere(*names: str) -> tuple[str, ...]:
+    """Return the spellings of a field that is nested in `dflash_config`, or not."""
+    return (*(f"{NESTED}.{name}" for name in names), *names)
+
+
+_REFUSED = {
+    "uses_hidden_states": _anywhere("use_aux_hidden_state"),
+    "attention_sinks": _anywhere("attention_sink_bias", "add_swa_attention_sink_bias"),
+    "value_scale": _anywhere("attention_value_scale"),
+    "logit_scale": _anywhere("logit_scale"),
+    "logit_multiplier": _anywhere("output_multiplier"),
+    "logit_cap": _anywhere("final_logit_softcapping"),
+    "embedding_scale": _anywhere("input_embedding_scale"),
+    "rotates_halves": _anywhere("is_neox_style"),
+}
+_SELECTOR = {"projector": "dflash2", "markov_kind": "selector", "has_confidence": False}
 _DSPARK = Format(
     "dspark",
     "dspark",
     {SPECULATORS: "dspark"},
     layers="transformer_layer_config",
     fields={
+        **_REFUSED,
         "hidden_layers": ("aux_hidden_state_layer_ids",),
         "mask_token": ("mask_token_id",),
         "samples_from_anchor": ("sample_from_anchor",),
+        "markov_kind": ("markov_head_type",),
         "has_confidence": ("enable_confidence_head",),
         "confidence_reads_markov": ("confidence_head_with_markov",),
+        "window_is_bidirectional": ("sliding_window_non_causal",),
+        "target_width": ("target_hidden_size",),
     },
-    defaults={"samples_from_anchor": True},
-    left_out=("embed_tokens.weight",),
+    defaults={"samples_from_anchor": True, "window_from_anchor": True, "window_is_bidirectional": False},
+    left_out=("embed_tokens.weight", *_VERIFIER),
 )
 _DFLASH = replace(
     _DSPARK,
     name="dflash",
     marks={SPECULATORS: "dflash"},
-    defaults={"samples_from_anchor": False, "markov_rank": 0},
+    defaults={**_DSPARK.defaults, "samples_from_anchor": False, "markov_rank": 0},
 )
+_DFLASH2 = replace(
+    _DFLASH,
+    name="dflash2",
+    marks={SPECULATORS: "dflash2"},
+    fields={**_DSPARK.fields, "markov_rank": ("selector_rank",)},
+    defaults={**_DFLASH.defaults, **_SELECTOR, "window_is_bidirectional": True},
+    tensors=TensorNames({"candidate_selector.": "markov_head."}),
+)
+_XPRESS = replace(
+    _DFLASH,
+    name="xpress",
+    marks={SPECULATORS: "xpress"},
+    fields={
+        **_DSPARK.fields,
+        "markov_rank": ("xpress_rank",),
+        "refiner_mlp_ratio": ("xpress_mlp_ratio",),
+    },
+    defaults={**_DFLASH.defaults, "markov_kind": "refiner"},
+    tensors=TensorNames({"refiner_head.": "markov_head."}),
+)
+_ZLAB = Format(
+    "dspark",
+    "z-lab",
+    {NESTED: ANY},
+    fields={
+        **_REFUSED,
+        "hidden_layers": _anywhere("target_layer_ids"),
+        "mask_token": _anywhere("mask_token_id"),
+        "block_size": _anywhere("block_size"),
+        "samples_from_anchor": _anywhere("sample_from_anchor", "shift_label"),
+        "markov_rank": _anywhere("markov_rank"),
+        "markov_kind": _anywhere("markov_head_type"),
+        "has_confidence": _anywhere("enable_confidence_head", "use_confidence_head"),
+        "confidence_reads_markov": _anywhere("confidence_head_with_markov"),
+        "is_causal": ("is_causal", f"{NESTED}.causal"),
+        "slides_everywhere": _anywhere("use_swa"),
+        "window": _anywhere("swa_window_size"),
+        "projector": _anywhere("projector_type"),
+        "target_width": ("target_hidden_size",),
+    },
+    defaults={"first_layer": 1, "markov_rank": 0, "has_confidence": False},
+    tensors=TensorNames(
+        {"logit_head.markov_head.": "markov_head.", "logit_head.confidence_head.": "confidence_head."}
+    ),
+    left_out=("rotary_emb.inv_freq",),
+)
+_SPECFORGE = replace(
+    _ZLAB,
+    name="specforge",
+    marks={"architectures": ["DSparkDraftModel"]},
+    defaults={**_ZLAB.defaults, "projector": "dspark"},
+)
+_ZLAB2 = replace(
+    _ZLAB,
+    name="z-lab-2",
+    marks={"architectures": ["DFlash2DraftModel"]},
+    fields={
+        **_ZLAB.fields,
+        "markov_rank": _anywhere("selector_rank"),
+        "selector_top_k": _anywhere("selector_top_k"),
+        "conv_kernel_size": _anywhere("conv_kernel_size"),
+        "conv_group_size": _anywhere("conv_group_size"),
+    },
+    defaults={"first_layer": 1, **_SELECTOR},
+    tensors=_DFLASH2.tensors,
+)
+_DOMINO = replace(
+    _ZLAB, name="domino", marks={"architectures": ["DominoDraftModel"]}, defaults={"projector": "domino"}
+)
+_MODEL_OPTIMIZER = replace(
+    _ZLAB,
+    name="model-optimizer",
+    mark="markov_w1.weight",
+    defaults={**_ZLAB.defaults, "confidence_reads_markov": True},
+    tensors=TensorNames(
+        {
+            **{
+                f"{part}.": f"markov_head.{part}."
+                for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
+            },
+            "confidence_proj.": "confidence_head.proj.",
+        }
+    ),
+)
+_DEEPSPEC = replace(
+    _ZLAB,
+    name="deepspec",
+    marks={"architectures": ["Qwen3DSparkModel"]},
+    defaults={**_ZLAB.defaults, "samples_from_anchor": True},
+)
+_BLOCK_FORMATS = (
+    _DSPARK,
+    _DFLASH,
+    _DFLASH2,
+    _XPRESS,
+    _MODEL_OPTIMIZER,
+    _SPECFORGE,
+    _ZLAB2,
+    _DOMINO,
+    _DEEPSPEC,
+    replace(_DEEPSPEC, marks={"architectures": ["Gemma4DSparkModel"]}),
+    _ZLAB,
+)
+"""Formats of block drafters. Windows of speculators begin before the block, those of others before each position."""
+SPECULATORS_BLOCKS = {"vanilla": _DSPARK, "selector": _DFLASH2, "refiner": _XPRESS}
+ZLAB_BLOCKS = {"vanilla": _SPECFORGE, "selector": _ZLAB2}
+"""Formats in which block drafters are written, by the kind of their Markov head."""
+_UNUSED_NESTED = ("attention_mode", "confidence_head_alpha", "num_anchors", "num_target_layers")
+KNOWN_NESTED = {
+    spelling.removeprefix(f"{NESTED}.")
+    for row in _BLOCK_FORMATS
+    for spellings in row.fields.values()
+    for spelling in spellings
+    if spelling.startswith(NESTED)
+} | {*_UNUSED_NESTED}
+"""Fields in `dflash_config` that are read, or change nothing."""
 EAGLE1 = Format(
     "eagle",
     "eagle1",
@@ -166,8 +318,7 @@ FORMATS = (
         },
         tensors=TensorNames({"medusa_heads.": ""}),
     ),
-    _DSPARK,
-    _DFLASH,
+    *_BLOCK_FORMATS,
     replace(_EAGLE3, marks={SPECULATORS: "eagle3"}, layers="transformer_layer_config"),
     _EAGLE3,
     replace(_EAGLE3, marks={}, mark="midlayer.hidden_norm.weight"),
@@ -265,13 +416,8 @@ class StoredHead:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `config.json`; None, or the default, if it is absent or null."""
-        for spelling in self._spellings(name):
-            value: Any = self.config
-            for key in spelling.split("."):
-                value = _child(value, key)
-            if value is not None:
-                return value
-        return self.format.defaults.get(name, default)
+        found = (self._find(spelling) for spelling in self._spellings(name))
+        return next((value for value in found if value is not None), self.format.defaults.get(name, default))
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return an integer field of at least `least`; call it inside `config_errors`."""
@@ -284,6 +430,11 @@ class StoredHead:
         if not isinstance(value, bool):
             raise ValueError(f"{self._spellings(name)[0]} of {value!r}, which should be true or false")
         return value
+
+    def spelling(self, name: str) -> str:
+        """Return the spelling of a field in `config.json`, or the preferred one if it is absent."""
+        spellings = self._spellings(name)
+        return next((each for each in spellings if self._find(each) is not None), spellings[0])
 
     @property
     def layers(self) -> Mapping[str, Any]:
@@ -322,6 +473,12 @@ class StoredHead:
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(self.folder)
+
+    def _find(self, spelling: str) -> Any:
+        value: Any = self.config
+        for key in spelling.split("."):
+            value = _child(value, key)
+        return value
 
     def _spellings(self, name: str) -> Sequence[str]:
         return self.format.fields.get(name, (name,))
