@@ -24,7 +24,7 @@ from secondguess.heads.formats import (
 from secondguess.heads.layer import DENSE_TYPES, LayerConfig
 from secondguess.names import check_range
 
-MARKOV_KINDS = ("vanilla", "gated", "rnn", "selector", "refiner")
+MARKOV_KINDS = ("vanilla", "gated", "rnn", "selector", "refiner", "gru")
 """Kinds of heads that correct logits by the preceding tokens (`heads.markov`)."""
 ARCHITECTURES = {
     "dspark": "DSparkDraftModel",
@@ -32,8 +32,10 @@ ARCHITECTURES = {
     "xpress": "XPressDraftModel",
     "specforge": "DSparkDraftModel",
     "z-lab-2": "DFlash2DraftModel",
+    "domino": "DominoDraftModel",
 }
 """Architecture of written heads by the name of their format."""
+PROJECTORS = ("dflash", "dflash2", "dspark", "domino")
 SLIDING = "sliding_attention"
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "uses_hidden_states": (None, True),
@@ -63,6 +65,8 @@ class DsparkConfig:
     markov_kind: str = "vanilla"  # of `MARKOV_KINDS`
     selector_top_k: int = 0  # number of candidates of the kind `selector`
     refiner_mlp_size: int = 0  # of the kind `refiner`
+    gru_size: int = 0  # of the kind `gru`
+    num_uncorrected: int = 0  # number of draft positions before the first that the kind `gru` corrects
     has_confidence: bool = False  # a confidence head predicts acceptance probabilities
     confidence_reads_markov: bool = False  # that head also reads the preceding token's Markov embedding
     attention: tuple[BlockAttention, ...] = ()  # by layer; empty if all attend to everything
@@ -105,7 +109,7 @@ class DsparkConfig:
 
     @property
     def layer_attention(self) -> tuple[BlockAttention, ...]:
-        """What the positions of each layer attend to."""
+        """Ranges that the positions of the layers attend to."""
         return self.attention or (BlockAttention(),) * self.num_layers
 
     @property
@@ -137,11 +141,13 @@ class DsparkConfig:
             block_size=block_size,
             mask_token=stored.number("mask_token", least=0),
             has_output="lm_head.weight" in tensors,
-            samples_from_anchor=stored.flag("samples_from_anchor"),
+            samples_from_anchor=stored.flag("samples_from_anchor", stored.get("projector") == "dspark"),
             markov_rank=rank,
             markov_kind=kind if rank else "vanilla",
             selector_top_k=stored.number("selector_top_k", 0, least=0),
             refiner_mlp_size=rank * stored.number("refiner_mlp_ratio", 0, least=0),
+            gru_size=stored.number("gru_size", 0, least=0),
+            num_uncorrected=stored.number("num_uncorrected", 0, least=0),
             has_confidence=has_confidence,
             confidence_reads_markov=has_confidence and stored.flag("confidence_reads_markov"),
             attention=_layer_attention(stored, num_layers),
@@ -173,6 +179,8 @@ class DsparkConfig:
             values["selector_top_k"] = self.selector_top_k
         elif self.markov_kind == "refiner":
             values["refiner_mlp_ratio"] = self.refiner_mlp_size // self.markov_rank
+        elif self.markov_kind == "gru":
+            values |= {"gru_size": self.gru_size, "num_uncorrected": self.num_uncorrected}
         else:
             values |= {
                 "markov_kind": self.markov_kind,
@@ -186,7 +194,10 @@ class DsparkConfig:
             values["target_width"] = self.target_width
         common = {"draft_vocab_size": num_outputs}
         values["samples_from_anchor"] = self.samples_from_anchor
-        if all(attention.from_anchor for attention in sliding) and not self._has_causal_full_layers:
+        is_of_speculators = all(
+            attention.from_anchor or attention == BlockAttention() for attention in self.layer_attention
+        )
+        if is_of_speculators and self.markov_kind != "gru":
             row = SPECULATORS_BLOCKS.get(self.markov_kind, SPECULATORS_BLOCKS["vanilla"])
             values["window_is_bidirectional"] = bool(sliding) and not sliding[0].is_causal
             values["hidden_layers"] = list(self.hidden_layers)
@@ -196,7 +207,7 @@ class DsparkConfig:
                 "transformer_layer_config": layers,
             }
         else:
-            row = ZLAB_BLOCKS["selector" if self.markov_kind == "selector" else "vanilla"]
+            row = ZLAB_BLOCKS.get(self.markov_kind, ZLAB_BLOCKS["vanilla"])
             values["hidden_layers"] = [layer - 1 for layer in self.hidden_layers]
             published = {
                 "architectures": [ARCHITECTURES[row.name]],
@@ -207,18 +218,13 @@ class DsparkConfig:
                 values["is_causal"] = self.layer_attention[0].is_causal
         return row, {**published, **common, **row.spelled(values)}
 
-    @property
-    def _has_causal_full_layers(self) -> bool:
-        return any(attention.is_causal and not attention.window for attention in self.layer_attention)
-
 
 def _refuse_unknown(stored: StoredHead) -> None:
     """Refuse fields that change what a head computes, and are not supported or not known."""
     projector = stored.get("projector")
-    if projector not in (None, "dflash", "dspark", "dflash2"):
+    if projector not in (None, *PROJECTORS):
         raise UnsupportedModelError(
-            f"expected a head of the kind DFlash, DFlash2, DSpark or xPress in {stored.folder}, got the projector_type "
-            f"{projector!r}; use another drafter"
+            f"expected the projector_type {', '.join(PROJECTORS)} in {stored.folder}, got {projector!r}; use another drafter"
         )
     for name, values in NEUTRAL.items():
         value = stored.get(name)
@@ -255,7 +261,7 @@ def _hidden_layers(stored: StoredHead, num_layers: int) -> tuple[int, ...]:
 
 
 def _layer_attention(stored: StoredHead, num_layers: int) -> tuple[BlockAttention, ...]:
-    """Return what the positions of each layer attend to."""
+    """Return the ranges that the positions of the layers attend to."""
     layers = stored.layers
     kinds = layers.get("layer_types") or ["full_attention"] * num_layers
     if len(kinds) != num_layers or not {*kinds} <= {"full_attention", SLIDING}:
@@ -278,6 +284,8 @@ def _layer_attention(stored: StoredHead, num_layers: int) -> tuple[BlockAttentio
         window = stored.number("window") if stored.get("window") else whole_number(layers, "sliding_window")
         if layers.get("use_sliding_window") is False and SLIDING in kinds:
             raise ValueError("layers with a sliding window, which use_sliding_window excludes")
+        if not from_anchor and window < stored.number("block_size"):
+            raise ValueError(f"a sliding window of {window}, which should be no smaller than a block")
     attention = tuple(
         BlockAttention(window * sliding, bool(is_causal), from_anchor and sliding)
         for sliding, is_causal in zip(is_sliding, causal, strict=True)

@@ -19,7 +19,7 @@ class BlockAttention:
         window: number of positions; 0 for the whole text before the block, and the block.
         is_causal: whether a position attends to no later one of its block.
         from_anchor: whether the window is the text before the block (speculators), not that before
-            each position and the position itself (other formats).
+            each position and the position itself (other formats), which is no smaller than a block.
     """
 
     window: int = 0
@@ -34,10 +34,7 @@ class BlockAttention:
         allowed = keys <= queries if self.is_causal else None
         if not self.window:
             return allowed
-        if self.from_anchor:
-            near = keys >= anchors - self.window
-        else:
-            near = (keys > queries - self.window) & (keys < queries + self.window)
+        near = keys >= anchors - self.window if self.from_anchor else keys > queries - self.window
         return near if allowed is None else near & allowed
 
 

@@ -13,7 +13,7 @@ They are written in the format of speculators, or in that of z-lab if their wind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +52,7 @@ from secondguess.heads.markov import (
     CandidateSelector,
     GatedMarkovHead,
     MarkovHead,
+    PrefixCorrection,
     RecurrentMarkovHead,
     Refiner,
 )
@@ -71,6 +72,7 @@ MARKOV_TABLES = tuple(
         "successor_codebook",
         "token_embed.weight",
         "readout.weight",
+        "embed_proj.2.weight",
     )
 )
 """Tensors of a Markov head with one row per token."""
@@ -106,6 +108,10 @@ def fit_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: Targe
         return pop_vocabulary(tensors, stored, target)
     mask_token = stored.number("mask_token", least=0)
     vocab_size = whole_number(stored.layers, "vocab_size")
+    if len(embeddings) != vocab_size:
+        raise ValueError(
+            f"vocab_size of {vocab_size}, which should be {len(embeddings)} as in embed_tokens.weight"
+        )
     is_larger = target.vocab_size < vocab_size == stored.number("draft_vocab_size", vocab_size)
     if is_larger:
         if target.vocab_size <= mask_token < len(embeddings):
@@ -135,7 +141,9 @@ def count_drafted(folder: Path) -> int:
         return DsparkConfig.from_stored(StoredHead(folder, "dspark")).num_drafted
 
 
-def make_markov_head(config: DsparkConfig, vocab_size: int, num_outputs: int) -> BlockBias:
+def make_markov_head(
+    config: DsparkConfig, vocab_size: int, num_outputs: int, embed: Callable[[Tensor], Tensor]
+) -> BlockBias:
     """Return the untrained head that corrects the logits of a block drafter."""
     rank, width = config.markov_rank, config.layer.width
     match config.markov_kind:
@@ -148,6 +156,12 @@ def make_markov_head(config: DsparkConfig, vocab_size: int, num_outputs: int) ->
             return CandidateSelector(vocab_size, rank, width, config.selector_top_k)
         case "refiner":
             return Refiner(vocab_size, num_outputs, rank, width, config.block_size, config.refiner_mlp_size)
+        case "gru":
+            first = config.first_drafted
+            check_range("positions without a correction", config.num_uncorrected, 0, config.num_drafted - 1)
+            check_range("the state of a GRU", config.gru_size, 1, 65536)
+            corrected = first + config.num_uncorrected
+            return PrefixCorrection(num_outputs, rank, width, config.gru_size, first, corrected, embed)
         case _:
             return MarkovHead(vocab_size, num_outputs, rank)
 
@@ -177,7 +191,9 @@ class DsparkHead(Head):
         self.embed_tokens = nn.Embedding(target.vocab_size, width) if config.has_embeddings else None
         self.mask_embedding = nn.Parameter(torch.zeros(width)) if config.has_mask_embedding else None
         self.markov_head = (
-            make_markov_head(config, target.vocab_size, len(self.vocabulary)) if config.markov_rank else None
+            make_markov_head(config, target.vocab_size, len(self.vocabulary), self.embed)
+            if config.markov_rank
+            else None
         )
         if config.has_confidence:
             markov_width = config.markov_rank if config.confidence_reads_markov else 0

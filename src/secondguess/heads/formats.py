@@ -165,7 +165,7 @@ _DSPARK = Format(
         "target_width": ("target_hidden_size",),
     },
     defaults={"samples_from_anchor": True, "window_from_anchor": True, "window_is_bidirectional": False},
-    left_out=("embed_tokens.weight", *_VERIFIER),
+    left_out=_VERIFIER,
 )
 _DFLASH = replace(
     _DSPARK,
@@ -214,9 +214,6 @@ _ZLAB = Format(
         "target_width": ("target_hidden_size",),
     },
     defaults={"first_layer": 1, "markov_rank": 0, "has_confidence": False},
-    tensors=TensorNames(
-        {"logit_head.markov_head.": "markov_head.", "logit_head.confidence_head.": "confidence_head."}
-    ),
     left_out=("rotary_emb.inv_freq",),
 )
 _SPECFORGE = replace(
@@ -240,7 +237,23 @@ _ZLAB2 = replace(
     tensors=_DFLASH2.tensors,
 )
 _DOMINO = replace(
-    _ZLAB, name="domino", marks={"architectures": ["DominoDraftModel"]}, defaults={"projector": "domino"}
+    _ZLAB,
+    name="domino",
+    marks={"architectures": ["DominoDraftModel"]},
+    fields={
+        **_ZLAB.fields,
+        "markov_rank": _anywhere("emb_dim"),
+        "gru_size": _anywhere("gru_hidden_dim"),
+        "num_uncorrected": _anywhere("pure_draft_prefix_len"),
+        "samples_from_anchor": _anywhere("shift_label"),
+    },
+    defaults={"first_layer": 1, "projector": "domino", "markov_kind": "gru", "has_confidence": False},
+    tensors=TensorNames(
+        {
+            **{f"logit_head.{part}.": f"markov_head.{part}." for part in ("prefix_gru", "embed_proj")},
+            **{f"{part}.": f"markov_head.{part}." for part in ("prefix_gru", "embed_proj")},
+        }
+    ),
 )
 _MODEL_OPTIMIZER = replace(
     _ZLAB,
@@ -278,7 +291,7 @@ _BLOCK_FORMATS = (
 )
 """Formats of block drafters. Windows of speculators begin before the block, those of others before each position."""
 SPECULATORS_BLOCKS = {"vanilla": _DSPARK, "selector": _DFLASH2, "refiner": _XPRESS}
-ZLAB_BLOCKS = {"vanilla": _SPECFORGE, "selector": _ZLAB2}
+ZLAB_BLOCKS = {"vanilla": _SPECFORGE, "selector": _ZLAB2, "gru": _DOMINO}
 """Formats in which block drafters are written, by the kind of their Markov head."""
 _UNUSED_NESTED = ("attention_mode", "confidence_head_alpha", "num_anchors", "num_target_layers")
 KNOWN_NESTED = {

@@ -2,13 +2,15 @@
 
 The logits of a position are those of the backbone plus a matrix times a *latent* `[rank]`, which
 depends on the token before the position (`vanilla`), on the backbone's state too (`gated`, and the
-`selector` of DFlash2), or on all earlier positions of the block (`rnn`, and the `refiner` of xPress).
+`selector` of DFlash2), or on all earlier positions of the block (`rnn`, the `refiner` of xPress, and
+the `gru` of Domino).
 Names of parts are those in published checkpoints.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +109,54 @@ class RecurrentMarkovHead(MarkovHead):
 
     def last_latent(self, states: Tensor, previous: Tensor) -> Tensor:
         return self.latents(states, previous)[..., -1, :]
+
+
+class PrefixCorrection(BlockBias):
+    """Correction by the state of a GRU, which reads the embeddings of the tokens of the block (Domino).
+
+    Args:
+        vocab_size: size of the vocabulary.
+        rank: size of the latents.
+        width: size of the backbone's states and of embeddings.
+        gru_size: size of the GRU's state.
+        first: first position that the GRU reads a token for.
+        first_corrected: first position with a correction.
+        embed: embeddings of tokens.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        rank: int,
+        width: int,
+        gru_size: int,
+        first: int,
+        first_corrected: int,
+        embed: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.first, self.first_corrected, self._embed = first, first_corrected, embed
+        self.prefix_gru = nn.GRU(width, gru_size, batch_first=True, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + gru_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, vocab_size, bias=False)
+        )
+
+    @property
+    def output(self) -> nn.Linear:
+        output = self.embed_proj[2]
+        assert isinstance(output, nn.Linear)
+        return output
+
+    def latents(self, states: Tensor, previous: Tensor) -> Tensor:
+        tokens, dtype = previous[..., self.first :], self.output.weight.dtype
+        summaries, _ = self.prefix_gru(self._embed(tokens.flatten(0, -2)).to(dtype))
+        own = _first(states, previous)[..., self.first :, :].to(dtype)
+        latents: Tensor = self.embed_proj[:2](torch.cat((own, summaries.view(*tokens.shape, -1)), -1))
+        uncorrected = self.first_corrected - self.first
+        latents = torch.cat(
+            (torch.zeros_like(latents[..., :uncorrected, :]), latents[..., uncorrected:, :]), -2
+        )
+        return functional.pad(latents, (0, 0, self.first, 0))
 
 
 class CandidateSelector(BlockBias):
