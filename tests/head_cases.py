@@ -124,6 +124,11 @@ def xpress_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return block_drafter(target, shape, **kind)
 
 
+def domino_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    kind = {"markov_rank": 2, "markov_kind": "gru", "gru_size": 3, "num_uncorrected": 1}
+    return block_drafter(target, shape, **kind)
+
+
 def block_drafter(target: Runtime, shape: TreeShape | None, **options: Any) -> Drafter:
     model = TargetModel.from_runtime(target)
 
@@ -154,6 +159,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "dspark-rnn": recurrent_drafter,
     "dflash2": dflash2_drafter,
     "xpress": xpress_drafter,
+    "domino": domino_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

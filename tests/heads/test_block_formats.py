@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from head_formats import write_folder
+from head_formats import Recorder, write_folder
 from torch import Tensor
+from torch.nn import functional
 
 from drafter_oracles.values import (
     ANCHOR,
     BLOCK_SIZE,
+    MASK_TOKEN,
     NUM_LAYERS,
     TEXT,
     VOCAB_SIZE,
@@ -25,13 +27,19 @@ from drafter_oracles.values import (
     target_lm_head,
     target_states,
 )
-from secondguess.core import Row
+from head_cases import HEADS, tiny_target
+from secondguess.core import Budgets, Row
+from secondguess.drafters.dspark import DsparkDrafter
+from secondguess.drafters.trees import StaticTree
 from secondguess.errors import CheckpointError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.folders import refuse_head
+from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.runtime import BlockRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
+from secondguess.sampling.noise import KeyedNoise
 
 ORACLES = json.loads(Path(__file__).with_name("block_oracles.json").read_text())
 SHARED = ORACLES["shared"]
@@ -187,6 +195,8 @@ def test_no_field_is_ignored(name: str, field: str, tmp_path: Path) -> None:
     inner[key] = not value if isinstance(value, bool) else ALTERED[key]
     if key in ("layer_types", "sliding_window") and "sliding_attention" not in str(value):
         inner["sliding_window"] = BLOCK_SIZE
+    if key == "sliding_window" and "swa_window_size" in str(config):
+        pytest.skip("the other field takes precedence")
     if "confidence" in key and "confidence" not in CASES[name]:
         pytest.skip("without a confidence head it changes nothing")
     if key == "sliding_window_non_causal" and "sliding_attention" not in str(config):
@@ -198,3 +208,282 @@ def test_no_field_is_ignored(name: str, field: str, tmp_path: Path) -> None:
     if head.config.num_drafted != len(CASES[name]["logits"]):
         return
     assert largest_difference(head, name) > 1e-4
+
+
+# What other publishers write about a head that one of the cases describes.
+
+
+def nested(config: Config, **fields: object) -> None:
+    config["dflash_config"].update(fields)
+
+
+def test_the_size_of_a_block_may_be_nested(tmp_path: Path) -> None:
+    config = config_of("z-lab dflash")
+    nested(config, block_size=config.pop("block_size"))
+    assert largest_difference(load(tmp_path, config, tensors_of("z-lab dflash")), "z-lab dflash") < 1e-5
+
+
+def test_layers_of_the_target_that_are_not_named_are_evenly_spread(tmp_path: Path) -> None:
+    config = config_of("z-lab dflash")
+    del config["dflash_config"]["target_layer_ids"]
+    tensors = tensors_of("z-lab dflash")
+    tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * WIDTH]
+    assert load(tmp_path, config, tensors).config.hidden_layers == (
+        2,
+        1,
+    )  # as z-lab computes it for three layers
+
+
+@pytest.mark.parametrize(("field", "is_nested"), [("causal", True), ("is_causal", False)])
+def test_blocks_without_windows_may_be_causal(field: str, is_nested: bool, tmp_path: Path) -> None:
+    """The first mask position sees the same, later ones do not."""
+    config = config_of("z-lab dflash")
+    (config["dflash_config"] if is_nested else config)[field] = True
+    head = load(tmp_path, config, tensors_of("z-lab dflash"))
+    expected = torch.tensor(CASES["z-lab dflash"]["logits"])
+    assert all(kind.is_causal and not kind.window for kind in head.config.layer_attention)
+    logits, _ = drafted(head)
+    torch.testing.assert_close(logits[-1:, :1].isfinite(), expected[-1:, :1].isfinite())
+    assert (logits - expected).abs().max() > 1e-3
+    head.save(tmp_path / "saved")
+    again = DsparkHead.load(tmp_path / "saved", TARGET).eval().requires_grad_(False)
+    torch.testing.assert_close(drafted(again)[0], logits)
+
+
+def test_dflash2_of_z_lab_nests_its_fields(tmp_path: Path) -> None:
+    name = "speculators dflash2"
+    config, tensors = config_of(name), tensors_of(name)
+    layers = layers_of(config) | {"layer_types": ["full_attention"] * 2}
+    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "mask_token_id")
+    published = {
+        **layers,
+        "architectures": ["DFlash2DraftModel"],
+        "num_target_layers": NUM_LAYERS,
+        "dflash_config": {
+            **{field: config[field] for field in fields},
+            "target_layer_ids": [layer - 1 for layer in config["aux_hidden_state_layer_ids"]],
+            "block_size": BLOCK_SIZE,
+        },
+    }
+    config["transformer_layer_config"] = layers
+    expected, _ = drafted(load(tmp_path / "speculators", config, tensors))
+    head = load(tmp_path / "z-lab", published, tensors)
+    assert torch.equal(drafted(head)[0], expected)
+    head.save(tmp_path / "saved")
+    again = DsparkHead.load(tmp_path / "saved", TARGET).eval().requires_grad_(False)
+    assert torch.equal(drafted(again)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["deepspec dspark", "specforge dspark", "speculators dspark with windows"])
+def test_a_head_without_the_tensors_of_its_confidence_head_drafts_without(name: str, tmp_path: Path) -> None:
+    tensors = {key: part for key, part in tensors_of(name).items() if "confidence" not in key}
+    head = load(tmp_path, config_of(name), tensors)
+    assert not head.config.has_confidence
+    logits, _ = drafted(head)
+    torch.testing.assert_close(logits, torch.tensor(CASES[name]["logits"]), atol=1e-5, rtol=0)
+
+
+def with_other_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a head with its own embeddings, where the mask token's is another."""
+    embeddings = target_embeddings()
+    embeddings[MASK_TOKEN] = torch.linspace(-1, 1, WIDTH)
+    return {**tensors, "embed_tokens.weight": embeddings}
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_embedding_of_the_mask_token_may_lie_beside_the_head(is_bare: bool, tmp_path: Path) -> None:
+    config, tensors = config_of("z-lab dflash"), tensors_of("z-lab dflash")
+    expected, _ = drafted(load(tmp_path / "own", config, with_other_mask(tensors)))
+    embedding = torch.linspace(-1, 1, WIDTH)
+    (tmp_path / "beside").mkdir()
+    stored = embedding[None] if is_bare else {"mask_token_id": MASK_TOKEN, "embedding": embedding}
+    torch.save(stored, tmp_path / "beside" / "mask_embedding.pt")
+    head = load(tmp_path / "beside", config, tensors)
+    assert (expected - torch.tensor(CASES["z-lab dflash"]["logits"])).abs().max() > 1e-3
+    torch.testing.assert_close(drafted(head)[0], expected)
+    head.save(tmp_path / "saved")
+    again = DsparkHead.load(tmp_path / "saved", TARGET).eval().requires_grad_(False)
+    torch.testing.assert_close(drafted(again)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (
+            {"mask_token_id": 3, "embedding": torch.zeros(WIDTH)},
+            f"for the token 3, which should be {MASK_TOKEN}",
+        ),
+        ({"mask_token_id": MASK_TOKEN}, "mask_embedding.pt without a tensor"),
+        (torch.zeros(3), r"mask_embedding of shape \[3\] instead of \[16\]"),
+    ],
+)
+def test_another_embedding_of_a_mask_token_is_refused(stored: object, message: str, tmp_path: Path) -> None:
+    torch.save(stored, tmp_path / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, config_of("z-lab dflash"), tensors_of("z-lab dflash"))
+
+
+def test_a_head_may_have_more_tokens_than_its_target(tmp_path: Path) -> None:
+    """Its mask token is one of them; the others are never drafted."""
+    name = "deepspec gated dspark"
+    config, tensors = config_of(name), tensors_of(name)
+    expected, _ = drafted(load(tmp_path / "own", config, with_other_mask(tensors)))
+    embeddings = torch.cat((target_embeddings(), torch.linspace(-1, 1, WIDTH)[None]))
+    larger = {**tensors, "embed_tokens.weight": embeddings}
+    for table in ("lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        larger[table] = torch.cat((tensors[table], torch.full((1, tensors[table].shape[1]), 9.0)))
+    config |= {"vocab_size": VOCAB_SIZE + 1, "mask_token_id": VOCAB_SIZE}
+    head = load(tmp_path / "larger", config, larger)
+    assert head.embed_tokens is None  # all but the mask token's are the target's
+    torch.testing.assert_close(drafted(head)[0], expected)
+    head.save(tmp_path / "saved")
+    again = DsparkHead.load(tmp_path / "saved", TARGET).eval().requires_grad_(False)
+    torch.testing.assert_close(drafted(again)[0], expected)
+
+
+def test_copies_of_the_targets_embeddings_are_dropped(tmp_path: Path) -> None:
+    tensors = tensors_of("deepspec dspark")
+    assert load(tmp_path / "own", config_of("deepspec dspark"), tensors).embed_tokens is not None
+    tensors["embed_tokens.weight"] = target_embeddings()
+    assert load(tmp_path / "copy", config_of("deepspec dspark"), tensors).embed_tokens is None
+
+
+def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
+    """It has embeddings and an LM head of its own; columns of zeros widen the fusion."""
+    name = "deepspec dspark"
+    config, tensors = config_of(name), tensors_of(name)
+    wide = 3 * WIDTH
+    states = target_states()
+    tensors["fc.weight"] = functional.pad(
+        tensors["fc.weight"].unflatten(1, (3, WIDTH)), (0, wide - WIDTH)
+    ).flatten(1)
+    target = TargetModel(**{**vars(TARGET), "width": wide})
+    write_folder(tmp_path, config | {"target_hidden_size": wide}, tensors)
+    head = DsparkHead.load(tmp_path, target).eval().requires_grad_(False)
+    joined = torch.cat([functional.pad(states[layer], (0, wide - WIDTH)) for layer in head.hidden_layers], -1)
+    narrow = load(tmp_path / "narrow", config_of(name), tensors_of(name))
+    expected = narrow.features({layer: states[layer] for layer in narrow.hidden_layers})
+    torch.testing.assert_close(head.hidden_norm(head.fc(joined)), expected)
+    for missing in ("embed_tokens.weight", "lm_head.weight"):
+        write_folder(
+            tmp_path,
+            config | {"target_hidden_size": wide},
+            {k: v for k, v in tensors.items() if k != missing},
+        )
+        with pytest.raises(
+            CheckpointError, match=r"embed_tokens.weight and lm_head.weight of the width 16 .* width 48"
+        ):
+            DsparkHead.load(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dflash_config.attention_sink_bias", True, "no dflash_config.attention_sink_bias in .* got True"),
+        ("add_swa_attention_sink_bias", True, "no add_swa_attention_sink_bias in .* got True"),
+        (
+            "dflash_config.attention_value_scale",
+            0.7,
+            "no dflash_config.attention_value_scale in .* or 1, got 0.7",
+        ),
+        (
+            "dflash_config.use_aux_hidden_state",
+            False,
+            "no dflash_config.use_aux_hidden_state in .* or True, got False",
+        ),
+        ("dflash_config.input_embedding_scale", 4.0, "no dflash_config.input_embedding_scale in .* got 4.0"),
+        ("dflash_config.output_multiplier", 0.5, "no dflash_config.output_multiplier in .* got 0.5"),
+        ("final_logit_softcapping", 30.0, "no final_logit_softcapping in .* got 30.0"),
+        ("logit_scale", 0.5, "no logit_scale in .* got 0.5"),
+        ("is_neox_style", False, "no is_neox_style in .* or True, got False"),
+        ("dflash_config.projector_type", "other", "projector_type dflash, .* got 'other'"),
+        ("dflash_config.new_field", 1, "known fields of dflash_config in .* got 'new_field' too"),
+        ("num_target_layers", 36, "number of layers of 3, got one for 36"),
+        ("dflash_config.use_swa", True, "the field 'sliding_window'"),
+        ("dflash_config.target_layer_ids", [0, 1, 3], r"reads states 0 to 3 .* got \[1, 2, 4\]"),
+    ],
+)
+def test_what_would_change_the_logits_is_refused_by_name(
+    field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    config = config_of("z-lab dflash")
+    *outer, key = field.split(".")
+    (config[outer[0]] if outer else config)[key] = value
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, config, tensors_of("z-lab dflash"))
+
+
+def test_a_window_smaller_than_a_block_is_refused(tmp_path: Path) -> None:
+    """The publishers' code differs in whether the window ends inside the block."""
+    name = "specforge dflash with windows"
+    with pytest.raises(
+        CheckpointError, match="a sliding window of 3, which should be no smaller than a block"
+    ):
+        load(tmp_path, config_of(name) | {"sliding_window": 3}, tensors_of(name))
+
+
+def test_neutral_values_change_nothing(tmp_path: Path) -> None:
+    config = config_of("z-lab dflash") | {"logit_scale": 1.0, "is_neox_style": True}
+    nested(
+        config, attention_sink_bias=False, attention_value_scale=1.0, projector_type="dflash", use_swa=False
+    )
+    assert largest_difference(load(tmp_path, config, tensors_of("z-lab dflash")), "z-lab dflash") < 1e-5
+
+
+# Drafters give the head the right tokens.
+
+BLOCK_KINDS = ("dspark", "dspark-windows", "dspark-gated", "dspark-rnn", "dflash2", "xpress", "domino")
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize("shape", [None, StaticTree((3, 2, 1))], ids=["chain", "tree"])
+def test_drafts_are_drawn_after_their_own_paths(kind: str, shape: StaticTree | None) -> None:
+    target = TransformersRuntime(tiny_target(seed=2).float())
+    drafter = HEADS[kind](target, shape)
+    assert isinstance(drafter, DsparkDrafter)
+    row = Row([3, 9, 4, 1, 7, 2, 30, 8], SamplingParams(temperature=1.0, max_tokens=40), seed=5)
+    target.request_hidden_states(drafter.hidden_layers)
+    with torch.inference_mode():
+        drafter.begin([row], target.begin([row]))
+        drafter.prepare([row], [0])
+        budgets = Budgets([3], lambda *told: [True], uses_probs=False)
+        draft = drafter.propose([row], budgets, KeyedNoise.from_rows([row]))
+        block = drafter.runtime.run([row], drafter.head.config.num_drafted)
+        assert draft.probs is not None
+        assert draft.num_nodes >= 3
+        for node in range(draft.num_nodes):
+            path, parent = [], int(draft.parents[0, node])
+            while parent >= 0:
+                path.insert(0, int(draft.tokens[0, parent]))
+                parent = int(draft.parents[0, parent])
+            lead = [row.tokens[-2] if kind == "xpress" else row.pending] * drafter.head.config.first_drafted
+            before = torch.tensor([[*lead, row.pending, *path]])
+            expected = drafter.runtime.logits(block, before)[0].softmax(-1)
+            torch.testing.assert_close(draft.probs[0, node], expected.to(draft.probs), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCK_KINDS if kind != "dflash2"])
+def test_heads_are_trained_on_the_logits_that_they_draft_with(kind: str) -> None:
+    target = TransformersRuntime(tiny_target(seed=2).float())
+    head = HEADS[kind](target, None).head.eval()  # type: ignore[attr-defined]
+    text = [3, 9, 4, 1, 7, 2, 30, 8, 5, 5, 1, 12]
+    with torch.no_grad():
+        found = target.model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+    states = {**dict(enumerate(found)), -1: found[-1]}
+    counts = torch.ones(1, len(text), dtype=torch.bool)
+    anchors, chosen = head._anchors(counts)
+    recorder = Recorder()
+    head.learn(TrainingBatch(torch.tensor([text]), counts, states), target.embedding_and_head(), recorder)
+    said = iter(recorder.said[0])
+    first = head.config.first_drafted
+    for anchor in anchors[0][chosen[0]].tolist():
+        runtime = BlockRuntime(head, torch.device("cpu"))
+        row = Row(text[: anchor + 1], SamplingParams())
+        with torch.inference_mode():
+            runtime.append([row], [{layer: states[layer][0, :anchor] for layer in head.hidden_layers}])
+            block = runtime.run([row], head.config.num_drafted)
+            lead = [text[anchor - 1] if kind == "xpress" else text[anchor]] * first
+            for depth in range(min(head.config.num_drafted, len(text) - 1 - anchor)):
+                before = torch.tensor([[*lead, *text[anchor : anchor + depth + 1]]])
+                torch.testing.assert_close(next(said), runtime.logits(block, before)[0], atol=1e-4, rtol=1e-4)
+    assert next(said, None) is None

@@ -293,7 +293,7 @@ def model_optimizer_case(more: dict[str, Any], window: int | None = None) -> Cas
     config = nested_config("DFlashDraftModel", more, {})
     for name, value in config.dflash_config.items():
         setattr(config, name, value)
-    exported = essential(config.to_dict())
+    exported = essential(config.to_diff_dict())
     nested = exported["dflash_config"]
     exported = {key: value for key, value in exported.items() if key not in nested or key == "block_size"}
     if window is not None:

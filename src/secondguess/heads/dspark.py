@@ -28,8 +28,10 @@ from secondguess.heads.block_config import DsparkConfig
 from secondguess.heads.block_layers import BlockAttention, add_convolutions, run_block_layer
 from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
+    MASK_EMBEDDING,
     config_errors,
     load_into,
+    read_pickle,
     require_layers,
     require_same,
     whole_number,
@@ -76,8 +78,6 @@ MARKOV_TABLES = tuple(
     )
 )
 """Tensors of a Markov head with one row per token."""
-MASK_EMBEDDING = "mask_embedding.pt"
-"""File with an embedding of the mask token that is not in the target's table."""
 
 
 def add_mask_embedding(tensors: dict[str, Tensor], stored: StoredHead) -> None:
@@ -85,7 +85,7 @@ def add_mask_embedding(tensors: dict[str, Tensor], stored: StoredHead) -> None:
     path = stored.folder / MASK_EMBEDDING
     if not path.is_file():
         return
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    found = read_pickle(path)
     if isinstance(found, dict):
         mask_token = stored.number("mask_token", least=0)
         if found.get("mask_token_id", mask_token) != mask_token:
