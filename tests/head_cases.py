@@ -94,13 +94,9 @@ def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 
 def windowed_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    """Return a drafter one of whose layers has a window that is shorter than the texts, and one is causal."""
+    """Return a drafter with windows that are shorter than the texts, and a gated Markov head."""
     attention = (BlockAttention(window=5, is_causal=True), BlockAttention(window=3, from_anchor=True))
-    return block_drafter(target, shape, attention=attention, samples_from_anchor=False)
-
-
-def gated_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
-    return block_drafter(target, shape, markov_rank=2, markov_kind="gated")
+    return block_drafter(target, shape, attention=attention, markov_rank=2, markov_kind="gated")
 
 
 def recurrent_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
@@ -155,7 +151,6 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "mtp": mtp_drafter,
     "dspark": dspark_drafter,
     "dspark-windows": windowed_drafter,
-    "dspark-gated": gated_drafter,
     "dspark-rnn": recurrent_drafter,
     "dflash2": dflash2_drafter,
     "xpress": xpress_drafter,
