@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from secondguess.core import MAX_DRAFT_LENGTH
@@ -21,7 +21,7 @@ from secondguess.heads.formats import (
     layer_fields,
     speculators_fields,
 )
-from secondguess.heads.layer import DENSE_TYPES, LayerConfig
+from secondguess.heads.layer import LayerConfig
 from secondguess.names import check_range
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn", "selector", "refiner", "gru")
@@ -132,6 +132,7 @@ class DsparkConfig:
             raise UnsupportedModelError(
                 f"expected a Markov head of the type {', '.join(MARKOV_KINDS)} in {stored.folder}, got {kind!r}"
             )
+        reads_markov = stored.flag("confidence_reads_markov")
         has_confidence = stored.flag("has_confidence") and "confidence_head.proj.weight" in tensors
         kernel_size, block_size = stored.number("conv_kernel_size", 0, least=0), stored.number("block_size")
         return cls(
@@ -149,7 +150,7 @@ class DsparkConfig:
             gru_size=stored.number("gru_size", 0, least=0),
             num_uncorrected=stored.number("num_uncorrected", 0, least=0),
             has_confidence=has_confidence,
-            confidence_reads_markov=has_confidence and stored.flag("confidence_reads_markov"),
+            confidence_reads_markov=has_confidence and reads_markov,
             attention=_layer_attention(stored, num_layers),
             convolutions=ConvolutionConfig(kernel_size, stored.number("conv_group_size"))
             if kernel_size
@@ -245,9 +246,9 @@ def _refuse_unknown(stored: StoredHead) -> None:
 
 def _layer_config(layers: Mapping[str, Any], tensors: Container[str]) -> LayerConfig:
     """Return the configuration of the layers, which are Qwen3's for targets of other families too."""
-    if "layers.0.self_attn.q_norm.weight" in tensors and layers.get("model_type", "llama") in DENSE_TYPES:
-        layers = {**layers, "model_type": "qwen3"}
-    return LayerConfig.from_config(layers)
+    config = LayerConfig.from_config(layers)
+    has_norms = "layers.0.self_attn.q_norm.weight" in tensors
+    return replace(config, model_type="qwen3") if has_norms and config.is_like_llama else config
 
 
 def _hidden_layers(stored: StoredHead, num_layers: int) -> tuple[int, ...]:
@@ -279,11 +280,14 @@ def _layer_attention(stored: StoredHead, num_layers: int) -> tuple[BlockAttentio
         causal = [each and sliding for each, sliding in zip(causal, is_sliding, strict=True)]
     elif stored.flag("slides_everywhere", False) and not any(is_sliding):
         is_sliding = [True] * num_layers
-    window = 0
+    window, is_excluded = 0, layers.get("use_sliding_window") is False
+    sizes = {size for size in (stored.get("window"), layers.get("sliding_window")) if size is not None}
     if any(is_sliding):
-        window = stored.number("window") if stored.get("window") else whole_number(layers, "sliding_window")
-        if layers.get("use_sliding_window") is False and SLIDING in kinds:
+        if is_excluded and SLIDING in kinds:
             raise ValueError("layers with a sliding window, which use_sliding_window excludes")
+        if len(sizes) > 1:
+            raise ValueError(f"sliding windows of {min(sizes)} and {max(sizes)}, which should be the same")
+        window = whole_number({"sliding_window": sizes.pop()} if sizes else {}, "sliding_window")
         if not from_anchor and window < stored.number("block_size"):
             raise ValueError(f"a sliding window of {window}, which should be no smaller than a block")
     attention = tuple(
