@@ -508,7 +508,7 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         ),
         (with_field(markov_head_type="other"), "of the type vanilla, gated, rnn.* in .* got 'other'"),
         (with_field(markov_head_type="gated"), "missing markov_head.gate_proj.bias"),
-        (with_field(logit_scale=0.5), "no logit_scale in .* got 0.5"),
+        (with_field(logit_scale=0.5), "whose logit_scale is 1 in .* got 0.5"),
         (with_field(block_size=0), "block_size of 0"),
         (with_field(block_size=99), "between 1 and 64, got 99"),
         (with_field(block_size=1, sample_from_anchor=False), "draft tokens of a block drafter between 1"),

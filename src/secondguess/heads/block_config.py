@@ -12,8 +12,6 @@ from secondguess.heads.base import TargetModel
 from secondguess.heads.block_layers import BlockAttention, ConvolutionConfig
 from secondguess.heads.files import whole_number
 from secondguess.heads.formats import (
-    KNOWN_NESTED,
-    NESTED,
     SPECULATORS_BLOCKS,
     ZLAB_BLOCKS,
     Format,
@@ -37,17 +35,6 @@ ARCHITECTURES = {
 """Architecture of written heads by the name of their format."""
 PROJECTORS = ("dflash", "dflash2", "dspark", "domino")
 SLIDING = "sliding_attention"
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "uses_hidden_states": (None, True),
-    "attention_sinks": (None, False),
-    "value_scale": (None, 1),
-    "logit_scale": (None, 1),
-    "logit_multiplier": (None, 1),
-    "logit_cap": (None, 0),
-    "embedding_scale": (None, 1),
-    "rotates_halves": (None, True),
-}
-"""Fields of published heads that are refused, and the values at which they change nothing."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class DsparkConfig:
     @classmethod
     def from_stored(cls, stored: StoredHead, tensors: Container[str] = ()) -> Self:
         """Build a configuration from that in a folder with these tensors; call it inside `config_errors`."""
-        _refuse_unknown(stored)
+        _require_known_projector(stored)
         layers, rank = stored.layers, stored.number("markov_rank", least=0)
         num_layers, kind = whole_number(layers, "num_hidden_layers"), stored.get("markov_kind", "vanilla")
         if rank and kind not in MARKOV_KINDS:
@@ -220,28 +207,13 @@ class DsparkConfig:
         return row, {**published, **common, **row.spelled(values)}
 
 
-def _refuse_unknown(stored: StoredHead) -> None:
-    """Refuse fields that change what a head computes, and are not supported or not known."""
+def _require_known_projector(stored: StoredHead) -> None:
+    """Raise an `UnsupportedModelError` for a head of a kind that is not known."""
     projector = stored.get("projector")
     if projector not in (None, *PROJECTORS):
         raise UnsupportedModelError(
             f"expected the projector_type {', '.join(PROJECTORS)} in {stored.folder}, got {projector!r}; use another drafter"
         )
-    for name, values in NEUTRAL.items():
-        value = stored.get(name)
-        if value not in values:
-            raise UnsupportedModelError(
-                f"expected no {stored.spelling(name)} in {stored.folder}, or {values[-1]!r}, got {value!r}; "
-                "use another drafter"
-            )
-    nested = stored.config.get(NESTED)
-    if isinstance(nested, Mapping):
-        unknown = sorted(set(nested) - KNOWN_NESTED)
-        if unknown:
-            raise UnsupportedModelError(
-                f"expected the known fields of {NESTED} in {stored.folder}, got {unknown[0]!r} too, which may change what "
-                "the head computes"
-            )
 
 
 def _layer_config(layers: Mapping[str, Any], tensors: Container[str]) -> LayerConfig:

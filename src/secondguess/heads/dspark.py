@@ -30,7 +30,6 @@ from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
     MASK_EMBEDDING,
     config_errors,
-    load_into,
     read_pickle,
     require_layers,
     require_same,
@@ -266,7 +265,7 @@ class DsparkHead(Head):
             tensors = {
                 name: part for name, part in tensors.items() if not name.startswith("confidence_head.")
             }
-        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder, stored.names.in_file)
+        stored.fill(head, tensors | vocabulary.state_dict(prefix="vocabulary."), stored.names.in_file)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
