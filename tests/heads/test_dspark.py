@@ -369,6 +369,25 @@ def test_candidates_report_the_unread_tokens(tmp_path: Path) -> None:
     assert (after.longest, after.num_uncached) == (2, 0)
 
 
+@pytest.mark.parametrize("format", ["dspark", "dflash"])
+def test_drafts_end_with_the_context_that_a_head_was_made_for(format: str, tmp_path: Path) -> None:
+    folder, _ = FORMATS[format](tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["max_position_embeddings"] = len(TEXT) + 2
+    (folder / "config.json").write_text(json.dumps(config))
+    drafter = named(f"dspark:{folder}")
+    first, row = FIRST.get(format, 0), ready(drafter, TARGET, TEXT)
+    for longest in (3 - first, 2 - first, 1 - first, 0, 0):
+        (candidate,) = drafter.candidates([row])[0]
+        assert (candidate.longest, draft_for(drafter, row, 9).num_nodes) == (max(0, longest),) * 2
+        with torch.inference_mode():
+            hidden = TARGET.score([row], Draft.empty(1)).hidden
+            TARGET.keep([row], [[]])
+            row.commit([], 6)
+            drafter.observe([row], Verdict([[]], [6]), hidden)
+    assert candidate.num_uncached == 0
+
+
 @every_format
 def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None:
     """Each depth's logits at a position are those of drafting there, after the same tokens."""

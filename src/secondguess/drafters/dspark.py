@@ -55,6 +55,9 @@ class DsparkDrafter(HeadDrafter):
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
+        for row in rows:
+            if self._is_beyond(row):
+                self._hidden_buffer.begin(row, {})  # nothing will read them
 
     def release(self, row: Row) -> None:
         super().release(row)
@@ -65,14 +68,26 @@ class DsparkDrafter(HeadDrafter):
         self.runtime.slots.forget()
 
     def room(self, row: Row) -> int:
-        """Return how many levels fit a block and the row.
+        """Return how many levels fit a block, the row, and the context that the head was made for.
 
         0 for a row of one token, for which the target has no hidden states yet.
         """
-        return min(self.head.config.num_drafted, row.room) if len(row.tokens) > 1 else 0
+        levels = min(self.head.config.num_drafted, row.room) if len(row.tokens) > 1 else 0
+        left = self._num_left(row)
+        return levels if left is None else max(0, min(levels, left))
+
+    def _num_left(self, row: Row) -> int | None:
+        """Return the number of draft positions before the end of the head's context; None if it has no end."""
+        config = self.head.config
+        limit = config.context_length
+        return None if limit is None else limit - len(row.tokens) + 1 - config.first_drafted
+
+    def _is_beyond(self, row: Row) -> bool:
+        left = self._num_left(row)
+        return left is not None and left <= 0
 
     def num_uncached(self, row: Row) -> int:
-        return len(row.tokens) - 1 - self.runtime.length(row)
+        return 0 if self._is_beyond(row) else len(row.tokens) - 1 - self.runtime.length(row)
 
     def catch_up(self, rows: Sequence[Row], max_tokens: int | None = None) -> None:
         """Compute keys and values from the hidden states received since the last draft."""

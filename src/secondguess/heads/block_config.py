@@ -95,6 +95,11 @@ class DsparkConfig:
         return 0 if self.samples_from_anchor else 1
 
     @property
+    def context_length(self) -> int | None:
+        """Largest number of positions that the head was made for; None for no limit of its own."""
+        return self.layer.more.get("max_position_embeddings")
+
+    @property
     def layer_attention(self) -> tuple[BlockAttention, ...]:
         """Ranges that the positions of the layers attend to."""
         return self.attention or (BlockAttention(),) * self.num_layers
