@@ -1,7 +1,7 @@
 """Formats in which heads are published: a table of the names of their fields and tensors, its reader and writer.
 
 A new format is a row of `FORMATS`. A head reads fields of `config.json` under the names of this
-package, and its tensors under the names of its module.
+package, and its tensors under the names of its module; `StoredHead.fill` refuses what was not read.
 """
 
 from __future__ import annotations
