@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -139,6 +141,23 @@ def test_a_broken_drafter_is_left_out_with_a_warning(target: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     (found,) = found_for(target)
     assert "expected whole safetensors weights" in found.obstacle
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_drafter_that_is_no_better_than_chance_is_reported_once(target: Path) -> None:
+    head = write_eagle(target.parent / "head", target)
+    llm = load(str(target), f"eagle:{head}", dtype="float32", controller="fixed:2")
+    with pytest.warns(MismatchWarning, match="trained for another target") as found:
+        llm.generate(["ab", "bc", "cd"], max_tokens=60)
+    assert len(found) == 1
+    assert re.search(r"\b[01] of its first \d\d drafts", str(found[0].message))
+
+
+def test_a_drafter_with_accepted_tokens_is_not_reported(target: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = load(str(target), "early-exit:2", dtype="float32", controller="fixed:2")
+        assert llm.generate(["ab", "bc", "cd"], max_tokens=60)[0].stats.num_accepted > 4
 
 
 def test_a_file_of_weights_has_the_name_of_its_model(target: Path) -> None:

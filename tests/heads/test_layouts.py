@@ -12,6 +12,7 @@ from torch import Tensor
 
 from secondguess.errors import UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import EagleConfig, EagleHead
 from secondguess.heads.files import read_config, read_tensors, write_head
 from secondguess.heads.medusa import MedusaHead
@@ -50,6 +51,19 @@ def test_other_states_than_the_authors_are_written_as_numbers_of_outputs(tmp_pat
     assert written["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}
     assert written["norm_before_residual"] is True
     assert EagleHead.load(tmp_path, MODEL).hidden_layers == (0, 2, 3)
+
+
+def test_the_authors_layout_of_a_block_drafter_drafts_the_same(tmp_path: Path) -> None:
+    head = DsparkHead.fresh(MODEL, 3)
+    head.save(tmp_path / "speculators")
+    head.save_in_authors_layout(tmp_path / "authors")
+    config = read_config(tmp_path / "authors")
+    assert not [name for name in config if "speculators" in name]
+    assert config["num_target_layers"] == MODEL.num_layers
+    drafts = [
+        drafted(named(f"dspark:{tmp_path / name}", NAMED), TARGET) for name in ("speculators", "authors")
+    ]
+    assert same_draft(*drafts)
 
 
 def test_heads_of_one_layout_are_refused(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def _command(kind: str) -> Callable[..., int]:
         authors_layout: Annotated[
             bool,
             training_option(
-                "Write an EAGLE-3 head as its authors do, not as speculators does.",
+                "Write an EAGLE-3 or DSpark head as its authors do, not as speculators does.",
                 "--authors-layout",
             ),
         ] = False,

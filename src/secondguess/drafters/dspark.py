@@ -54,6 +54,7 @@ class DsparkDrafter(HeadDrafter):
             slots[row].length = min(slots[row].length, num_reused)
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
         for row in rows:
             if self._is_beyond(row):

@@ -109,6 +109,7 @@ class FeatureDrafter(HeadDrafter):
                 self._mirror_rows[row].num_committed = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        super().observe(rows, verdict, hidden)
         self._hidden_buffer.observe(rows, verdict, hidden)
         for row in rows:
             if self._is_beyond(row):

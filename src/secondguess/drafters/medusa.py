@@ -49,6 +49,7 @@ class MedusaDrafter(HeadDrafter):
 
         That token is the last of the accepted path or, if the path is empty, the old pending one.
         """
+        super().observe(rows, verdict, hidden)
         if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
             self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row
+from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, Verdict
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
+from secondguess.errors import MismatchWarning
 from secondguess.heads.base import Head, TargetModel
 from secondguess.names import Name
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains, KernelSettings, VocabularyMap
 from secondguess.sampling.kernels import with_confidences
 from secondguess.sampling.noise import Noise
@@ -30,6 +32,11 @@ PREFILL_THRESHOLD = 16
 
 Up to this many are forwarded in the first draft step. Candidates report the number of uncached
 tokens in multiples of it.
+"""
+NUM_WATCHED, MOST_BY_CHANCE = 32, 0.04
+"""Number of drafts after which a trained drafter is compared with chance, and the largest share accepted by chance.
+
+At most one draft of 32 has an accepted token with a probability of 0.7 % if a fifth of first tokens is accepted.
 """
 
 
@@ -273,6 +280,42 @@ class SamplingDrafter(Drafter):
         return pad(probs, (0, missing)) if missing else probs
 
 
+class FirstTokens:
+    """Acceptance of the first tokens of a trained drafter's drafts; warns once if it is that of chance.
+
+    Args:
+        name: name of the drafter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._drafted: Sequence[bool] = ()
+        self._num_drafted = self._num_accepted = 0
+
+    def propose(self, draft: Draft) -> None:
+        """Note which rows of the round have drafts."""
+        if self._num_drafted < NUM_WATCHED:
+            self._drafted = [length > 0 for length in draft.num_levels]
+
+    def observe(self, verdict: Verdict) -> None:
+        """Count the drafts of the round that `propose` noted."""
+        drafted, self._drafted = self._drafted, ()
+        if not any(drafted):
+            return
+        for is_drafted, path in zip(drafted, verdict.paths, strict=True):
+            self._num_drafted += is_drafted
+            self._num_accepted += is_drafted and len(path) > 0
+        if self._num_drafted >= NUM_WATCHED and self._num_accepted <= MOST_BY_CHANCE * self._num_drafted:
+            warnings.warn(
+                f"the drafter {self._name} is no better than chance: {self._num_accepted} of its first {self._num_drafted} "
+                "drafts had an accepted token; the output stays correct. It was trained for another target, or its "
+                "layers, its tokenizer or the target's weights are others than in training; `secondguess inspect` lists "
+                "drafters that fit",
+                MismatchWarning,
+                stacklevel=2,
+            )
+
+
 class HeadDrafter(SamplingDrafter):
     """Base class of drafters with a trained head.
 
@@ -291,6 +334,15 @@ class HeadDrafter(SamplingDrafter):
         super().__init__(name, target.vocab_size, target.device, shape)
         self.head = head.eval().requires_grad_(False)
         self.hidden_layers = head.hidden_layers
+        self._first_tokens = FirstTokens(name)
+
+    def propose(self, rows: Sequence[Row], budgets: Budgets, noise: Noise) -> Draft:
+        draft = super().propose(rows, budgets, noise)
+        self._first_tokens.propose(draft)
+        return draft
+
+    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
+        self._first_tokens.observe(verdict)
 
     @classmethod
     def requirements(cls, name: Name, head: Path | None = None) -> Requirements:

@@ -152,8 +152,13 @@ class DsparkConfig:
             target_width=stored.number("target_width", 0, least=0),
         )
 
-    def to_stored(self, num_outputs: int, target: TargetModel, name: str) -> tuple[Format, dict[str, Any]]:
-        """Return a format that can express this configuration, and its `config.json`, for a target of this name."""
+    def to_stored(
+        self, num_outputs: int, target: TargetModel, name: str, *, for_speculators: bool = True
+    ) -> tuple[Format, dict[str, Any]]:
+        """Return a format that can express this configuration, and its `config.json`, for a target of this name.
+
+        That is the format of speculators if it can, unless `for_speculators` is False, or else that of z-lab.
+        """
         sliding = [attention for attention in self.layer_attention if attention.window]
         layers = {
             **layer_fields(self.layer, target.vocab_size, self.num_layers),
@@ -190,7 +195,7 @@ class DsparkConfig:
         is_of_speculators = all(
             attention.from_anchor or attention == BlockAttention() for attention in self.layer_attention
         )
-        if is_of_speculators and self.markov_kind != "gru":
+        if for_speculators and is_of_speculators and self.markov_kind != "gru":
             row = SPECULATORS_BLOCKS.get(self.markov_kind, SPECULATORS_BLOCKS["vanilla"])
             values["window_is_bidirectional"] = bool(sliding) and not sliding[0].is_causal
             values["hidden_layers"] = list(self.hidden_layers)

@@ -13,7 +13,7 @@ They are written in the format of speculators, or in that of z-lab if their wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from secondguess.errors import CheckpointError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.block_config import DsparkConfig
 from secondguess.heads.block_layers import BlockAttention, add_convolutions, run_block_layer
@@ -37,6 +37,7 @@ from secondguess.heads.files import (
     write_head,
 )
 from secondguess.heads.formats import (
+    Format,
     StoredHead,
     checkpoint_tensors,
     pop_vocabulary,
@@ -269,7 +270,20 @@ class DsparkHead(Head):
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
-        row, fields = self.config.to_stored(len(self.vocabulary), self.target, target)
+        self._write(folder, *self.config.to_stored(len(self.vocabulary), self.target, target))
+
+    def save_in_authors_layout(self, folder: Path) -> None:
+        """Write the head as z-lab and SpecForge do."""
+        if any(attention.from_anchor for attention in self.config.layer_attention):
+            raise UnsupportedModelError(
+                "cannot write this head in its authors' layout: its windows are those of speculators. Leave out "
+                "--authors-layout."
+            )
+        self._write(
+            folder, *self.config.to_stored(len(self.vocabulary), self.target, "", for_speculators=False)
+        )
+
+    def _write(self, folder: Path, row: Format, fields: Mapping[str, Any]) -> None:
         tensors = checkpoint_tensors(self, self.vocabulary)
         mask = tensors.pop("mask_embedding", None)
         write_head(folder, fields, {row.tensors.in_file(name): part for name, part in tensors.items()})

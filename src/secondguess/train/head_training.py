@@ -62,7 +62,7 @@ PREDICTED_DRAFT_LENGTH = 7
 """Draft length of the predicted acceptance length if one distribution serves all depths."""
 
 
-KINDS_WITH_TWO_LAYOUTS = ("eagle",)
+KINDS_WITH_TWO_LAYOUTS = ("eagle", "dspark")
 
 
 @dataclass(frozen=True)
