@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from checkpoints import random_llama
+from gemma_cases import assistant_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.eagle import EagleDrafter
@@ -109,6 +110,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,
     "dspark": dspark_drafter,
+    "gemma4-assistant": assistant_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 
@@ -116,3 +118,5 @@ NEEDS_FUSED = ("early-exit", "layer-skip")
 """Kinds that run the target's layers one by one."""
 NEEDS_NATIVE = ("self",)
 """Kinds that run on the compiled kernels alone."""
+NEEDS_GEMMA = ("gemma4-assistant",)
+"""Kinds that read the keys and values of a Gemma 4 target."""

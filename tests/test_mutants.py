@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy
 import torch
@@ -32,6 +34,7 @@ from distribution_cases import (
     seasoned,
 )
 from families import FAMILIES
+from gemma_cases import assistant_drafts_as_published
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
 from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
@@ -44,6 +47,7 @@ from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.feature_drafter import FeatureDrafter
+from secondguess.drafters.gemma_assistant import GemmaAssistantDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.model import ModelDrafter
@@ -55,6 +59,7 @@ from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
 from secondguess.heads.formats import checkpoint_tensors
+from secondguess.heads.gemma_assistant import GemmaAssistant
 from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
@@ -275,6 +280,11 @@ def heads_draft_as_they_learn(kind: str) -> bool:
         said = learnt_dists(target, drafter.head, [*text, drawn[elder], drawn[younger]], len(text) - 1)
         errors.append(torch.stack(said) - draft.probs[0, [elder, younger]])
     return max(float(error.abs().max()) for error in errors) < 1e-5
+
+
+def assistants_draft_as_published() -> bool:
+    with TemporaryDirectory() as folder:
+        return assistant_drafts_as_published(Path(folder))
 
 
 def head_drafter(kind, target, shape):
@@ -941,6 +951,31 @@ def medusa_heads_are_off_by_one(patch: Patch) -> None:
     patch.setattr(MedusaHead, "logits", lambda self, states, depth: original(self, states, max(depth - 1, 0)))
 
 
+def assistant_reads_the_state_of_the_old_pending(patch: Patch) -> None:
+    def observe(self, rows, verdict, hidden):
+        self._states[rows[0]] = hidden[-1][0, 0].clone()
+
+    patch.setattr(GemmaAssistantDrafter, "observe", observe)
+
+
+def assistant_stands_before_pending(patch: Patch) -> None:
+    """Its queries are turned by the position of the last cached token."""
+    original = RotaryPositions.forward
+    patch.setattr(
+        RotaryPositions, "forward", lambda self, positions, dtype: original(self, positions - 1, dtype)
+    )
+
+
+def assistant_reads_beyond_its_window(patch: Patch) -> None:
+    original = GemmaAssistant.read_target
+
+    def read_target(self, keys_values, lengths):
+        self.config = replace(self.config, window=128)
+        return original(self, keys_values, lengths)
+
+    patch.setattr(GemmaAssistant, "read_target", read_target)
+
+
 def dspark_hears_rejected_nodes(patch: Patch) -> None:
     """Of a tree's nodes the first are taken for the path."""
     original = DsparkDrafter.observe
@@ -1155,6 +1190,9 @@ MUTANTS = [
     Mutant(race_is_off_by_one_from_the_draft, check(acceptance_holds, "coupled", coupled=True)),
     Mutant(medusa_reads_the_state_of_the_old_pending, check(heads_draft_as_they_learn, "medusa")),
     Mutant(medusa_heads_are_off_by_one, check(heads_draft_as_they_learn, "medusa")),
+    Mutant(assistant_reads_the_state_of_the_old_pending, check(assistants_draft_as_published)),
+    Mutant(assistant_stands_before_pending, check(assistants_draft_as_published)),
+    Mutant(assistant_reads_beyond_its_window, check(assistants_draft_as_published)),
     Mutant(dspark_hears_rejected_nodes, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_keeps_keys_of_the_last_block, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, check(heads_draft_as_they_learn, "dspark")),

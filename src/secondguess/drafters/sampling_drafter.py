@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
-from secondguess.heads.base import Head, TargetModel
+from secondguess.heads.base import LoadedHead, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains, KernelSettings, VocabularyMap
@@ -23,7 +23,7 @@ from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings, most_likely
 
-HeadT = TypeVar("HeadT", bound=Head)
+HeadT = TypeVar("HeadT", bound=LoadedHead)
 
 PREFILL_THRESHOLD = 16
 """Number of uncached tokens above which a row is prefilled before the draft.
@@ -285,7 +285,7 @@ class HeadDrafter(SamplingDrafter):
         load_head: reads the head in a folder.
     """
 
-    load_head: Callable[[Path, TargetModel], Head]
+    load_head: Callable[[Path, TargetModel], LoadedHead]
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)

@@ -148,6 +148,8 @@ EAGLE1 = Format(
 FORMATS = (
     Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
     Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
+    Format("gemma4-assistant", "gemma4-assistant", {"model_type": "gemma4_assistant"}),
+    Format("gemma4-assistant", "gemma4-unified-assistant", {"model_type": "gemma4_unified_assistant"}),
     Format(
         "medusa",
         "original",
