@@ -122,7 +122,7 @@ FORMATS = {
     "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
     "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",
-    "mtp in a target or a folder": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
+    "mtp in a target, or in a folder of four layouts": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
     "gemma4-assistant and its unified form": (
         "heads/test_gemma_assistant.py::test_an_assistant_has_the_logits_of_transformers"
     ),

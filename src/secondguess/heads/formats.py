@@ -197,25 +197,33 @@ DEEPSEEK_MTP = Format(
         prefix="model.layers.{last}.",
     ),
 )
+_QWEN_MTP = Format(
+    "mtp",
+    "qwen",
+    {},
+    mark="mtp.fc.weight",
+    defaults={"norm_output": True, "centred_norms": True},
+    tensors=TensorNames(
+        {
+            "pre_fc_norm_embedding.": "enorm.",
+            "pre_fc_norm_hidden.": "hnorm.",
+            "fc.": "eh_proj.",
+            "norm.": "norm.",
+            "layers.0.": "layer.",
+        },
+        prefix="mtp.",
+    ),
+)
 MTP_FORMATS = (
     DEEPSEEK_MTP,
-    Format(
-        "mtp",
-        "qwen",
-        {},
-        mark="mtp.fc.weight",
-        defaults={"norm_output": True, "centred_norms": True},
-        tensors=TensorNames(
-            {
-                "pre_fc_norm_embedding.": "enorm.",
-                "pre_fc_norm_hidden.": "hnorm.",
-                "fc.": "eh_proj.",
-                "norm.": "norm.",
-                "layers.0.": "layer.",
-            },
-            prefix="mtp.",
-        ),
+    # As AngelSpec converts its modules for vLLM.
+    replace(
+        _QWEN_MTP,
+        name="angelspec-served",
+        marks={"model_type": "qwen3_mtp"},
+        defaults={"norm_output": True, "masks_first": True},
     ),
+    _QWEN_MTP,
     Format(
         "mtp",
         "mimo",
@@ -236,6 +244,44 @@ MTP_FORMATS = (
     ),
 )
 """Formats of MTP modules in a target's checkpoint, which is no head."""
+SEPARATE_MTP_FORMATS = (
+    Format(
+        "mtp",
+        "speculators",
+        {SPECULATORS: "mtp"},
+        layers="transformer_layer_config",
+        fields={"num_steps": ("speculators_config.proposal_methods.0.speculative_tokens",)},
+        defaults={"norm_output": True, "centred_norms": True},
+        tensors=TensorNames(
+            {
+                "token_layernorm.": "enorm.",
+                "hidden_layernorm.": "hnorm.",
+                "input_proj.": "eh_proj.",
+                "final_layernorm.": "norm.",
+                "": "layer.",
+            },
+            prefix="mtp_layers.0.",
+        ),
+    ),
+    # MLX stores the weights of norms around 1.
+    Format(
+        "mtp",
+        "mlx",
+        {"model_type": "qwen3_5_mtp"},
+        mark="fc.weight",
+        defaults={"norm_output": True},
+        tensors=replace(_QWEN_MTP.tensors, prefix=""),
+    ),
+    Format(
+        "mtp",
+        "angelspec",
+        {"model_type": "mtp"},
+        mark="eh_proj.weight",
+        defaults={"norm_output": True, "masks_first": True},
+        tensors=TensorNames({"midlayer.": "layer.", "final_layernorm.": "norm."}),
+    ),
+)
+"""Formats of MTP modules in folders of their own."""
 UNMARKED = {"eagle": EAGLE1}
 """Format of folders without marks, by the kind of drafter that the user has named."""
 
@@ -248,7 +294,8 @@ class StoredHead:
         found = find_format(self.config, lambda name: name in self.tensor_names, kind) or UNMARKED.get(kind)
         published, rows = self.config.get(SPECULATORS), _rows(kind)
         readable = [row.marks[SPECULATORS] for row in rows if SPECULATORS in row.marks]
-        if readable and (found is None or published not in (None, *readable)):
+        is_other = published not in (None, *readable)
+        if readable and (is_other or (found is None and len(readable) == len(rows))):
             raise UnsupportedModelError(
                 f"expected a drafter of the {SPECULATORS} {' or '.join(map(str, readable))} in {folder}, got {published!r}"
             )
@@ -337,7 +384,9 @@ def find_format(
 
 
 def _rows(kind: str | None) -> Sequence[Format]:
-    return MTP_FORMATS if kind == "mtp" else [row for row in FORMATS if kind in (None, row.kind)]
+    if kind == "mtp":
+        return (*MTP_FORMATS, *SEPARATE_MTP_FORMATS)
+    return [row for row in (*FORMATS, *SEPARATE_MTP_FORMATS) if kind in (None, row.kind)]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

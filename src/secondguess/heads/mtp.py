@@ -40,7 +40,15 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.formats import DEEPSEEK_MTP, StoredHead, find_format, layer_fields, text_config
+from secondguess.heads.formats import (
+    DEEPSEEK_MTP,
+    MTP_FORMATS,
+    SEPARATE_MTP_FORMATS,
+    SPECULATORS,
+    StoredHead,
+    layer_fields,
+    text_config,
+)
 from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
@@ -67,9 +75,11 @@ class MtpHead(FeatureHead):
         has_embeddings: bool = False,
         has_head: bool = False,
         norm_output: bool = False,
+        masks_first: bool = False,
         num_steps: int = DEFAULT_STEPS,
     ) -> None:
         super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
+        self.masks_first = masks_first
         width, vocab_size = layer.width, target.vocab_size
         make_norm: Callable[[], nn.Module] = (
             partial(nn.RMSNorm, width, layer.norm_eps) if self.has_norms else nn.Identity
@@ -101,7 +111,11 @@ class MtpHead(FeatureHead):
         stored = find_module(folder)
         layer, fields = module_layer(stored), stored.layers
         with config_errors(folder):
-            found = fields["vocab_size"], fields["num_hidden_layers"]
+            # AngelSpec does not write the number of the target's layers.
+            num_layers = (
+                fields["num_hidden_layers"] if stored.format.name != "angelspec" else target.num_layers
+            )
+            found = fields["vocab_size"], num_layers
             if found != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
@@ -119,6 +133,7 @@ class MtpHead(FeatureHead):
                 has_embeddings="embed_tokens.weight" in tensors,
                 has_head="lm_head.weight" in tensors,
                 norm_output=stored.flag("norm_output"),
+                masks_first=stored.flag("masks_first"),
                 num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
         load_into(head, tensors, folder, stored.names.in_file)
@@ -135,6 +150,7 @@ class MtpHead(FeatureHead):
             **layer_fields(self.layer_config, self.target.vocab_size, self.target.num_layers),
             "num_nextn_predict_layers": 1,
             "norm_output": self.norm_output,
+            "masks_first": self.masks_first,
             "num_steps": self.num_steps,
         }
         tensors = {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
@@ -151,7 +167,10 @@ class MtpHead(FeatureHead):
 def find_module(folder: Path) -> StoredHead:
     """Return the first MTP module of a checkpoint, whose layer and weights can be read; weights are not read yet."""
     with config_errors(folder):
-        whole_number(text_config(read_config(folder)), "num_hidden_layers")
+        config = read_config(folder)
+        is_separate = any(row.marks.items() <= config.items() for row in SEPARATE_MTP_FORMATS)
+        if not is_separate and SPECULATORS not in config:
+            whole_number(text_config(config), "num_hidden_layers")
     stored = StoredHead(folder, "mtp")
     module_layer(stored)
     return stored
@@ -167,10 +186,23 @@ def module_layer(stored: StoredHead) -> LayerConfig:
     with config_errors(stored.folder):
         _require_readable_weights(stored)
         _require_supported_layer(stored)
-        is_mimo = config.get("model_type") == "mimo"  # the layers are those of Qwen2
-        has_experts = any("mlp.experts." in name for name in stored.files)
-        described = {**config, "model_type": "qwen2"} if is_mimo else config
+        has_experts = any(
+            mark in name for name in stored.files for mark in ("mlp.experts.", "mlp.switch_mlp.")
+        )
+        described = {**config, "model_type": _layer_type(stored)}
         return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
+
+
+def _layer_type(stored: StoredHead) -> str:
+    """Return the model type whose layers are those of a module."""
+    if stored.format.name == "angelspec":
+        if stored.get("mlp_type", "moe") != "dense":
+            raise UnsupportedModelError(
+                f"expected a module with mlp_type dense in {stored.folder}, got one with experts; use another drafter"
+            )
+        return "qwen3" if stored.flag("qk_norm", default=True) else "llama"
+    kind: str = stored.layers.get("model_type", "llama")
+    return {"mimo": "qwen2", "qwen3_mtp": "qwen3"}.get(kind, kind)
 
 
 def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
@@ -188,10 +220,13 @@ def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
 
     The names of the experts' tensors start with `prefix`, such as `layer.mlp.experts.`.
     """
-    parts = ("gate_proj", "up_proj", "down_proj")
+    parts, stacked = ("gate_proj", "up_proj", "down_proj"), prefix.replace("experts.", "switch_mlp.")
     num_experts = 0
     while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
         num_experts += 1
+    if f"{stacked}gate_proj.weight" in tensors:  # as MLX stores them
+        gate, up, down = (tensors.pop(f"{stacked}{part}.weight") for part in parts)
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
     if num_experts:
         gate, up, down = (
             torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
@@ -204,7 +239,8 @@ def contains_mtp(folder: Path) -> bool:
     """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / CONFIG).is_file():
         return False
-    return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None
+    config, has_tensor = read_config(folder), find_tensors(folder).__contains__
+    return any(row.matches(config, has_tensor) for row in MTP_FORMATS)
 
 
 def _require_readable_weights(stored: StoredHead) -> None:

@@ -60,7 +60,7 @@ class FeatureRuntime(CachedRuntime):
             keys, values = self.cache.update(key, value, layer)
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
-        embedded = self.head.embed(tokens)
+        embedded = self.head.embed_at(tokens, step.query_positions)
         cos_sin = self.head.rotary(step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
