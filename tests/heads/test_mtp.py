@@ -287,6 +287,22 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
+HY3 = {**DEEPSEEK, "norm": "final_layernorm"}
+ERNIE = {
+    "prefix": "model.",
+    "layer": "mtp_block.0.",
+    "enorm": "mtp_emb_norm.0",
+    "hnorm": "mtp_hidden_norm.0",
+    "project": "mtp_linear_proj.0",
+    "norm": "",
+}
+NAMES_OF_HY3 = {
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
+"""Names in Transformers, and in checkpoints of Hy3."""
+MASKS_FIRST = ("hy3", "ernie-4.5")
 PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5", "Qwen3_5Text", QWEN, GATED),
     "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5MoeText", QWEN, GATED | SOFTMAX),
@@ -304,6 +320,15 @@ PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
         SIGMOID | LATENT | {"mlp_layer_types": ["sparse"] * NUM_LAYERS},
     ),
     "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, SIGMOID | LATENT),
+    "hy3": (
+        "hy_v3",
+        "HYV3",
+        HY3,
+        ATTENTION
+        | EXPERTS
+        | {"num_experts": 4, "router_scaling_factor": 1.7, "mlp_layer_types": ["sparse"] * NUM_LAYERS},
+    ),
+    "ernie-4.5": ("ernie4_5", "Ernie4_5", ERNIE, ATTENTION | {"use_bias": True}),
     "deepseek-v3, YaRN": (
         "deepseek_v3",
         "DeepseekV3",
@@ -338,6 +363,11 @@ def write_published(folder: Path, name: str) -> tuple[nn.ModuleDict, Any]:
     tensors: Tensors = {}
     for key, tensor in parts.state_dict().items():
         part, _, rest = key.partition(".")
+        if names is ERNIE and part == "norm":
+            continue
+        if names is HY3:
+            old = next((old for old in NAMES_OF_HY3 if rest.startswith(old)), "")
+            rest = NAMES_OF_HY3.get(old, "") + rest.removeprefix(old)
         own = names["prefix"] + (names["layer"] + rest if part == "layer" else f"{names[part]}.{rest}")
         separate = name != "qwen3.5-moe" and own.endswith(("experts.gate_up_proj", "experts.down_proj"))
         tensors |= of_each_expert(own, tensor) if separate else {own: tensor}
@@ -366,7 +396,7 @@ def of_each_expert(name: str, joined: Tensor) -> Tensors:
 def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: str, tmp_path: Path) -> None:
     """Gated and latent attention, experts, rotary positions on a part of each head, norm weights around 0."""
     parts, rotary = write_published(tmp_path, name)
-    head, is_qwen = load(tmp_path), PUBLISHED[name][2] is QWEN
+    head, reads_normed = load(tmp_path), PUBLISHED[name][2] in (QWEN, HY3)
     head.save(tmp_path / "again")
     model = target_model()
     for each in (head, load(tmp_path / "again")):
@@ -375,14 +405,15 @@ def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: st
             features = model.model(torch.tensor([TEXT[:6]])).last_hidden_state[:, :5]
             for depth in range(3):
                 embedded = model.model.embed_tokens(torch.tensor([TEXT[1 : 6 + depth]]))
+                embedded[:, : int(name in MASKS_FIRST)] = 0
                 both, length = (parts["enorm"](embedded), parts["hnorm"](features)), embedded.shape[1]
                 joined = parts["project"](torch.cat(both, -1))
                 places = torch.arange(length)[None]
                 positions = rotary(joined, places.expand(3, 1, -1) if "3.5" in name else places)
                 mask = torch.full((1, 1, length, length), -torch.inf).triu(1).double()
                 states = parts["layer"](joined, position_embeddings=positions, attention_mask=mask)[:, -1:]
-                normed = parts["norm"](states)
-                features = torch.cat([features, normed if is_qwen else states], 1)
+                normed = states if name == "ernie-4.5" else parts["norm"](states)
+                features = torch.cat([features, normed if reads_normed else states], 1)
                 torch.testing.assert_close(found[depth], model.lm_head(normed)[0, 0], atol=1e-5, rtol=1e-4)
 
 
@@ -462,6 +493,38 @@ def test_a_module_of_angelspec_for_vllm_is_read(tmp_path: Path) -> None:
     assert head.masks_first
     assert head.norm_output
     assert head.layer_config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["hy3", "ernie-4.5"])
+def test_positions_without_a_base_have_that_of_the_family(name: str, tmp_path: Path) -> None:
+    write_published(tmp_path, name)
+    expected = load(tmp_path).rotary.frequencies
+    edit(tmp_path, rope_parameters=None, rope_theta=None)
+    assert torch.equal(load(tmp_path).rotary.frequencies, expected)
+
+
+def test_experts_of_angelspec_are_those_of_hy3(tmp_path: Path) -> None:
+    one, other = tmp_path / "hy3", tmp_path / "angelspec"
+    for folder in (one, other):
+        folder.mkdir()
+    write_published(one, "hy3")
+    found = load_file(one / "model.safetensors")
+    join_experts(found, f"{HY3['prefix']}mlp.experts.")
+    tensors: Tensors = {}
+    for key, tensor in found.items():
+        short = key.removeprefix(HY3["prefix"])
+        is_end = short.startswith(("enorm", "hnorm", "eh_proj", "final_layernorm"))
+        tensors[short if is_end else f"midlayer.{short}"] = tensor
+    gate, up = tensors.pop("midlayer.mlp.experts.gate_up_proj").chunk(2, 1)
+    fused = {"gate": gate, "up": up, "down": tensors.pop("midlayer.mlp.experts.down_proj")}
+    tensors |= {f"midlayer.mlp.experts_{part}_proj": each.transpose(1, 2) for part, each in fused.items()}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, other / "model.safetensors")
+    fields = json.loads((one / "config.json").read_text())
+    del fields["num_hidden_layers"]
+    (other / "config.json").write_text(json.dumps(fields | {"model_type": "mtp"}))
+    expected, head = load(one).state_dict(), load(other)
+    assert head.masks_first
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in head.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
@@ -565,7 +628,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (without("hnorm.weight"), "missing model.layers.4.hnorm.weight"),
     "none": (
         without("eh_proj.weight"),
-        r"kind mtp in .* \(model.layers.4.eh_proj",
+        r"kind mtp in .*model.layers.4.eh_proj",
     ),
     "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
@@ -591,7 +654,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(deepseek(at), rope_parameters={"rope_theta": "x"}),
         "expected a drafter that fits in",
     ),
-    "experts of Hy3": (lambda at: edit(angelspec(at), mlp_type="moe"), "mlp_type dense"),
+    "other experts than those of Hy3": (
+        lambda at: edit(angelspec(at), mlp_type="moe", qk_norm=True, route_norm=False),
+        "like those of Hy3 in .*, got route_norm of false",
+    ),
     "another width of the target": (
         lambda at: with_tensors(
             angelspec(at), lambda each, prefix: each.update({"hidden_proj.weight": torch.ones(1)})
@@ -616,7 +682,7 @@ def test_unusable_folders_are_refused_in_one_line(
         load(tmp_path)
     assert "\n" not in str(caught.value)
     unsupported = any(
-        word in message for word in ("MLA", "linear attention", "gated", "gpt_oss", "mlp_type", "speculators")
+        word in message for word in ("MLA", "linear attention", "gated", "gpt_oss", "Hy3", "speculators")
     )
     assert isinstance(caught.value, UnsupportedModelError) == unsupported
 

@@ -214,8 +214,39 @@ _QWEN_MTP = Format(
         prefix="mtp.",
     ),
 )
+_HY3_LAYER = {
+    "final_layernorm.": "norm.",
+    "mlp.router.gate.": "layer.mlp.gate.",
+    "mlp.expert_bias": "layer.mlp.e_score_correction_bias",
+    "mlp.shared_mlp.": "layer.mlp.shared_experts.",
+}
 MTP_FORMATS = (
+    replace(
+        DEEPSEEK_MTP,
+        name="hy3",
+        mark="model.layers.{last}.final_layernorm.weight",
+        defaults={"norm_output": True, "masks_first": True},
+        tensors=TensorNames({**_HY3_LAYER, **DEEPSEEK_MTP.tensors.parts}, DEEPSEEK_MTP.tensors.prefix),
+        left_out=("shared_head.weight", "shared_head.head.weight", "embed_tokens.weight"),
+    ),
     DEEPSEEK_MTP,
+    Format(
+        "mtp",
+        "ernie",
+        {},
+        mark="model.mtp_linear_proj.0.weight",
+        second="model.mtp_linear_proj.1.weight",
+        defaults={"has_norm": False, "masks_first": True},
+        tensors=TensorNames(
+            {
+                "emb_norm.0.": "enorm.",
+                "hidden_norm.0.": "hnorm.",
+                "linear_proj.0.": "eh_proj.",
+                "block.0.": "layer.",
+            },
+            prefix="model.mtp_",
+        ),
+    ),
     # As AngelSpec converts its modules for vLLM.
     replace(
         _QWEN_MTP,
@@ -278,7 +309,13 @@ SEPARATE_MTP_FORMATS = (
         {"model_type": "mtp"},
         mark="eh_proj.weight",
         defaults={"norm_output": True, "masks_first": True},
-        tensors=TensorNames({"midlayer.": "layer.", "final_layernorm.": "norm."}),
+        tensors=TensorNames(
+            {
+                **{f"midlayer.{name}": part for name, part in _HY3_LAYER.items() if name.startswith("mlp.")},
+                "midlayer.": "layer.",
+                "final_layernorm.": "norm.",
+            }
+        ),
     ),
 )
 """Formats of MTP modules in folders of their own."""

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,17 @@ from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
 
 CPU = torch.device("cpu")
+EXPERTS = ("mlp.experts.", "mlp.switch_mlp.", "mlp.experts_gate_proj")
+"""Parts of the names of experts' tensors."""
+DEFAULT_THETAS = {"ernie4_5": 500_000.0, "hy_v3": 11_158_840.0}
+"""Value of `rope_theta` that a configuration without one means, where it is not 10000."""
 
 
 class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
     Without embeddings or an LM head of its own it uses the target's. With `has_bias`, the projection
-    has a bias; other arguments are as in `FeatureHead`.
+    has a bias; without `has_norm`, there is no norm before the LM head; other arguments are as in `FeatureHead`.
     """
 
     has_norms = True
@@ -76,6 +80,7 @@ class MtpHead(FeatureHead):
         has_head: bool = False,
         norm_output: bool = False,
         masks_first: bool = False,
+        has_norm: bool = True,
         num_steps: int = DEFAULT_STEPS,
     ) -> None:
         super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
@@ -90,7 +95,8 @@ class MtpHead(FeatureHead):
         (self.layer,), self.rotary = make_layers(layer)
         if not self.has_norms:
             self.layer.input_layernorm = nn.Identity()
-        self.norm = make_norm()
+        self.has_norm = has_norm
+        self.norm = make_norm() if has_norm else nn.Identity()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None
 
@@ -134,6 +140,7 @@ class MtpHead(FeatureHead):
                 has_head="lm_head.weight" in tensors,
                 norm_output=stored.flag("norm_output"),
                 masks_first=stored.flag("masks_first"),
+                has_norm=stored.flag("has_norm", default=True),
                 num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
         load_into(head, tensors, folder, stored.names.in_file)
@@ -151,6 +158,7 @@ class MtpHead(FeatureHead):
             "num_nextn_predict_layers": 1,
             "norm_output": self.norm_output,
             "masks_first": self.masks_first,
+            "has_norm": self.has_norm,
             "num_steps": self.num_steps,
         }
         tensors = {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
@@ -182,27 +190,38 @@ def module_layer(stored: StoredHead) -> LayerConfig:
     Raises:
         UnsupportedModelError: a kind of layer or an encoding of weights that is not supported.
     """
-    config = stored.layers
     with config_errors(stored.folder):
         _require_readable_weights(stored)
         _require_supported_layer(stored)
-        has_experts = any(
-            mark in name for name in stored.files for mark in ("mlp.experts.", "mlp.switch_mlp.")
-        )
-        described = {**config, "model_type": _layer_type(stored)}
-        return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
+        has_experts = any(mark in name for name in stored.files for mark in EXPERTS)
+        return LayerConfig.from_config(_described_layer(stored), MTP_TYPES, has_experts=has_experts)
 
 
-def _layer_type(stored: StoredHead) -> str:
-    """Return the model type whose layers are those of a module."""
+def _described_layer(stored: StoredHead) -> dict[str, Any]:
+    """Return the configuration of a model whose layers are those of a module."""
+    fields = dict(stored.layers)
+    kind: str = fields.get("model_type", "llama")
     if stored.format.name == "angelspec":
+        fields.setdefault("rope_theta", DEFAULT_THETAS["hy_v3"])
+        kind = "qwen3" if stored.flag("qk_norm", default=True) else "llama"
         if stored.get("mlp_type", "moe") != "dense":
-            raise UnsupportedModelError(
-                f"expected a module with mlp_type dense in {stored.folder}, got one with experts; use another drafter"
-            )
-        return "qwen3" if stored.flag("qk_norm", default=True) else "llama"
-    kind: str = stored.layers.get("model_type", "llama")
-    return {"mimo": "qwen2", "qwen3_mtp": "qwen3"}.get(kind, kind)
+            _require_experts_of_hy3(stored)
+            kind = "hy_v3"
+    # The layers of MiMo are those of Qwen2; Ernie's modules have no experts.
+    kind = {"mimo": "qwen2", "qwen3_mtp": "qwen3", "ernie4_5_moe": "ernie4_5"}.get(kind, kind)
+    if kind in DEFAULT_THETAS:
+        fields.setdefault("rope_theta", DEFAULT_THETAS[kind])
+    return {**fields, "model_type": kind}
+
+
+def _require_experts_of_hy3(stored: StoredHead) -> None:
+    """Refuse a module of AngelSpec whose experts are not chosen as those of Hy3."""
+    fields = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+    other = next((name for name in fields if not stored.flag(name, default=True)), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"expected a module with experts like those of Hy3 in {stored.folder}, got {other} of false; use another drafter"
+        )
 
 
 def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
@@ -224,6 +243,10 @@ def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
     num_experts = 0
     while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
         num_experts += 1
+    fused = prefix.replace("experts.", "experts_")
+    if f"{fused}gate_proj" in tensors:  # as AngelSpec stores them, `[expert, input, output]`
+        gate, up, down = (tensors.pop(f"{fused}{part}").transpose(1, 2) for part in parts)
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
     if f"{stacked}gate_proj.weight" in tensors:  # as MLX stores them
         gate, up, down = (tensors.pop(f"{stacked}{part}.weight") for part in parts)
         tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
