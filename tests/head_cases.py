@@ -19,6 +19,7 @@ from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mtp import MtpDrafter
+from secondguess.drafters.mtp_chain import MtpChainDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
@@ -28,6 +29,7 @@ from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
+from secondguess.heads.mtp_chain import MtpChain
 from secondguess.runtime.base import Runtime
 
 
@@ -87,6 +89,12 @@ def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(MtpDrafter, MtpHead.fresh(TargetModel.from_runtime(target), seed=4), target, shape)
 
 
+def mtp_chain_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    model = TargetModel.from_runtime(target)
+    chain = MtpChain([MtpHead.fresh(model, seed) for seed in (5, 6, 7)], model)
+    return MtpChainDrafter(chain.to(model.dtype), target, "mtp", shape)
+
+
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
 
@@ -109,6 +117,7 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,
+    "mtp-chain": mtp_chain_drafter,
     "dspark": dspark_drafter,
     "gemma4-assistant": assistant_drafter,
 }

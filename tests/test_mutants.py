@@ -36,6 +36,7 @@ from distribution_cases import (
 from families import FAMILIES
 from gemma_cases import assistant_drafts_as_published
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
+from mtp_chain_cases import HAS_ORACLE, chain_drafts_as_published
 from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess import decode as loop
@@ -51,6 +52,7 @@ from secondguess.drafters.gemma_assistant import GemmaAssistantDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.mtp_chain import MtpChainDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
@@ -63,6 +65,7 @@ from secondguess.heads.gemma_assistant import GemmaAssistant
 from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
+from secondguess.heads.mtp_chain import MtpChain
 from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
@@ -285,6 +288,11 @@ def heads_draft_as_they_learn(kind: str) -> bool:
 def assistants_draft_as_published() -> bool:
     with TemporaryDirectory() as folder:
         return assistant_drafts_as_published(Path(folder))
+
+
+def chains_draft_as_published() -> bool:
+    with TemporaryDirectory() as folder:
+        return chain_drafts_as_published(Path(folder))
 
 
 def head_drafter(kind, target, shape):
@@ -976,6 +984,31 @@ def assistant_reads_beyond_its_window(patch: Patch) -> None:
     patch.setattr(GemmaAssistant, "read_target", read_target)
 
 
+def first_module_drafts_every_token(patch: Patch) -> None:
+    original = MtpChain.heads.fget
+    patch.setattr(MtpChain, "heads", property(lambda self: [original(self)[0]] * len(self.links)))
+
+
+def modules_of_a_chain_ignore_each_other(patch: Patch) -> None:
+    """The nodes of a module read zeros."""
+    original = FeatureRuntime.read_outputs
+    patch.setattr(
+        FeatureRuntime,
+        "read_outputs",
+        lambda self, row, outputs: original(self, row, torch.zeros_like(outputs)),
+    )
+
+
+def modules_of_a_chain_read_neighbouring_outputs(patch: Patch) -> None:
+    """Outputs are passed on for the next position instead of their own."""
+    original = MtpChainDrafter._pass_on
+
+    def pass_on(self, link, depth, start, outputs):
+        original(self, link, depth, start + 1, outputs)
+
+    patch.setattr(MtpChainDrafter, "_pass_on", pass_on)
+
+
 def dspark_hears_rejected_nodes(patch: Patch) -> None:
     """Of a tree's nodes the first are taken for the path."""
     original = DsparkDrafter.observe
@@ -1193,6 +1226,15 @@ MUTANTS = [
     Mutant(assistant_reads_the_state_of_the_old_pending, check(assistants_draft_as_published)),
     Mutant(assistant_stands_before_pending, check(assistants_draft_as_published)),
     Mutant(assistant_reads_beyond_its_window, check(assistants_draft_as_published)),
+    *(
+        Mutant(mutant, check(chains_draft_as_published))
+        for mutant in (
+            first_module_drafts_every_token,
+            modules_of_a_chain_ignore_each_other,
+            modules_of_a_chain_read_neighbouring_outputs,
+        )
+        if HAS_ORACLE
+    ),
     Mutant(dspark_hears_rejected_nodes, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_keeps_keys_of_the_last_block, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, check(heads_draft_as_they_learn, "dspark")),

@@ -595,14 +595,6 @@ def test_a_target_without_a_module_is_refused(tmp_path: Path) -> None:
         drafter_of("mtp", tmp_path)
 
 
-def test_the_first_of_several_modules_drafts_with_a_note(tmp_path: Path) -> None:
-    deepseek(tmp_path)
-    second = {f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight": torch.ones(WIDTH, 2 * WIDTH)}
-    save_file(second, tmp_path / "model-00003-of-00003.safetensors")
-    with pytest.warns(UserWarning, match="several multi-token-prediction modules: the first one"):
-        load(tmp_path)
-
-
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
     """Write the module's tensors to one file, changed by a function of the tensors and their prefix."""
     tensors: Tensors = {}

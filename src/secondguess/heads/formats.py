@@ -7,8 +7,10 @@ package, and its tensors under the names of its module.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,14 @@ class TensorNames:
     """Names of the tensors of a head in files."""
 
     parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
-    prefix: str = ""  # of all names in the file; {last} stands for the number of the target's layers
+    prefix: str = ""  # of all names in the file
+    # Both may have {index} for the number of a module, and {last} for the number of the target's layers plus it.
 
-    def at(self, num_layers: int) -> TensorNames:
-        """Return the names for a target of `num_layers` layers."""
-        return replace(self, prefix=self.prefix.format(last=num_layers))
+    def at(self, num_layers: int, index: int = 0) -> TensorNames:
+        """Return the names of module `index` for a target of `num_layers` layers."""
+        numbers = {"last": num_layers + index, "index": index}
+        parts = {name.format(**numbers): part for name, part in self.parts.items()}
+        return TensorNames(parts, self.prefix.format(**numbers))
 
     def in_module(self, name: str) -> str:
         """Return the name in the module for a name in the file."""
@@ -69,7 +74,7 @@ class Format:
         kind: kind of drafter that uses the head.
         name: name of the format; rows of one format differ in their marks.
         marks: fields of `config.json` that mark the format, and their values or `ANY`.
-        mark: name of a tensor that marks the format too; empty for none. {last} is the number of layers.
+        mark: name of a tensor that marks the format too; empty for none. {last} and {index} as in `TensorNames`.
         layers: field that describes the decoder layers; empty if `config.json` itself does.
         fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
             into nested fields. A field that is not listed is spelled as here.
@@ -77,8 +82,6 @@ class Format:
         tensors: names of the tensors.
         left_out: endings of the names of tensors that are not read: copies of the target's, and those
             that can be computed.
-        second: name of a tensor of a further head in the file, which is not read; {next} is the number
-            of layers plus one.
     """
 
     kind: str
@@ -90,7 +93,6 @@ class Format:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
-    second: str = ""
 
     def matches(self, config: Mapping[str, Any], has_tensor: Callable[[str], bool]) -> bool:
         """Return whether a folder with this `config.json` is marked as of this format."""
@@ -98,8 +100,12 @@ class Format:
             name: ANY if value is ANY and name in config else config.get(name)
             for name, value in self.marks.items()
         }
-        mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
+        mark = self.mark_of(text_config(config).get("num_hidden_layers", 0))
         return found == self.marks and (not mark or has_tensor(mark))
+
+    def mark_of(self, num_layers: int, index: int = 0) -> str:
+        """Return the name of the tensor that marks module `index` for a target of `num_layers` layers."""
+        return self.mark.format(last=num_layers + index, index=index)
 
 
 _COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -183,7 +189,6 @@ DEEPSEEK_MTP = Format(
     "deepseek",
     {},
     mark="model.layers.{last}.eh_proj.weight",
-    second="model.layers.{next}.eh_proj.weight",
     tensors=TensorNames(
         {
             "enorm.": "enorm.",
@@ -234,15 +239,14 @@ MTP_FORMATS = (
         "mtp",
         "ernie",
         {},
-        mark="model.mtp_linear_proj.0.weight",
-        second="model.mtp_linear_proj.1.weight",
+        mark="model.mtp_linear_proj.{index}.weight",
         defaults={"has_norm": False, "masks_first": True},
         tensors=TensorNames(
             {
-                "emb_norm.0.": "enorm.",
-                "hidden_norm.0.": "hnorm.",
-                "linear_proj.0.": "eh_proj.",
-                "block.0.": "layer.",
+                "emb_norm.{index}.": "enorm.",
+                "hidden_norm.{index}.": "hnorm.",
+                "linear_proj.{index}.": "eh_proj.",
+                "block.{index}.": "layer.",
             },
             prefix="model.mtp_",
         ),
@@ -259,8 +263,7 @@ MTP_FORMATS = (
         "mtp",
         "mimo",
         {},
-        mark="model.mtp_layers.0.input_proj.weight",
-        second="model.mtp_layers.1.input_proj.weight",
+        mark="model.mtp_layers.{index}.input_proj.weight",
         defaults={"norm_output": True, "state_first": True},
         tensors=TensorNames(
             {
@@ -270,7 +273,7 @@ MTP_FORMATS = (
                 "final_layernorm.": "norm.",
                 "": "layer.",
             },
-            prefix="model.mtp_layers.0.",
+            prefix="model.mtp_layers.{index}.",
         ),
     ),
 )
@@ -341,13 +344,28 @@ class StoredHead:
             marks = [
                 field if value is ANY else f"the {field} {value}"
                 for row in rows
-                for field, value in (row.marks or {row.mark.format(last=num_layers): ANY}).items()
+                for field, value in (row.marks or {row.mark_of(num_layers): ANY}).items()
             ]
             raise CheckpointError(
                 f"expected the {CONFIG} and the weights of a drafter of the kind {kind} in {folder} ({' or '.join(marks)}), "
                 f"got the model_type {self.config.get('model_type')!r}; train one with `secondguess train {kind}`"
             )
-        self.format, self.names = found, found.tensors.at(num_layers)
+        self.format, self.names, self._num_layers = found, found.tensors.at(num_layers), num_layers
+
+    @property
+    def num_modules(self) -> int:
+        """Number of modules in the folder; those after the first one are marked alike."""
+        if self.format.mark_of(0) == self.format.mark_of(0, 1):
+            return 1
+        marks = (self.format.mark_of(self._num_layers, index) for index in count(1))
+        return 1 + sum(1 for _ in takewhile(self.tensor_names.__contains__, marks))
+
+    def module(self, index: int) -> StoredHead:
+        """Return the module with this number."""
+        other = copy(self)
+        other.__dict__.pop("files", None)
+        other.names = self.format.tensors.at(self._num_layers, index)
+        return other
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `config.json`; None, or the default, if it is absent or null."""

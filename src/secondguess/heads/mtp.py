@@ -10,7 +10,6 @@ folder of its own with DeepSeek's tensor names.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -111,10 +110,14 @@ class MtpHead(FeatureHead):
     def load(cls, folder: Path, target: TargetModel) -> MtpHead:
         """Read the first MTP module of a checkpoint; other tensors are not read.
 
-        The folder is that of the target or of a single module. Warns if there are further modules,
-        which are not used.
+        The folder is that of the target or of a single module.
         """
-        stored = find_module(folder)
+        return cls.read(find_module(folder), target)
+
+    @classmethod
+    def read(cls, stored: StoredHead, target: TargetModel) -> MtpHead:
+        """Read a module that `find_module` has found, or one of the further modules of its folder."""
+        folder = stored.folder
         layer, fields = module_layer(stored), stored.layers
         with config_errors(folder):
             # AngelSpec does not write the number of the target's layers.
@@ -144,11 +147,6 @@ class MtpHead(FeatureHead):
                 num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
         load_into(head, tensors, folder, stored.names.in_file)
-        if stored.format.second.format(next=target.num_layers + 1) in stored.tensor_names:
-            warnings.warn(
-                f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
-                stacklevel=2,
-            )
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

@@ -82,6 +82,14 @@ class FeatureRuntime(CachedRuntime):
             table = self._features[row] = larger
         table[start:needed] = features
 
+    def outputs(self, row: Row) -> Tensor:
+        """Return the outputs `[query, feature]` of a row's last pass, at pending and the nodes."""
+        return self._outputs[row]
+
+    def read_outputs(self, row: Row, outputs: Tensor) -> None:
+        """Give the nodes of the next pass the features that another head has at their parents."""
+        self._outputs[row] = outputs
+
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         if draft.num_nodes:
             for row, parents in zip(rows, draft.shapes, strict=True):
