@@ -15,6 +15,7 @@ from secondguess.core import Draft, Row, Verdict
 from secondguess.drafters.hidden_states import HiddenStateBuffer
 from secondguess.drafters.sampling_drafter import HeadDrafter, expand_to_batch
 from secondguess.drafters.trees import TreeShape
+from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.mtp_chain import MtpChain
 from secondguess.heads.runtime import FEATURE_KEY, FeatureRuntime
 from secondguess.runtime.base import HiddenStates, Runtime
@@ -55,19 +56,56 @@ class MtpChainDrafter(HeadDrafter):
         ]
         return len(row.tokens) - 1 - len(links[0].tokens) + max(known, default=0)
 
+    def admit(self, rows: Sequence[Row]) -> list[int | None]:
+        try:
+            return [self._reuse(row) for row in rows]
+        except BaseException:
+            for row in rows:
+                self._release_links(row)
+            raise
+
+    def _reuse(self, row: Row) -> int:
+        """Admit a row; return the number of leading tokens whose entries all modules reuse.
+
+        A module needs the outputs of the one before it from its first uncached token on.
+        """
+        links = self._make_links(row)
+        nums = [
+            runtime.admit([link])[0] if link.tokens else 0
+            for runtime, link in zip(self._runtimes, links, strict=True)
+        ]
+        self._rewind(row, min(nums))
+        return min(nums)
+
+    def _make_links(self, row: Row) -> list[Row]:
+        self._links[row] = [Row(row.tokens[1 + depth :], row.params) for depth in range(len(self._runtimes))]
+        return self._links[row]
+
+    def _rewind(self, row: Row, length: int) -> None:
+        for runtime, link in zip(self._runtimes, self._links[row], strict=True):
+            if link in runtime.slots:
+                runtime.rewind([link], [length])
+
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
         for row, row_hidden in zip(rows, hidden, strict=True):
             self._hidden_buffer.begin(row, row_hidden)
+            if row_hidden and row in self._links:
+                num_reused = len(row.tokens) - 1 - len(row_hidden[LAST_HIDDEN])
+                self._rewind(row, num_reused)
+                self._nums_features[row] = num_reused
 
     def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
         self._hidden_buffer.observe(rows, verdict, hidden)
 
     def release(self, row: Row) -> None:
         super().release(row)
-        for runtime, link in zip(self._runtimes, self._links.pop(row, ()), strict=False):
-            runtime.release(link)
+        self._release_links(row)
         self._nums_features.pop(row, None)
         self._hidden_buffer.release(row)
+
+    def _release_links(self, row: Row) -> None:
+        for runtime, link in zip(self._runtimes, self._links.pop(row, ()), strict=False):
+            runtime.release(link)
 
     def reset_prefix_cache(self) -> None:
         for runtime in self._runtimes:
@@ -83,9 +121,7 @@ class MtpChainDrafter(HeadDrafter):
 
     def _update(self, row: Row) -> None:
         """Take over a row's new tokens, and the target's states for them."""
-        if row not in self._links:
-            self._links[row] = [Row([], row.params) for _ in self._runtimes]
-        links = self._links[row]
+        links = self._links[row] if row in self._links else self._make_links(row)
         for depth, (runtime, link) in enumerate(zip(self._runtimes, links, strict=True)):
             link.tokens[:] = row.tokens[1 + depth :]
             if link in runtime.slots:
