@@ -84,7 +84,7 @@ def test_the_order_of_layers_is_read(tmp_path: Path) -> None:
 
 
 def test_the_size_of_heads_of_full_attention_has_two_spellings(tmp_path: Path) -> None:
-    """Releases of Transformers before 5.20 write `global_head_dim`."""
+    """Earlier releases of Transformers write `global_head_dim`."""
     expected = oracle_logits(write_assistant(tmp_path), TEXT, CHAIN)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     assert text.pop("per_layer_config") == {"2": {"head_dim": 16}}
