@@ -23,6 +23,8 @@ from gemma_cases import (
 )
 from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.gemma_assistant import FULL, SLIDING
+from secondguess.runtime.decoder.fused import FusedRuntime, fuse
+from unrolled_cases import target_model
 
 CHAIN = [7, 2, 20]
 
@@ -181,6 +183,13 @@ def test_a_target_without_such_keys_is_refused(tmp_path: Path) -> None:
         UnsupportedModelError, match="keys and values of the kind sliding_attention, got a Llama"
     ):
         named(f"gemma4-assistant:{tmp_path}")
+
+
+def test_a_target_in_another_runtime_is_refused(tmp_path: Path) -> None:
+    write_assistant(tmp_path)
+    target = Named(FusedRuntime(fuse(target_model(), packed=False)))
+    with pytest.raises(UnsupportedModelError, match="provides its keys and values, got a FusedRuntime"):
+        named(f"gemma4-assistant:{tmp_path}", target)
 
 
 def test_heads_of_another_size_than_the_targets_are_refused(tmp_path: Path) -> None:
