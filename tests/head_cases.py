@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from checkpoints import random_llama
+from gemma_cases import assistant_drafter
 from secondguess.drafters.base import Drafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.eagle import EagleDrafter
@@ -19,6 +20,7 @@ from secondguess.drafters.feature_drafter import FeatureDrafter
 from secondguess.drafters.layer_skip import LayerSkipDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mtp import MtpDrafter
+from secondguess.drafters.mtp_chain import MtpChainDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
@@ -29,6 +31,7 @@ from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead, default_layer_config
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
+from secondguess.heads.mtp_chain import MtpChain
 from secondguess.runtime.base import Runtime
 
 
@@ -127,6 +130,12 @@ def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(MtpDrafter, MtpHead.fresh(TargetModel.from_runtime(target), seed=4), target, shape)
 
 
+def mtp_chain_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    model = TargetModel.from_runtime(target)
+    chain = MtpChain([MtpHead.fresh(model, seed) for seed in (5, 6, 7)], model)
+    return MtpChainDrafter(chain.to(model.dtype), target, "mtp", shape)
+
+
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
     return block_drafter(target, shape, markov_rank=2)
@@ -191,12 +200,14 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,
+    "mtp-chain": mtp_chain_drafter,
     "dspark": dspark_drafter,
     "dspark-windows": windowed_drafter,
     "dspark-rnn": recurrent_drafter,
     "dflash2": dflash2_drafter,
     "xpress": xpress_drafter,
     "domino": domino_drafter,
+    "gemma4-assistant": assistant_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 
@@ -204,3 +215,5 @@ NEEDS_FUSED = ("early-exit", "layer-skip")
 """Kinds that run the target's layers one by one."""
 NEEDS_NATIVE = ("self",)
 """Kinds that run on the compiled kernels alone."""
+NEEDS_GEMMA = ("gemma4-assistant",)
+"""Kinds that read the keys and values of a Gemma 4 target."""

@@ -45,6 +45,7 @@ NAMES = {
         "mtp": EVERY_HEAD,
         "eagle": EVERY_HEAD,
         "dspark": EVERY_HEAD,
+        "gemma4-assistant": EVERY_HEAD,
     },
     "verifiers": {
         "auto": "test_tree_distributions.py::test_auto_verifies_trees_by_traversal",
@@ -122,7 +123,10 @@ FORMATS = {
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
     "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",
     "eagle, dialects": "heads/test_eagle_dialects.py::test_a_dialect_has_the_logits_of_its_publisher",
-    "mtp in a target or a folder": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
+    "mtp in a target, or in a folder of four layouts": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
+    "gemma4-assistant and its unified form": (
+        "heads/test_gemma_assistant.py::test_an_assistant_has_the_logits_of_transformers"
+    ),
     "dspark and dflash": "heads/test_dspark.py::test_every_published_format_drafts_as_in_the_paper",
     "other block drafters": "heads/test_block_formats.py::test_the_logits_are_those_of_the_publishers_code",
     "heads written for speculators": "heads/test_speculators.py::test_speculators_reads_written_heads",

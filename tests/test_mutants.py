@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy
 import torch
@@ -32,7 +34,9 @@ from distribution_cases import (
     seasoned,
 )
 from families import FAMILIES
+from gemma_cases import assistant_drafts_as_published
 from grammar_cases import ENDS, REGEXES, masked_dist, with_regex
+from mtp_chain_cases import HAS_ORACLE, chain_drafts_as_published
 from mutant_cases import Check, Mutant, Patch, check, mutation_test
 from noise_cases import CRUDE, ONE_SIDED, chained_text_p_value
 from secondguess import decode as loop
@@ -44,9 +48,11 @@ from secondguess.drafters import combined
 from secondguess.drafters.combined import CombinedDrafter
 from secondguess.drafters.dspark import DsparkDrafter
 from secondguess.drafters.feature_drafter import FeatureDrafter
+from secondguess.drafters.gemma_assistant import GemmaAssistantDrafter
 from secondguess.drafters.medusa import MedusaDrafter
 from secondguess.drafters.mirroring import TokenDrafter
 from secondguess.drafters.model import ModelDrafter
+from secondguess.drafters.mtp_chain import MtpChainDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
@@ -57,10 +63,12 @@ from secondguess.heads.block_layers import BlockAttention
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
 from secondguess.heads.formats import checkpoint_tensors
+from secondguess.heads.gemma_assistant import GemmaAssistant
 from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.markov import RecurrentMarkovHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
+from secondguess.heads.mtp_chain import MtpChain
 from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
@@ -292,6 +300,14 @@ BLOCK_KINDS = {
     },
 }  # fmt: skip
 """Options of each kind of block drafter."""
+def assistants_draft_as_published() -> bool:
+    with TemporaryDirectory() as folder:
+        return assistant_drafts_as_published(Path(folder))
+
+
+def chains_draft_as_published() -> bool:
+    with TemporaryDirectory() as folder:
+        return chain_drafts_as_published(Path(folder))
 
 
 def head_drafter(kind, target, shape):
@@ -958,6 +974,56 @@ def medusa_heads_are_off_by_one(patch: Patch) -> None:
     patch.setattr(MedusaHead, "logits", lambda self, states, depth: original(self, states, max(depth - 1, 0)))
 
 
+def assistant_reads_the_state_of_the_old_pending(patch: Patch) -> None:
+    def observe(self, rows, verdict, hidden):
+        self._states[rows[0]] = hidden[-1][0, 0].clone()
+
+    patch.setattr(GemmaAssistantDrafter, "observe", observe)
+
+
+def assistant_stands_before_pending(patch: Patch) -> None:
+    """Its queries are turned by the position of the last cached token."""
+    original = RotaryPositions.forward
+    patch.setattr(
+        RotaryPositions, "forward", lambda self, positions, dtype: original(self, positions - 1, dtype)
+    )
+
+
+def assistant_reads_beyond_its_window(patch: Patch) -> None:
+    original = GemmaAssistant.read_target
+
+    def read_target(self, keys_values, lengths):
+        self.config = replace(self.config, window=128)
+        return original(self, keys_values, lengths)
+
+    patch.setattr(GemmaAssistant, "read_target", read_target)
+
+
+def first_module_drafts_every_token(patch: Patch) -> None:
+    original = MtpChain.heads.fget
+    patch.setattr(MtpChain, "heads", property(lambda self: [original(self)[0]] * len(self.links)))
+
+
+def modules_of_a_chain_ignore_each_other(patch: Patch) -> None:
+    """The nodes of a module read zeros."""
+    original = FeatureRuntime.read_outputs
+    patch.setattr(
+        FeatureRuntime,
+        "read_outputs",
+        lambda self, row, outputs: original(self, row, torch.zeros_like(outputs)),
+    )
+
+
+def modules_of_a_chain_read_neighbouring_outputs(patch: Patch) -> None:
+    """Outputs are passed on for the next position instead of their own."""
+    original = MtpChainDrafter._pass_on
+
+    def pass_on(self, link, depth, start, outputs):
+        original(self, link, depth, start + 1, outputs)
+
+    patch.setattr(MtpChainDrafter, "_pass_on", pass_on)
+
+
 def dspark_hears_rejected_nodes(patch: Patch) -> None:
     """Of a tree's nodes the first are taken for the path."""
     original = DsparkDrafter.observe
@@ -1208,6 +1274,18 @@ MUTANTS = [
     Mutant(race_is_off_by_one_from_the_draft, check(acceptance_holds, "coupled", coupled=True)),
     Mutant(medusa_reads_the_state_of_the_old_pending, check(heads_draft_as_they_learn, "medusa")),
     Mutant(medusa_heads_are_off_by_one, check(heads_draft_as_they_learn, "medusa")),
+    Mutant(assistant_reads_the_state_of_the_old_pending, check(assistants_draft_as_published)),
+    Mutant(assistant_stands_before_pending, check(assistants_draft_as_published)),
+    Mutant(assistant_reads_beyond_its_window, check(assistants_draft_as_published)),
+    *(
+        Mutant(mutant, check(chains_draft_as_published))
+        for mutant in (
+            first_module_drafts_every_token,
+            modules_of_a_chain_ignore_each_other,
+            modules_of_a_chain_read_neighbouring_outputs,
+        )
+        if HAS_ORACLE
+    ),
     Mutant(dspark_hears_rejected_nodes, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_keeps_keys_of_the_last_block, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, check(heads_draft_as_they_learn, "dspark")),

@@ -13,7 +13,7 @@ import transformers
 
 from distribution_cases import PAIRS, SAMPLED, dist_error, make_pair_drafter
 from families import COPIED, RECURRENT, needs_kernels
-from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE
+from head_cases import HEADS, NEEDS_FUSED, NEEDS_GEMMA, NEEDS_NATIVE
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Components, decode
@@ -131,9 +131,9 @@ DRAFTERS = (
     "model:draft",
     "model:draft,tree=2x1",
     "suffix,min=1+model:draft",
-    *(kind for kind in HEADS if kind not in (*NEEDS_FUSED, *NEEDS_NATIVE)),
+    *(kind for kind in HEADS if kind not in (*NEEDS_FUSED, *NEEDS_NATIVE, *NEEDS_GEMMA)),
 )
-"""All drafters but those that run the target's layers one by one, and `self:int4`, which not every module has."""
+"""All drafters but those for some targets: layer by layer, with `self:int4`'s copy, or with keys that are shared."""
 
 
 @pytest.mark.parametrize(

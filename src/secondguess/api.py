@@ -279,7 +279,7 @@ def load(
     Args:
         model: a directory, a GGUF file or the name of a cached model; `builtin` is the built-in target.
         drafter: `none`, `model:PATH`, `ngram`, `suffix`, `grid`, `jacobi`, `self:int4`, `early-exit:K` or `[:PATH]`,
-            `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]` or `dspark[:PATH]`,
+            `layer-skip:PATH`, `medusa[:PATH]`, `mtp[:PATH]`, `eagle[:PATH]`, `dspark[:PATH]` or `gemma4-assistant:PATH`,
             each with `,key=value` options (see `docs/drafters.md`). Several joined by `+`
             alternate: the controller picks one per row and round. Without a path, the head shipped
             with the target is used. By default, or for `auto`, the built-in target uses `suffix` and its own

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import needs_kernels
-from head_cases import HEADS, NEEDS_NATIVE, tiny_target
+from gemma_cases import gemma_runtime
+from head_cases import HEADS, NEEDS_GEMMA, NEEDS_NATIVE, tiny_target
 from secondguess.controllers import make_controller
 from secondguess.core import Row
 from secondguess.decode import Batch, Components, decode
@@ -59,8 +60,16 @@ def native_decoder() -> NativeDecoder:
     return NativeDecoder(fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False))
 
 
-def components_of(drafter: str, controller: str = "fixed:3", is_native: bool = False) -> Components:
-    target = NativeRuntime(native_decoder()) if is_native or drafter in NEEDS_NATIVE else fused(TARGET)
+def target_of(drafter: str) -> CachedRuntime:
+    """Return a new target that supports the drafter."""
+    if drafter in NEEDS_GEMMA:
+        return gemma_runtime()
+    return NativeRuntime(native_decoder()) if drafter in NEEDS_NATIVE else fused(TARGET)
+
+
+def components_of(drafter: str, controller: str = "fixed:3", target_like: str = "") -> Components:
+    """Return the drafter with a target that supports it, or another drafter."""
+    target = target_of(target_like or drafter)
     return Components(target, DRAFTERS[drafter](target), make_verifier("auto"), make_controller(controller))
 
 
@@ -76,14 +85,14 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 def plain_text(row: Row, drafter: str) -> list[int]:
     """The output of a row of `row_of` that decodes alone, without drafts, on the drafter's target."""
-    params, is_native = row.params, drafter in NEEDS_NATIVE
-    return plain_output(tuple(row.tokens[: row.num_prompt]), params.max_tokens, params.temperature, is_native)
+    params, like = row.params, drafter if drafter in (*NEEDS_NATIVE, *NEEDS_GEMMA) else ""
+    return plain_output(tuple(row.tokens[: row.num_prompt]), params.max_tokens, params.temperature, like)
 
 
 @cache
-def plain_output(prompt: tuple[int, ...], max_tokens: int, temperature: float, is_native: bool) -> list[int]:
+def plain_output(prompt: tuple[int, ...], max_tokens: int, temperature: float, like: str) -> list[int]:
     alone = row_of(prompt, max_tokens, temperature)
-    for _ in decode(components_of("none", is_native=is_native), [alone]):
+    for _ in decode(components_of("none", target_like=like), [alone]):
         pass
     return alone.output
 

@@ -8,7 +8,8 @@ from functools import cache, partial
 import pytest
 import torch
 
-from head_cases import HEADS, NEEDS_FUSED, NEEDS_NATIVE, tiny_target
+from gemma_cases import gemma_runtime, gemma_target
+from head_cases import HEADS, NEEDS_FUSED, NEEDS_GEMMA, NEEDS_NATIVE, tiny_target
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.core import Budgets, Candidate, Draft, Plan, RoundTime, Row, Verdict
@@ -20,7 +21,7 @@ from secondguess.drafters.suffix import SuffixDrafter, SuffixOptions
 from secondguess.drafters.trees import DynamicTree, StaticTree, TreeShape
 from secondguess.proof.enumeration import enumerate_rounds, exact_dist, largest_difference, text_dist
 from secondguess.runtime import cache as cache_module
-from secondguess.runtime.base import Runtime
+from secondguess.runtime.base import ForwardOutput, Runtime
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.cpu import library
 from secondguess.runtime.cpu.decoder import NativeDecoder
@@ -133,12 +134,14 @@ def target_for(head: str) -> Callable[[], Runtime]:
     """Return a function that makes a runtime which supports the head."""
     if head in NEEDS_NATIVE:
         return native_runtime
+    if head in NEEDS_GEMMA:
+        return gemma_runtime
     return fused_runtime if head in NEEDS_FUSED else module_runtime
 
 
 def reference_for(head: str) -> Callable[[], Runtime]:
     """Return a function that makes the runtime whose plain text that of the head equals: the module, in float64."""
-    return native_runtime if head in NEEDS_NATIVE else module_runtime
+    return module_runtime if head in NEEDS_FUSED else target_for(head)
 
 
 def plain_text(
@@ -172,8 +175,10 @@ _plain_texts: dict[object, list[list[int]]] = {}
 def test_greedy_text_equals_plain_decoding(
     head: str, shape: str, make_target: Callable[[], Runtime], together: bool
 ) -> None:
-    if head in NEEDS_NATIVE or (head in NEEDS_FUSED and make_target is module_runtime):
+    is_module = make_target is module_runtime
+    if head in NEEDS_NATIVE or (head in NEEDS_FUSED and is_module) or (head in NEEDS_GEMMA and not is_module):
         pytest.skip("another runtime cannot run it")
+    make_target = gemma_runtime if head in NEEDS_GEMMA else make_target
     params = SamplingParams(max_tokens=12)
     batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS[:NUM_ALONE]]
     found = [
@@ -181,7 +186,7 @@ def test_greedy_text_equals_plain_decoding(
         for batch in batches
         for text in run(make_head(head, shape), params, prompts=batch, make_target=make_target)
     ]
-    assert found == plain_text(params)[: len(found)]
+    assert found == plain_text(params, make_target=reference_for(head))[: len(found)]
 
 
 @every_head
@@ -200,6 +205,8 @@ def test_greedy_text_under_traversal_equals_plain_decoding(head: str, shape: str
 def test_text_over_the_kernels_equals_plain_decoding_over_them(
     head: str, shape: str, temperature: float
 ) -> None:
+    if head in NEEDS_GEMMA:
+        pytest.skip("the kernels do not run its target")
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=4)
     found = run(make_head(head, shape), params, controller=VaryingLengths(), make_target=native_runtime)
     assert found == plain_text(params, make_target=native_runtime)
@@ -284,16 +291,25 @@ def test_state_after_rounds_equals_that_of_a_new_drafter(
 
 def two_token_target(head: str) -> CachedRuntime:
     """Return a target with two tokens that supports the head."""
+    if head in NEEDS_GEMMA:
+        return gemma_runtime(vocab_size=2)
     model = tiny_target(vocab_size=2)
     if head in NEEDS_NATIVE:
         return NativeRuntime(NativeDecoder(fuse(model.bfloat16(), packed=False)))
     return FusedRuntime(fuse(model, packed=False)) if head in NEEDS_FUSED else TransformersRuntime(model)
 
 
+def two_token_model(head: str) -> Callable[[torch.Tensor], ForwardOutput]:
+    """Return the forward pass of the target with two tokens, without a cache."""
+    if head in NEEDS_NATIVE:
+        return two_token_target(head).probe
+    return partial(gemma_target(2) if head in NEEDS_GEMMA else tiny_target(2), use_cache=False)
+
+
 @cache
-def two_token_dists(is_native: bool) -> dict[tuple[int, ...], torch.Tensor]:
+def two_token_dists(head: str) -> dict[tuple[int, ...], torch.Tensor]:
     """Return the target's distribution after every output of up to three tokens, without a cache."""
-    run = two_token_target(NEEDS_NATIVE[0]).probe if is_native else partial(tiny_target(2), use_cache=False)
+    run = two_token_model(head)
     dists = {}
     outputs: list[tuple[int, ...]] = [()]
     for output in outputs:
@@ -320,7 +336,7 @@ def test_output_distribution_equals_the_targets(
     """One or two rounds on a real cache, enumerated."""
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 16)  # less memory to allocate for a thousand branches
     shape = StaticTree(widths) if widths else None
-    target, dists = two_token_target(head), two_token_dists(head in NEEDS_NATIVE)
+    target, dists = two_token_target(head), two_token_dists(head)
     # One prefill pass for all branches instead of one per branch: equal bits are not needed here.
     target._prefills_together = True
     components = Components(
@@ -330,6 +346,6 @@ def test_output_distribution_equals_the_targets(
     (branches,) = enumerate_rounds(components, lambda: [Row([0, 1], params)], num_rounds=num_rounds)
     found = text_dist(branches, dists.__getitem__, 4)
     assert largest_difference(found, exact_dist(dists.__getitem__, 4)) < (
-        1e-6 if head in (*NEEDS_FUSED, *NEEDS_NATIVE) else 1e-9
+        1e-6 if head in (*NEEDS_FUSED, *NEEDS_NATIVE, *NEEDS_GEMMA) else 1e-9
     )  # the fused runtime's norms are in float64, the module's not; the kernels return logits in float32
     assert any(branch.num_accepted for branch in branches)

@@ -486,7 +486,14 @@ def test_bad_options_of_export_are_refused(secondguess_command, arguments, words
 
 
 @pytest.mark.parametrize(
-    ("drafter", "method"), [("eagle", "eagle3"), ("mtp", "mtp"), ("medusa", "medusa"), ("dspark", "dspark")]
+    ("drafter", "method"),
+    [
+        ("eagle", "eagle3"),
+        ("mtp", "mtp"),
+        ("medusa", "medusa"),
+        ("dspark", "dspark"),
+        ("gemma4-assistant", "mtp"),
+    ],
 )
 def test_trained_drafters_are_exported_to_vllm(drafter, method):
     words = shlex.split(exported("vllm", f"{drafter}:some/folder").text)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from secondguess.drafters.mtp import MtpDrafter
-from secondguess.errors import BadInputError, SecondGuessError, UnsupportedModelError
-from secondguess.heads.mtp import MtpHead, contains_mtp, find_module
+from secondguess.errors import BadInputError, CheckpointError, SecondGuessError, UnsupportedModelError
+from secondguess.heads.folders import refuse_head
+from secondguess.heads.mtp import MtpHead, contains_mtp, find_module, join_experts
 from secondguess.runtime.modules.transformers import TransformersRuntime
 from unrolled_cases import NUM_LAYERS, TEXT, VOCAB_SIZE, WIDTH, drafted_logits, target_model, target_of
 
@@ -52,11 +53,30 @@ MIMO = {
 }
 
 
-def write(folder: Path, names: Names, own: tuple[str, ...] = (), **config: Any) -> Path:
-    """A checkpoint with a module in it: two files, as large ones have."""
-    prefix = names["prefix"]
-    layer = prefix + names["layer"]
-    tensors = {
+SPECULATORS = {
+    "prefix": "mtp_layers.0.",
+    "layer": "",
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "project": "input_proj",
+    "norm": "final_layernorm",
+}
+MLX = {**QWEN, "prefix": ""}
+ANGELSPEC = {
+    "prefix": "",
+    "layer": "midlayer.",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "project": "eh_proj",
+    "norm": "final_layernorm",
+}
+MASKED = {**QWEN}
+"""Names of Qwen's modules in which the embedding at position 0 is masked."""
+
+
+def module_tensors(names: Names) -> Tensors:
+    prefix, layer = names["prefix"], names["prefix"] + names["layer"]
+    return {
         **layer_tensors(layer, WIDTH, WIDTH, bias=names is MIMO),
         **random_tensors(
             {
@@ -65,10 +85,15 @@ def write(folder: Path, names: Names, own: tuple[str, ...] = (), **config: Any) 
                 f"{prefix}{names['hnorm']}.weight": (WIDTH,),
                 f"{prefix}{names['project']}.weight": (WIDTH, 2 * WIDTH),
                 f"{prefix}{names['norm']}.weight": (WIDTH,),
-                **{prefix + name: (VOCAB_SIZE, WIDTH) for name in own},
             }
         ),
     }
+
+
+def write(folder: Path, names: Names, own: tuple[str, ...] = (), **config: Any) -> Path:
+    """A checkpoint with a module in it: two files, as large ones have."""
+    ends = {names["prefix"] + name: (VOCAB_SIZE, WIDTH) for name in own}
+    tensors = module_tensors(names) | random_tensors(ends)
     half = len(tensors) // 2
     around = {
         "model.embed_tokens.weight": torch.ones(3, 3),
@@ -104,6 +129,52 @@ def part_of_a_larger_model(folder: Path) -> Path:
     return folder
 
 
+def write_separate(folder: Path, names: Names, **config: Any) -> Path:
+    """A folder with a module alone."""
+    save_file(module_tensors(names), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def described() -> dict[str, object]:
+    return layer_config(WIDTH, VOCAB_SIZE) | {"num_hidden_layers": NUM_LAYERS}
+
+
+def speculators(folder: Path) -> Path:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    return write_separate(
+        folder,
+        SPECULATORS,
+        architectures=["MTPDraftModel"],
+        model_type="speculator_model",
+        speculators_model_type="mtp",
+        transformer_layer_config=described(),
+        num_nextn_predict_layers=1,
+        speculators_config={"algorithm": "mtp", "proposal_methods": [proposal]},
+    )
+
+
+def mlx(folder: Path) -> Path:
+    return write_separate(folder, MLX, model_type="qwen3_5_mtp", block_size=3, text_config=described())
+
+
+def angelspec(folder: Path) -> Path:
+    fields = layer_config(WIDTH, VOCAB_SIZE) | {"model_type": "mtp", "mlp_type": "dense", "qk_norm": False}
+    del fields["num_hidden_layers"]
+    return write_separate(folder, ANGELSPEC, architectures=["MTPDraftModel"], tie_lm_head=True, **fields)
+
+
+def angelspec_served(folder: Path) -> Path:
+    """As converted for vLLM, whose layers are those of Qwen 3."""
+    write(folder, MASKED, model_type="qwen3_mtp", num_nextn_predict_layers=1)
+    return with_tensors(
+        folder,
+        lambda each, prefix: each.update(
+            {f"mtp.layers.0.self_attn.{name}_norm.weight": torch.ones(8) for name in "qk"}
+        ),
+    )
+
+
 FORMATS: dict[str, tuple[Callable[[Path], Path], Names]] = {
     "deepseek": (deepseek, DEEPSEEK),
     "deepseek-with-ends": (deepseek_with_ends, DEEPSEEK),
@@ -111,7 +182,15 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], Names]] = {
     "mimo": (mimo, MIMO),
     "part-of-a-larger-model": (part_of_a_larger_model, DEEPSEEK),
 }
-every_format = pytest.mark.parametrize(("make", "names"), FORMATS.values(), ids=FORMATS)
+SEPARATE: dict[str, tuple[Callable[[Path], Path], Names]] = {
+    "speculators": (speculators, SPECULATORS),
+    "mlx": (mlx, MLX),
+    "angelspec": (angelspec, ANGELSPEC),
+}
+"""Formats of modules that are stored without a target."""
+ALL = FORMATS | SEPARATE
+in_every_target = pytest.mark.parametrize(("make", "names"), FORMATS.values(), ids=FORMATS)
+every_format = pytest.mark.parametrize(("make", "names"), ALL.values(), ids=ALL)
 
 
 def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, depth: int) -> Tensor:
@@ -124,8 +203,11 @@ def plain_mtp(weights: Tensors, names: Names, tokens: list[int], length: int, de
     layer = prefix + names["layer"]
     features = model.model(torch.tensor([tokens[:length]])).last_hidden_state[0, : length - 1]
     for step in range(depth + 1):
+        embedded = table[tokens[1 : length + step]].clone()
+        if names is ANGELSPEC:
+            embedded[0] = 0
         both = [
-            plain_norm(table[tokens[1 : length + step]], of["enorm"]),
+            plain_norm(embedded, of["enorm"]),
             plain_norm(features, of["hnorm"]),
         ]
         joined = torch.cat(both[::-1] if names is MIMO else both, -1) @ of["project"].T
@@ -205,6 +287,22 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
+HY3 = {**DEEPSEEK, "norm": "final_layernorm"}
+ERNIE = {
+    "prefix": "model.",
+    "layer": "mtp_block.0.",
+    "enorm": "mtp_emb_norm.0",
+    "hnorm": "mtp_hidden_norm.0",
+    "project": "mtp_linear_proj.0",
+    "norm": "",
+}
+NAMES_OF_HY3 = {
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
+"""Names in Transformers, and in checkpoints of Hy3."""
+MASKS_FIRST = ("hy3", "ernie-4.5")
 PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5", "Qwen3_5Text", QWEN, GATED),
     "qwen3.5-moe": ("qwen3_5_moe", "Qwen3_5MoeText", QWEN, GATED | SOFTMAX),
@@ -222,6 +320,15 @@ PUBLISHED: dict[str, tuple[str, str, Names, dict[str, Any]]] = {
         SIGMOID | LATENT | {"mlp_layer_types": ["sparse"] * NUM_LAYERS},
     ),
     "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, SIGMOID | LATENT),
+    "hy3": (
+        "hy_v3",
+        "HYV3",
+        HY3,
+        ATTENTION
+        | EXPERTS
+        | {"num_experts": 4, "router_scaling_factor": 1.7, "mlp_layer_types": ["sparse"] * NUM_LAYERS},
+    ),
+    "ernie-4.5": ("ernie4_5", "Ernie4_5", ERNIE, ATTENTION | {"use_bias": True}),
     "deepseek-v3, YaRN": (
         "deepseek_v3",
         "DeepseekV3",
@@ -256,6 +363,11 @@ def write_published(folder: Path, name: str) -> tuple[nn.ModuleDict, Any]:
     tensors: Tensors = {}
     for key, tensor in parts.state_dict().items():
         part, _, rest = key.partition(".")
+        if names is ERNIE and part == "norm":
+            continue
+        if names is HY3:
+            old = next((old for old in NAMES_OF_HY3 if rest.startswith(old)), "")
+            rest = NAMES_OF_HY3.get(old, "") + rest.removeprefix(old)
         own = names["prefix"] + (names["layer"] + rest if part == "layer" else f"{names[part]}.{rest}")
         separate = name != "qwen3.5-moe" and own.endswith(("experts.gate_up_proj", "experts.down_proj"))
         tensors |= of_each_expert(own, tensor) if separate else {own: tensor}
@@ -284,7 +396,7 @@ def of_each_expert(name: str, joined: Tensor) -> Tensors:
 def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: str, tmp_path: Path) -> None:
     """Gated and latent attention, experts, rotary positions on a part of each head, norm weights around 0."""
     parts, rotary = write_published(tmp_path, name)
-    head, is_qwen = load(tmp_path), PUBLISHED[name][2] is QWEN
+    head, reads_normed = load(tmp_path), PUBLISHED[name][2] in (QWEN, HY3)
     head.save(tmp_path / "again")
     model = target_model()
     for each in (head, load(tmp_path / "again")):
@@ -293,14 +405,15 @@ def test_a_published_module_has_the_logits_of_its_layer_in_transformers(name: st
             features = model.model(torch.tensor([TEXT[:6]])).last_hidden_state[:, :5]
             for depth in range(3):
                 embedded = model.model.embed_tokens(torch.tensor([TEXT[1 : 6 + depth]]))
+                embedded[:, : int(name in MASKS_FIRST)] = 0
                 both, length = (parts["enorm"](embedded), parts["hnorm"](features)), embedded.shape[1]
                 joined = parts["project"](torch.cat(both, -1))
                 places = torch.arange(length)[None]
                 positions = rotary(joined, places.expand(3, 1, -1) if "3.5" in name else places)
                 mask = torch.full((1, 1, length, length), -torch.inf).triu(1).double()
                 states = parts["layer"](joined, position_embeddings=positions, attention_mask=mask)[:, -1:]
-                normed = parts["norm"](states)
-                features = torch.cat([features, normed if is_qwen else states], 1)
+                normed = states if name == "ernie-4.5" else parts["norm"](states)
+                features = torch.cat([features, normed if reads_normed else states], 1)
                 torch.testing.assert_close(found[depth], model.lm_head(normed)[0, 0], atol=1e-5, rtol=1e-4)
 
 
@@ -354,7 +467,7 @@ def drafter_of(name: str, path: Path) -> MtpDrafter:
     return drafter
 
 
-@every_format
+@in_every_target
 def test_without_a_path_the_module_is_the_targets(
     make: Callable[[Path], Path], names: Names, tmp_path: Path
 ) -> None:
@@ -363,6 +476,107 @@ def test_without_a_path_the_module_is_the_targets(
     assert drafter.name == "mtp,tree=2x1"
     expected = load(tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in head_of(drafter).state_dict().items())
+
+
+@pytest.mark.parametrize("make", [make for make, _ in SEPARATE.values()], ids=SEPARATE)
+def test_a_folder_with_a_module_alone_is_no_target(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    assert not contains_mtp(make(tmp_path))
+    with pytest.raises(CheckpointError, match=f"drafter of the kind mtp; write mtp:{tmp_path}"):
+        refuse_head(str(tmp_path))
+    (tmp_path / "target").mkdir()
+    drafter = drafter_of(f"mtp:{tmp_path}", deepseek(tmp_path / "target"))
+    assert torch.equal(head_of(drafter).eh_proj.weight, load(tmp_path).eh_proj.weight)
+
+
+def test_a_module_of_angelspec_for_vllm_is_read(tmp_path: Path) -> None:
+    head = load(angelspec_served(tmp_path))
+    assert head.masks_first
+    assert head.norm_output
+    assert head.layer_config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["hy3", "ernie-4.5"])
+def test_positions_without_a_base_have_that_of_the_family(name: str, tmp_path: Path) -> None:
+    write_published(tmp_path, name)
+    expected = load(tmp_path).rotary.frequencies
+    edit(tmp_path, rope_parameters=None, rope_theta=None)
+    assert torch.equal(load(tmp_path).rotary.frequencies, expected)
+
+
+def test_experts_of_angelspec_are_those_of_hy3(tmp_path: Path) -> None:
+    one, other = tmp_path / "hy3", tmp_path / "angelspec"
+    for folder in (one, other):
+        folder.mkdir()
+    write_published(one, "hy3")
+    found = load_file(one / "model.safetensors")
+    join_experts(found, f"{HY3['prefix']}mlp.experts.")
+    tensors: Tensors = {}
+    for key, tensor in found.items():
+        short = key.removeprefix(HY3["prefix"])
+        is_end = short.startswith(("enorm", "hnorm", "eh_proj", "final_layernorm"))
+        tensors[short if is_end else f"midlayer.{short}"] = tensor
+    gate, up = tensors.pop("midlayer.mlp.experts.gate_up_proj").chunk(2, 1)
+    fused = {"gate": gate, "up": up, "down": tensors.pop("midlayer.mlp.experts.down_proj")}
+    tensors |= {f"midlayer.mlp.experts_{part}_proj": each.transpose(1, 2) for part, each in fused.items()}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, other / "model.safetensors")
+    fields = json.loads((one / "config.json").read_text())
+    del fields["num_hidden_layers"]
+    (other / "config.json").write_text(json.dumps(fields | {"model_type": "mtp"}))
+    expected, head = load(one).state_dict(), load(other)
+    assert head.masks_first
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_a_module_that_speculators_has_extracted_is_that_of_the_target(name: str, tmp_path: Path) -> None:
+    """Norms keep weights around 0 there; `MTPConverter` renames and joins the experts."""
+    one, other = tmp_path / "target", tmp_path / "extracted"
+    for folder in (one, other):
+        folder.mkdir()
+    write_published(one, name)
+    renamed = {f"{QWEN[part]}.": f"{SPECULATORS[part]}." for part in ("enorm", "hnorm", "project", "norm")}
+    tensors: Tensors = {}
+    for key, tensor in load_file(one / "model.safetensors").items():
+        short = key.removeprefix("mtp.").removeprefix("layers.0.")
+        is_end = "layers.0." not in key
+        new = next(
+            (renamed[old] + short.removeprefix(old) for old in renamed if is_end and short.startswith(old)),
+            short,
+        )
+        tensors[f"mtp_layers.0.{new}"] = tensor
+    join_experts(tensors, "mtp_layers.0.mlp.experts.")
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, other / "model.safetensors")
+    text = json.loads((one / "config.json").read_text())
+    text["model_type"] = {"qwen3_5": "qwen3_5_text"}.get(text["model_type"], text["model_type"])
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": text}
+    (other / "config.json").write_text(json.dumps(config))
+    expected, found = load(one).state_dict(), load(other).state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_experts_that_mlx_stacks_are_read(tmp_path: Path) -> None:
+    """As the same tensors in the names of Transformers, with norms around 1."""
+    one, other = tmp_path / "hf", tmp_path / "mlx"
+    for folder in (one, other):
+        folder.mkdir()
+    write_published(one, "qwen3.5-moe")
+    tensors: Tensors = {}
+    for name, tensor in load_file(one / "model.safetensors").items():
+        short = name.removeprefix("mtp.")
+        if short.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                tensors[f"layers.0.mlp.switch_mlp.{part}_proj.weight"] = half.contiguous()
+        elif short.endswith("experts.down_proj"):
+            tensors["layers.0.mlp.switch_mlp.down_proj.weight"] = tensor
+        else:
+            tensors[short] = tensor + 1 if "norm" in short else tensor
+    save_file(tensors, other / "model.safetensors")
+    text = json.loads((one / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({"model_type": "qwen3_5_mtp", "text_config": text}))
+    expected, found = load(one).state_dict(), load(other).state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_with_a_path_the_module_is_read_from_there(tmp_path: Path) -> None:
@@ -379,14 +593,6 @@ def test_a_target_without_a_module_is_refused(tmp_path: Path) -> None:
     assert not contains_mtp(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="expected mtp:PATH for the target tiny"):
         drafter_of("mtp", tmp_path)
-
-
-def test_the_first_of_several_modules_drafts_with_a_note(tmp_path: Path) -> None:
-    deepseek(tmp_path)
-    second = {f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight": torch.ones(WIDTH, 2 * WIDTH)}
-    save_file(second, tmp_path / "model-00003-of-00003.safetensors")
-    with pytest.warns(UserWarning, match="several multi-token-prediction modules: the first one"):
-        load(tmp_path)
 
 
 def with_tensors(folder: Path, change: Callable[[Tensors, str], object]) -> Path:
@@ -414,7 +620,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (without("hnorm.weight"), "missing model.layers.4.hnorm.weight"),
     "none": (
         without("eh_proj.weight"),
-        r"kind mtp in .* \(model.layers.4.eh_proj",
+        r"kind mtp in .*model.layers.4.eh_proj",
     ),
     "unknown": (beside("x.weight", 1), "unknown model.layers.4.x.weight"),
     "wrong shape": (beside("eh_proj.weight", WIDTH, WIDTH), r"\[32, 32\] instead of \[32, 64\]"),
@@ -440,6 +646,20 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(deepseek(at), rope_parameters={"rope_theta": "x"}),
         "expected a drafter that fits in",
     ),
+    "other experts than those of Hy3": (
+        lambda at: edit(angelspec(at), mlp_type="moe", qk_norm=True, route_norm=False),
+        "like those of Hy3 in .*, got route_norm of false",
+    ),
+    "another width of the target": (
+        lambda at: with_tensors(
+            angelspec(at), lambda each, prefix: each.update({"hidden_proj.weight": torch.ones(1)})
+        ),
+        "unknown hidden_proj.weight",
+    ),
+    "another kind of speculator": (
+        lambda at: edit(speculators(at), speculators_model_type="eagle3"),
+        "speculators_model_type mtp in .*, got 'eagle3'",
+    ),
     "no json": (lambda at: (deepseek(at) / "config.json").write_text("[1]"), "JSON object"),
     "broken": (lambda at: (deepseek(at) / "x.safetensors").write_text("{"), "readable weights"),
 }
@@ -453,7 +673,9 @@ def test_unusable_folders_are_refused_in_one_line(
     with pytest.raises(SecondGuessError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
-    unsupported = any(word in message for word in ("MLA", "linear attention", "gated", "gpt_oss"))
+    unsupported = any(
+        word in message for word in ("MLA", "linear attention", "gated", "gpt_oss", "Hy3", "speculators")
+    )
     assert isinstance(caught.value, UnsupportedModelError) == unsupported
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DRAFTER_NAMES = (
     "none, model:PATH, ngram, suffix, grid, jacobi, self:int4, early-exit:K, early-exit[:PATH], layer-skip:PATH, "
-    "medusa[:PATH], mtp[:PATH], eagle[:PATH] or dspark[:PATH]"
+    "medusa[:PATH], mtp[:PATH], eagle[:PATH], dspark[:PATH] or gemma4-assistant:PATH"
 )
 """Drafter names for `--help`; a literal because importing the drafters would import torch."""
 

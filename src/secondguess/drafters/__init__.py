@@ -28,6 +28,7 @@ DRAFTERS = {
     "medusa": "secondguess.drafters.medusa:MedusaDrafter",
     "mtp": "secondguess.drafters.mtp:MtpDrafter",
     "dspark": "secondguess.drafters.dspark:DsparkDrafter",
+    "gemma4-assistant": "secondguess.drafters.gemma_assistant:GemmaAssistantDrafter",
 }
 """Import path of the class of each kind of drafter; imported on first use."""
 

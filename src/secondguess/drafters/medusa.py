@@ -14,18 +14,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from secondguess.core import Draft, Row, Verdict
-from secondguess.drafters.sampling_drafter import HeadDrafter, expand_to_batch
+from secondguess.core import Draft, Row
+from secondguess.drafters.last_state import LastStateDrafter
+from secondguess.drafters.sampling_drafter import expand_to_batch
 from secondguess.drafters.trees import TreeShape
-from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.heads.medusa import MedusaHead
 from secondguess.heads.native import medusa_logits
-from secondguess.runtime.base import HiddenStates, Runtime
+from secondguess.runtime.base import Runtime
 from secondguess.sampling.probs import at_least_float32
 
 
-class MedusaDrafter(HeadDrafter):
-    """Drafter that uses a set of Medusa heads; it keeps one hidden state per row."""
+class MedusaDrafter(LastStateDrafter):
+    """Drafter that uses a set of Medusa heads."""
 
     is_of_package = True
     load_head = staticmethod(MedusaHead.load)
@@ -34,31 +34,6 @@ class MedusaDrafter(HeadDrafter):
     def __init__(self, head: MedusaHead, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(head, target, name, shape)
         self._logits = medusa_logits(head, target)
-        self._states: dict[Row, Tensor] = {}
-
-    def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return [max(0, len(row.tokens) - 2) for row in rows]
-
-    def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, row_hidden in zip(rows, hidden, strict=True):
-            if row_hidden:
-                self._states[row] = row_hidden[LAST_HIDDEN][-1].clone()
-
-    def observe(self, rows: Sequence[Row], verdict: Verdict, hidden: HiddenStates) -> None:
-        """Keep the hidden state of the token before the new pending one.
-
-        That token is the last of the accepted path or, if the path is empty, the old pending one.
-        """
-        super().observe(rows, verdict, hidden)
-        if hidden[LAST_HIDDEN].shape[:2] == (1, 1):
-            self._states[rows[0]] = hidden[LAST_HIDDEN][0, 0]
-            return
-        for index, (row, path) in enumerate(zip(rows, verdict.paths, strict=True)):
-            # A view would keep the states of the whole round in memory.
-            self._states[row] = hidden[LAST_HIDDEN][index, path[-1] + 1 if path else 0].clone()
-
-    def release(self, row: Row) -> None:
-        self._states.pop(row, None)
 
     def room(self, row: Row) -> int:
         """Return how many levels there are heads for; 0 for a row without a hidden state yet."""

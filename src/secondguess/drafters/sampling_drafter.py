@@ -16,7 +16,7 @@ from secondguess.core import MAX_DRAFT_LENGTH, Budgets, Candidate, Draft, Row, V
 from secondguess.drafters.base import Drafter, DrafterResources, Requirements, single_candidate
 from secondguess.drafters.trees import TreeShape, draft_trees, read_tree_options
 from secondguess.errors import MismatchWarning
-from secondguess.heads.base import Head, TargetModel
+from secondguess.heads.base import LoadedHead, TargetModel
 from secondguess.names import Name
 from secondguess.runtime.base import HiddenStates, Runtime
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains, KernelSettings, VocabularyMap
@@ -25,7 +25,7 @@ from secondguess.sampling.noise import Noise
 from secondguess.sampling.probs import compute_draft_probs
 from secondguess.sampling.truncation import kernel_settings, most_likely
 
-HeadT = TypeVar("HeadT", bound=Head)
+HeadT = TypeVar("HeadT", bound=LoadedHead)
 
 PREFILL_THRESHOLD = 16
 """Number of uncached tokens above which a row is prefilled before the draft.
@@ -300,7 +300,7 @@ class FirstTokens:
     def observe(self, verdict: Verdict) -> None:
         """Count the drafts of the round that `propose` noted."""
         drafted, self._drafted = self._drafted, ()
-        if not any(drafted):
+        if not any(drafted) or len(drafted) != len(verdict.paths):  # other rows, if the round was interrupted
             return
         for is_drafted, path in zip(drafted, verdict.paths, strict=True):
             self._num_drafted += is_drafted
@@ -328,7 +328,7 @@ class HeadDrafter(SamplingDrafter):
         load_head: reads the head in a folder.
     """
 
-    load_head: Callable[[Path, TargetModel], Head]
+    load_head: Callable[[Path, TargetModel], LoadedHead]
 
     def __init__(self, head: Any, target: Runtime, name: str, shape: TreeShape | None = None) -> None:
         super().__init__(name, target.vocab_size, target.device, shape)

@@ -64,6 +64,7 @@ VLLM = ExportTarget(
         "eagle": DrafterExport("method eagle{version} model {head} num_speculative_tokens {length}"),
         # Without a folder, the modules in the target's own checkpoint.
         "mtp": DrafterExport("method mtp model {model} num_speculative_tokens {length}"),
+        "gemma4-assistant": DrafterExport("method mtp model {head} num_speculative_tokens {length}"),
         "medusa": DrafterExport(
             "method medusa model {head} num_speculative_tokens {length}",
             notes=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +79,15 @@ class DraftVocabulary(nn.Module):
         return values if self.token_ids is None else values[..., self.token_ids]
 
 
-class Head(TrainableHead):
-    """Base class of drafter heads, which are trained for one target and loaded with it."""
+class LoadedHead(nn.Module, ABC):
+    """Base class of drafter heads, which belong to one target and are loaded with it.
+
+    Attributes:
+        hidden_layers: target layers whose hidden states it reads.
+    """
 
     target: TargetModel
-    vocabulary: DraftVocabulary
+    hidden_layers: tuple[int, ...]
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert or move the weights; buffers keep their dtype, which those of frequencies need to be exact."""
@@ -94,18 +98,6 @@ class Head(TrainableHead):
             module = self.get_submodule(owner)
             setattr(module, leaf, buffer.to(getattr(module, leaf).device))
         return self
-
-    def unembed(self, states: Tensor, lm_head: nn.Module | None) -> Tensor:
-        """Return logits `[..., draft_vocab]` by an LM head of its own; None for the target's."""
-        if lm_head is None:
-            return self.target.unembed(states.to(self.target.dtype))
-        logits: Tensor = lm_head(states)
-        return logits
-
-    @classmethod
-    @abstractmethod
-    def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
-        """Build an untrained head with weights that depend on the seed alone; subclasses accept further sizes."""
 
     @classmethod
     @abstractmethod
@@ -120,3 +112,21 @@ class Head(TrainableHead):
                 was trained for another target.
             UnsupportedModelError: an unsupported kind of head or layer.
         """
+
+
+class Head(LoadedHead, TrainableHead):
+    """Base class of drafter heads that are trained here."""
+
+    vocabulary: DraftVocabulary
+
+    def unembed(self, states: Tensor, lm_head: nn.Module | None) -> Tensor:
+        """Return logits `[..., draft_vocab]` by an LM head of its own; None for the target's."""
+        if lm_head is None:
+            return self.target.unembed(states.to(self.target.dtype))
+        logits: Tensor = lm_head(states)
+        return logits
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, target: TargetModel, seed: int = 0) -> Self:
+        """Build an untrained head with weights that depend on the seed alone; subclasses accept further sizes."""

@@ -129,6 +129,8 @@ class FeatureHead(Head):
     lm_head: nn.Linear | None
     norm: nn.Module
     rotary: RotaryPositions
+    masks_first = False
+    """True if zeros take the place of the embedding at position 0."""
 
     def __init__(
         self,
@@ -228,6 +230,11 @@ class FeatureHead(Head):
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded
 
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the embeddings of target token ids `[row, position]` at these positions."""
+        embedded = self.embed(tokens)
+        return embedded.masked_fill((positions == 0)[..., None], 0) if self.masks_first else embedded
+
     def unroll(self, training_batch: TrainingBatch) -> list[Tensor]:
         """Return the outputs `[row, position, feature]` of each depth, teacher-forced on the text.
 
@@ -251,7 +258,8 @@ class FeatureHead(Head):
             behind = (outputs[-1] if outputs else features)[:, :num_positions]
             positions = torch.arange(num_positions, device=training_batch.tokens.device)[None] + step
             cos_sin = self.rotary(positions, dtype)
-            embedded = self.embed(training_batch.tokens[:, 1 + step : 1 + step + num_positions]).to(dtype)
+            tokens = training_batch.tokens[:, 1 + step : 1 + step + num_positions]
+            embedded = self.embed_at(tokens, positions).to(dtype)
             outputs.append(self(embedded, behind, cos_sin, attention.attend))
         return outputs
 

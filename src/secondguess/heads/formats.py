@@ -7,8 +7,10 @@ package, and its tensors under the names of its module; `StoredHead.fill` refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,15 @@ class TensorNames:
     """Names of the tensors of a head in files."""
 
     parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
-    prefix: str = ""  # of all names in the file; {last} stands for the number of the target's layers
+    prefix: str = ""  # of all names in the file
+    # Both may have {index} for the number of a module, and {last} for the number of the target's layers plus it.
     optional: str = ""  # prefix that some files have before some names, and that is left out
 
-    def at(self, num_layers: int) -> TensorNames:
-        """Return the names for a target of `num_layers` layers."""
-        return replace(self, prefix=self.prefix.format(last=num_layers))
+    def at(self, num_layers: int, index: int = 0) -> TensorNames:
+        """Return the names of module `index` for a target of `num_layers` layers."""
+        numbers = {"last": num_layers + index, "index": index}
+        parts = {name.format(**numbers): part for name, part in self.parts.items()}
+        return replace(self, parts=parts, prefix=self.prefix.format(**numbers))
 
     def in_module(self, name: str) -> str:
         """Return the name in the module for a name in the file."""
@@ -81,7 +86,7 @@ class Format:
         kind: kind of drafter that uses the head.
         name: name of the format; rows of one format differ in their marks.
         marks: fields of `config.json` that mark the format, and their values or `ANY`.
-        mark: name of a tensor that marks the format too; empty for none. {last} is the number of layers.
+        mark: name of a tensor that marks the format too; empty for none. {last} and {index} as in `TensorNames`.
         layers: field that describes the decoder layers; empty if `config.json` itself does.
         nested: field whose own fields are read as if they were beside it; those that are there come first.
         fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
@@ -90,8 +95,6 @@ class Format:
         tensors: names of the tensors.
         left_out: endings of the names of tensors that are not read: copies of the target's, and those
             that can be computed.
-        second: name of a tensor of a further head in the file, which is not read; {next} is the number
-            of layers plus one.
         fixed: values that fields, by their path, must have if they are there.
         harmless: paths of fields that change nothing, beside those of `fields.HARMLESS`.
     """
@@ -106,7 +109,6 @@ class Format:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
-    second: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
 
@@ -118,7 +120,7 @@ class Format:
         }
         if SPECULATORS in config and SPECULATORS not in self.marks:
             return False  # of another kind, which it names
-        mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
+        mark = self.mark_of(text_config(config).get("num_hidden_layers", 0))
         names = {mark, self.tensors.optional + mark}
         return found == self.marks and (not mark or any(has_tensor(name) for name in names))
 
@@ -132,6 +134,10 @@ class Format:
                 inner = inner.setdefault(key, {})
             inner[last] = value
         return config
+
+    def mark_of(self, num_layers: int, index: int = 0) -> str:
+        """Return the name of the tensor that marks module `index` for a target of `num_layers` layers."""
+        return self.mark.format(last=num_layers + index, index=index)
 
 
 _VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -367,6 +373,8 @@ EAGLE1 = Format(
 FORMATS = (
     Format("early-exit", "early-exit", {"model_type": "secondguess-early-exit"}),
     Format("layer-skip", "layer-skip", {"model_type": "secondguess-layer-skip"}),
+    Format("gemma4-assistant", "gemma4-assistant", {"model_type": "gemma4_assistant"}),
+    Format("gemma4-assistant", "gemma4-unified-assistant", {"model_type": "gemma4_unified_assistant"}),
     Format(
         "medusa",
         "original",
@@ -401,7 +409,6 @@ DEEPSEEK_MTP = Format(
     "deepseek",
     {},
     mark="model.layers.{last}.eh_proj.weight",
-    second="model.layers.{next}.eh_proj.weight",
     tensors=TensorNames(
         {
             "enorm.": "enorm.",
@@ -415,31 +422,68 @@ DEEPSEEK_MTP = Format(
         prefix="model.layers.{last}.",
     ),
 )
+_QWEN_MTP = Format(
+    "mtp",
+    "qwen",
+    {},
+    mark="mtp.fc.weight",
+    defaults={"norm_output": True, "centred_norms": True},
+    tensors=TensorNames(
+        {
+            "pre_fc_norm_embedding.": "enorm.",
+            "pre_fc_norm_hidden.": "hnorm.",
+            "fc.": "eh_proj.",
+            "norm.": "norm.",
+            "layers.0.": "layer.",
+        },
+        prefix="mtp.",
+    ),
+)
+_HY3_LAYER = {
+    "final_layernorm.": "norm.",
+    "mlp.router.gate.": "layer.mlp.gate.",
+    "mlp.expert_bias": "layer.mlp.e_score_correction_bias",
+    "mlp.shared_mlp.": "layer.mlp.shared_experts.",
+}
 MTP_FORMATS = (
+    replace(
+        DEEPSEEK_MTP,
+        name="hy3",
+        mark="model.layers.{last}.final_layernorm.weight",
+        defaults={"norm_output": True, "masks_first": True},
+        tensors=TensorNames({**_HY3_LAYER, **DEEPSEEK_MTP.tensors.parts}, DEEPSEEK_MTP.tensors.prefix),
+        left_out=("shared_head.weight", "shared_head.head.weight", "embed_tokens.weight"),
+    ),
     DEEPSEEK_MTP,
     Format(
         "mtp",
-        "qwen",
+        "ernie",
         {},
-        mark="mtp.fc.weight",
-        defaults={"norm_output": True, "centred_norms": True},
+        mark="model.mtp_linear_proj.{index}.weight",
+        defaults={"has_norm": False, "masks_first": True},
         tensors=TensorNames(
             {
-                "pre_fc_norm_embedding.": "enorm.",
-                "pre_fc_norm_hidden.": "hnorm.",
-                "fc.": "eh_proj.",
-                "norm.": "norm.",
-                "layers.0.": "layer.",
+                "emb_norm.{index}.": "enorm.",
+                "hidden_norm.{index}.": "hnorm.",
+                "linear_proj.{index}.": "eh_proj.",
+                "block.{index}.": "layer.",
             },
-            prefix="mtp.",
+            prefix="model.mtp_",
         ),
     ),
+    # As AngelSpec converts its modules for vLLM.
+    replace(
+        _QWEN_MTP,
+        name="angelspec-served",
+        marks={"model_type": "qwen3_mtp"},
+        defaults={"norm_output": True, "masks_first": True},
+    ),
+    _QWEN_MTP,
     Format(
         "mtp",
         "mimo",
         {},
-        mark="model.mtp_layers.0.input_proj.weight",
-        second="model.mtp_layers.1.input_proj.weight",
+        mark="model.mtp_layers.{index}.input_proj.weight",
         defaults={"norm_output": True, "state_first": True},
         tensors=TensorNames(
             {
@@ -449,11 +493,55 @@ MTP_FORMATS = (
                 "final_layernorm.": "norm.",
                 "": "layer.",
             },
-            prefix="model.mtp_layers.0.",
+            prefix="model.mtp_layers.{index}.",
         ),
     ),
 )
 """Formats of MTP modules in a target's checkpoint, which is no head."""
+SEPARATE_MTP_FORMATS = (
+    Format(
+        "mtp",
+        "speculators",
+        {SPECULATORS: "mtp"},
+        layers="transformer_layer_config",
+        fields={"num_steps": ("speculators_config.proposal_methods.0.speculative_tokens",)},
+        defaults={"norm_output": True, "centred_norms": True},
+        tensors=TensorNames(
+            {
+                "token_layernorm.": "enorm.",
+                "hidden_layernorm.": "hnorm.",
+                "input_proj.": "eh_proj.",
+                "final_layernorm.": "norm.",
+                "": "layer.",
+            },
+            prefix="mtp_layers.0.",
+        ),
+    ),
+    # MLX stores the weights of norms around 1.
+    Format(
+        "mtp",
+        "mlx",
+        {"model_type": "qwen3_5_mtp"},
+        mark="fc.weight",
+        defaults={"norm_output": True},
+        tensors=replace(_QWEN_MTP.tensors, prefix=""),
+    ),
+    Format(
+        "mtp",
+        "angelspec",
+        {"model_type": "mtp"},
+        mark="eh_proj.weight",
+        defaults={"norm_output": True, "masks_first": True},
+        tensors=TensorNames(
+            {
+                **{f"midlayer.{name}": part for name, part in _HY3_LAYER.items() if name.startswith("mlp.")},
+                "midlayer.": "layer.",
+                "final_layernorm.": "norm.",
+            }
+        ),
+    ),
+)
+"""Formats of MTP modules in folders of their own."""
 UNMARKED = {"eagle": EAGLE1}
 """Format of folders without marks, by the kind of drafter that the user has named."""
 
@@ -469,7 +557,8 @@ class StoredHead:
             found = UNMARKED.get(kind)
         published, rows = self.config.get(SPECULATORS), _rows(kind)
         readable = [row.marks[SPECULATORS] for row in rows if SPECULATORS in row.marks]
-        if readable and (found is None or published not in (None, *readable)):
+        is_other = published not in (None, *readable)
+        if readable and (is_other or (found is None and len(readable) == len(rows))):
             raise UnsupportedModelError(
                 f"expected a drafter of the {SPECULATORS} {' or '.join(map(str, readable))} in {folder}, got {published!r}"
             )
@@ -478,18 +567,33 @@ class StoredHead:
             marks = [
                 field if value is ANY else f"the {field} {value}"
                 for row in rows
-                for field, value in (row.marks or {row.mark.format(last=num_layers): ANY}).items()
+                for field, value in (row.marks or {row.mark_of(num_layers): ANY}).items()
             ]
             raise CheckpointError(
                 f"expected the {CONFIG} and the weights of a drafter of the kind {kind} in {folder} ({' or '.join(marks)}), "
                 f"got the model_type {self.config.get('model_type')!r}; train one with `secondguess train {kind}`"
             )
-        self.format, self.names = found, found.tensors.at(num_layers)
+        self.format, self.names, self._num_layers = found, found.tensors.at(num_layers), num_layers
         if found.nested:
             outer = {
                 name: value for name, value in config.items() if name not in (found.nested, "model_type")
             }
             self.config = Fields({**config[found.nested], **outer})
+
+    @property
+    def num_modules(self) -> int:
+        """Number of modules in the folder; those after the first one are marked alike."""
+        if self.format.mark_of(0) == self.format.mark_of(0, 1):
+            return 1
+        marks = (self.format.mark_of(self._num_layers, index) for index in count(1))
+        return 1 + sum(1 for _ in takewhile(self.tensor_names.__contains__, marks))
+
+    def module(self, index: int) -> StoredHead:
+        """Return the module with this number."""
+        other = copy(self)
+        other.__dict__.pop("files", None)
+        other.names = self.format.tensors.at(self._num_layers, index)
+        return other
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `config.json`; None, or the default, if it is absent or null.
@@ -619,7 +723,9 @@ def find_format(
 
 
 def _rows(kind: str | None) -> Sequence[Format]:
-    return MTP_FORMATS if kind == "mtp" else [row for row in FORMATS if kind in (None, row.kind)]
+    if kind == "mtp":
+        return (*MTP_FORMATS, *SEPARATE_MTP_FORMATS)
+    return [row for row in (*FORMATS, *SEPARATE_MTP_FORMATS) if kind in (None, row.kind)]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

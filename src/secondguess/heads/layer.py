@@ -30,7 +30,7 @@ GATED_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_
 """Model types whose attention has gates on its output."""
 LATENT_TYPES = ("deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention."""
-MTP_TYPES = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
+MTP_TYPES = (*DENSE_TYPES, "ernie4_5", "glm4_moe", "hy_v3", *GATED_TYPES, *LATENT_TYPES)
 """Model types whose multi-token-prediction modules are supported."""
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary positions that do not depend on the length of the text."""
@@ -46,6 +46,7 @@ _FURTHER_FIELDS = (
     "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
     "num_experts", "shared_expert_intermediate_size",
+    "use_bias", "num_shared_experts", "router_scaling_factor", "enable_moe_fp32_combine",
 )  # fmt: skip
 _COMMON_ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
 _YARN_FIELDS = (

@@ -10,11 +10,10 @@ folder of its own with DeepSeek's tensor names.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +36,31 @@ from secondguess.heads.files import (
     whole_number,
     write_head,
 )
-from secondguess.heads.formats import DEEPSEEK_MTP, StoredHead, find_format, layer_fields, text_config
+from secondguess.heads.formats import (
+    DEEPSEEK_MTP,
+    MTP_FORMATS,
+    SEPARATE_MTP_FORMATS,
+    SPECULATORS,
+    StoredHead,
+    layer_fields,
+    text_config,
+)
 from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
 
 CPU = torch.device("cpu")
+EXPERTS = ("mlp.experts.", "mlp.switch_mlp.", "mlp.experts_gate_proj")
+"""Parts of the names of experts' tensors."""
+DEFAULT_THETAS = {"ernie4_5": 500_000.0, "hy_v3": 11_158_840.0}
+"""Value of `rope_theta` that a configuration without one means, where it is not 10000."""
 
 
 class MtpHead(FeatureHead):
     """MTP module: `layer(eh_proj([enorm(embedding); hnorm(state)]))`, a norm and an LM head.
 
     Without embeddings or an LM head of its own it uses the target's. With `has_bias`, the projection
-    has a bias; other arguments are as in `FeatureHead`.
+    has a bias; without `has_norm`, there is no norm before the LM head; other arguments are as in `FeatureHead`.
     """
 
     has_norms = True
@@ -64,6 +75,8 @@ class MtpHead(FeatureHead):
         has_embeddings: bool = False,
         has_head: bool = False,
         norm_output: bool = False,
+        masks_first: bool = False,
+        has_norm: bool = True,
         num_steps: int = DEFAULT_STEPS,
         vocabulary: DraftVocabulary | None = None,
         windows: Sequence[int | None] | None = None,
@@ -76,6 +89,7 @@ class MtpHead(FeatureHead):
             vocabulary=vocabulary,
             windows=windows,
         )
+        self.masks_first = masks_first
         width, vocab_size = layer.width, target.vocab_size
         make_norm: Callable[[], nn.Module] = (
             partial(nn.RMSNorm, width, layer.norm_eps) if self.has_norms else nn.Identity
@@ -86,7 +100,8 @@ class MtpHead(FeatureHead):
         (self.layer,), self.rotary = make_layers(layer)
         if not self.has_norms:
             self.layer.input_layernorm = nn.Identity()
-        self.norm = make_norm()
+        self.has_norm = has_norm
+        self.norm = make_norm() if has_norm else nn.Identity()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
         self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False) if has_head else None
 
@@ -101,13 +116,21 @@ class MtpHead(FeatureHead):
     def load(cls, folder: Path, target: TargetModel) -> MtpHead:
         """Read the first MTP module of a checkpoint; other tensors are not read.
 
-        The folder is that of the target or of a single module. Warns if there are further modules,
-        which are not used.
+        The folder is that of the target or of a single module.
         """
-        stored = find_module(folder)
+        return cls.read(find_module(folder), target)
+
+    @classmethod
+    def read(cls, stored: StoredHead, target: TargetModel) -> MtpHead:
+        """Read a module that `find_module` has found, or one of the further modules of its folder."""
+        folder = stored.folder
         layer, fields = module_layer(stored), stored.layers
         with config_errors(folder):
-            found = fields["vocab_size"], fields["num_hidden_layers"]
+            # AngelSpec does not write the number of the target's layers.
+            num_layers = (
+                fields["num_hidden_layers"] if stored.format.name != "angelspec" else target.num_layers
+            )
+            found = fields["vocab_size"], num_layers
             if found != (target.vocab_size, target.num_layers):
                 raise CheckpointError(
                     f"expected a module in {folder} for a target with {target.vocab_size} tokens and {target.num_layers} "
@@ -125,14 +148,11 @@ class MtpHead(FeatureHead):
                 has_embeddings="embed_tokens.weight" in tensors,
                 has_head="lm_head.weight" in tensors,
                 norm_output=stored.flag("norm_output"),
+                masks_first=stored.flag("masks_first"),
+                has_norm=stored.flag("has_norm", default=True),
                 num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
         load_into(head, tensors, folder, stored.names.in_file)
-        if stored.format.second.format(next=target.num_layers + 1) in stored.tensor_names:
-            warnings.warn(
-                f"{folder} holds several multi-token-prediction modules: the first one drafts all tokens, the others are unused",
-                stacklevel=2,
-            )
         return head
 
     def save(self, folder: Path, target: str = "") -> None:
@@ -141,6 +161,8 @@ class MtpHead(FeatureHead):
             **layer_fields(self.layer_config, self.target.vocab_size, self.target.num_layers),
             "num_nextn_predict_layers": 1,
             "norm_output": self.norm_output,
+            "masks_first": self.masks_first,
+            "has_norm": self.has_norm,
             "num_steps": self.num_steps,
         }
         tensors = {names.in_file(name): tensor for name, tensor in self.state_dict().items()}
@@ -157,7 +179,10 @@ class MtpHead(FeatureHead):
 def find_module(folder: Path) -> StoredHead:
     """Return the first MTP module of a checkpoint, whose layer and weights can be read; weights are not read yet."""
     with config_errors(folder):
-        whole_number(text_config(read_config(folder)), "num_hidden_layers")
+        config = read_config(folder)
+        is_separate = any(row.marks.items() <= config.items() for row in SEPARATE_MTP_FORMATS)
+        if not is_separate and SPECULATORS not in config:
+            whole_number(text_config(config), "num_hidden_layers")
     stored = StoredHead(folder, "mtp")
     module_layer(stored)
     return stored
@@ -169,14 +194,38 @@ def module_layer(stored: StoredHead) -> LayerConfig:
     Raises:
         UnsupportedModelError: a kind of layer or an encoding of weights that is not supported.
     """
-    config = stored.layers
     with config_errors(stored.folder):
         stored.require_readable_weights()
         _require_supported_layer(stored)
-        is_mimo = config.get("model_type") == "mimo"  # the layers are those of Qwen2
-        has_experts = any("mlp.experts." in name for name in stored.files)
-        described = {**config, "model_type": "qwen2"} if is_mimo else config
-        return LayerConfig.from_config(described, MTP_TYPES, has_experts=has_experts)
+        has_experts = any(mark in name for name in stored.files for mark in EXPERTS)
+        return LayerConfig.from_config(_described_layer(stored), MTP_TYPES, has_experts=has_experts)
+
+
+def _described_layer(stored: StoredHead) -> dict[str, Any]:
+    """Return the configuration of a model whose layers are those of a module."""
+    fields = dict(stored.layers)
+    kind: str = fields.get("model_type", "llama")
+    if stored.format.name == "angelspec":
+        fields.setdefault("rope_theta", DEFAULT_THETAS["hy_v3"])
+        kind = "qwen3" if stored.flag("qk_norm", default=True) else "llama"
+        if stored.get("mlp_type", "moe") != "dense":
+            _require_experts_of_hy3(stored)
+            kind = "hy_v3"
+    # The layers of MiMo are those of Qwen2; Ernie's modules have no experts.
+    kind = {"mimo": "qwen2", "qwen3_mtp": "qwen3", "ernie4_5_moe": "ernie4_5"}.get(kind, kind)
+    if kind in DEFAULT_THETAS:
+        fields.setdefault("rope_theta", DEFAULT_THETAS[kind])
+    return {**fields, "model_type": kind}
+
+
+def _require_experts_of_hy3(stored: StoredHead) -> None:
+    """Refuse a module of AngelSpec whose experts are not chosen as those of Hy3."""
+    fields = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+    other = next((name for name in fields if not stored.flag(name, default=True)), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"expected a module with experts like those of Hy3 in {stored.folder}, got {other} of false; use another drafter"
+        )
 
 
 def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
@@ -184,10 +233,17 @@ def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
 
     The names of the experts' tensors start with `prefix`, such as `layer.mlp.experts.`.
     """
-    parts = ("gate_proj", "up_proj", "down_proj")
+    parts, stacked = ("gate_proj", "up_proj", "down_proj"), prefix.replace("experts.", "switch_mlp.")
     num_experts = 0
     while all(f"{prefix}{num_experts}.{part}.weight" in tensors for part in parts):
         num_experts += 1
+    fused = prefix.replace("experts.", "experts_")
+    if f"{fused}gate_proj" in tensors:  # as AngelSpec stores them, `[expert, input, output]`
+        gate, up, down = (tensors.pop(f"{fused}{part}").transpose(1, 2) for part in parts)
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+    if f"{stacked}gate_proj.weight" in tensors:  # as MLX stores them
+        gate, up, down = (tensors.pop(f"{stacked}{part}.weight") for part in parts)
+        tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
     if num_experts:
         gate, up, down = (
             torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(num_experts)])
@@ -200,7 +256,8 @@ def contains_mtp(folder: Path) -> bool:
     """Return whether a target's checkpoint contains an MTP module."""
     if not (folder / CONFIG).is_file():
         return False
-    return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None
+    config, has_tensor = read_config(folder), find_tensors(folder).__contains__
+    return any(row.matches(config, has_tensor) for row in MTP_FORMATS)
 
 
 def _require_supported_layer(stored: StoredHead) -> None:

@@ -49,7 +49,8 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
     """
     context_length = min(target.context_length, head.context_length or target.context_length)
     plain = FeatureRuntime(head, context_length, target.device)
-    if not isinstance(target, NativeRuntime) or not head.layer_config.is_like_llama:
+    is_covered = head.layer_config.is_like_llama and not head.masks_first
+    if not isinstance(target, NativeRuntime) or not is_covered:
         return plain
     native = NativeFeatureRuntime(head, target.decoder, context_length)
     tokens, dtype = _probe_tokens(head.target), head.target.dtype

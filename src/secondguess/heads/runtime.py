@@ -66,7 +66,7 @@ class FeatureRuntime(CachedRuntime):
             mask = masks[self.head.windows[layer]]
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
-        embedded = self.head.embed(tokens)
+        embedded = self.head.embed_at(tokens, step.query_positions)
         cos_sin = self.head.rotary(step.query_positions, embedded.dtype)
         output = self.head(embedded, self._forward_features, cos_sin, attend)
         logits = self.head.logits(output[:, -num_logits:])
@@ -87,6 +87,14 @@ class FeatureRuntime(CachedRuntime):
                 larger[: len(table)] = table
             table = self._features[row] = larger
         table[start:needed] = features
+
+    def outputs(self, row: Row) -> Tensor:
+        """Return the outputs `[query, feature]` of a row's last pass, at pending and the nodes."""
+        return self._outputs[row]
+
+    def read_outputs(self, row: Row, outputs: Tensor) -> None:
+        """Give the nodes of the next pass the features that another head has at their parents."""
+        self._outputs[row] = outputs
 
     def score(self, rows: Sequence[Row], draft: Draft) -> ForwardOutput:
         if draft.num_nodes:

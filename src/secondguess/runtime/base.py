@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ class ForwardOutput:
 
     logits: Tensor
     hidden: HiddenStates = field(default_factory=dict)
+
+
+class CachedLayer(NamedTuple):
+    """Layer with keys and values of its own: its number, counted from 0, and the size of a head."""
+
+    number: int
+    head_size: int
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,26 @@ class Runtime(ABC):
         raise UnsupportedModelError(
             f"expected a target that provides its embeddings, got a {type(self).__name__}; use a drafter that needs none"
         )
+
+    def find_cached_layer(self, kind: str) -> CachedLayer:
+        """Return the last layer of a kind of attention that caches keys and values of its own.
+
+        Kinds are those of `layer_types` in Transformers, such as `full_attention`.
+
+        Raises:
+            UnsupportedModelError: if there is none, or if the runtime cannot share keys and values.
+        """
+        raise UnsupportedModelError(
+            f"expected a target that provides its keys and values, got a {type(self).__name__}; "
+            "use a drafter that needs none"
+        )
+
+    def keys_and_values(self, rows: Sequence[Row], layer: CachedLayer) -> tuple[Tensor, Tensor]:
+        """Return the cached keys and values `[row, kv_head, position, size]` of all tokens of rows but the last.
+
+        Rotary positions are applied. Shorter rows are padded with any finite numbers.
+        """
+        raise NotImplementedError
 
     def require_partial_forward(self) -> None:
         """Check that layers can be run separately, for drafters to fail before any work is done.

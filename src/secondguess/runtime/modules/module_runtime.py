@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from secondguess.core import Draft, ImageInputs, Row
 from secondguess.errors import UnsupportedModelError
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, QuantisedCopy
+from secondguess.runtime.base import CachedLayer, EmbeddingAndHead, ForwardOutput, QuantisedCopy
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.modules.packing import copy_quantised, why_not_copied
@@ -142,6 +142,29 @@ class ModuleRuntime(CachedRuntime):
             norm,
             self.model.get_output_embeddings(),
         )
+
+    def find_cached_layer(self, kind: str) -> CachedLayer:
+        config = self.model.config.get_text_config()
+        num_own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+        kinds = (getattr(config, "layer_types", None) or [])[:num_own]
+        if kind not in kinds:
+            raise UnsupportedModelError(
+                f"expected a target with keys and values of the kind {kind}, got a {type(self.model).__name__}; "
+                "use a drafter that needs none"
+            )
+        number = num_own - 1 - kinds[::-1].index(kind)
+        return CachedLayer(number, self.model.get_decoder().layers[number].self_attn.head_dim)
+
+    @exclusive
+    def keys_and_values(self, rows: Sequence[Row], layer: CachedLayer) -> tuple[Tensor, Tensor]:
+        states = [self.slots[row] for row in rows]
+        length = max(len(row.tokens) - 1 for row in rows)
+        slots = torch.tensor([state.slot for state in states], device=self.device)
+        keys, values = (
+            blocks[layer.number].narrow(2, 0, length).index_select(0, slots)
+            for blocks in (self.cache.keys, self.cache.values)
+        )
+        return keys, values
 
     @cached_property
     def why_not_copied(self) -> str:
