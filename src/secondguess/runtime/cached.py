@@ -69,6 +69,7 @@ class CachedRuntime(Runtime):
             as in a prefill.
         cache_class: class of the cache.
         orders_rows: True if passes copy the cache unless rows are in the order of their slots.
+        max_uncached: largest number of tokens besides `pending` that a pass over a draft runs; more run in a prefill.
         hidden_layers: layers whose hidden states the call in progress returns, numbered as in
             `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
             last layer, normalised): those that `request_hidden_states` was given for its rows.
@@ -88,6 +89,7 @@ class CachedRuntime(Runtime):
     min_logits = 1
     cache_class: type[KeyValueCache] = KeyValueCache
     orders_rows = True
+    max_uncached = UNLIMITED
 
     def __init__(
         self,
@@ -183,7 +185,7 @@ class CachedRuntime(Runtime):
     def free(self) -> None:
         """Remove every row and free the cache."""
         self._drop_partial_forward()
-        self.cache = self.cache_class(self.device)
+        self.cache.clear()
         self.slots = SlotTable(self.cache)
 
     def _drop_partial_forward(self) -> None:
@@ -234,7 +236,15 @@ class CachedRuntime(Runtime):
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
         self._drop_partial_forward()
-        return [state.length for state in self.slots.admit(rows, reuse_limits)]
+        states = self.slots.admit(rows, reuse_limits)
+        for state in states:
+            self._truncate(state, state.length)
+        return [state.length for state in states]
+
+    def _truncate(self, state: CachedRow, length: int) -> None:
+        """Drop the nodes of a row and what is cached after its first `length` tokens."""
+        state.length = self.cache.restore(state.slot, min(state.length, length))
+        state.num_nodes = 0
 
     @exclusive
     def release(self, row: Row) -> None:
@@ -249,9 +259,7 @@ class CachedRuntime(Runtime):
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         self._drop_partial_forward()
         for row, length in zip(rows, lengths, strict=True):
-            state = self.slots[row]
-            state.length = min(state.length, length)
-            state.num_nodes = 0
+            self._truncate(self.slots[row], length)
 
     @exclusive
     def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
@@ -269,9 +277,10 @@ class CachedRuntime(Runtime):
                 raise BadInputError(
                     f"expected a path through the {state.num_nodes} nodes scored last, got {list(path)}"
                 )
+            start = self.cache.first_node(state.slot, state.length)
             if list(path) != list(range(len(path))):
-                scattered.append((state.slot, state.length, path))
-            state.length += len(path)
+                scattered.append((state.slot, start, path))
+            state.length = self.cache.commit(state.slot, start, path)
             state.num_nodes = 0
         if scattered:
             slots, starts, moved = zip(*scattered, strict=True)
@@ -304,7 +313,7 @@ class CachedRuntime(Runtime):
             if logits.dtype != torch.float64:
                 logits = logits.float()
         for state in states:
-            state.length = len(state.row.tokens)
+            state.length = self.cache.commit(state.slot, len(state.row.tokens))
             state.num_nodes = draft.num_nodes
         return ForwardOutput(logits, hidden)
 
@@ -343,13 +352,9 @@ class CachedRuntime(Runtime):
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""
         for state in states:
-            state.length = min(state.length, len(state.row.tokens) - 1)
-            state.num_nodes = 0
-        far = [
-            state
-            for state in states
-            if state.num_to_prefill >= self.prefill_chunk or self._lacks_images(state)
-        ]
+            self._truncate(state, len(state.row.tokens) - 1)
+        limit = min(self.max_uncached, self.prefill_chunk - 1)
+        far = [state for state in states if state.num_to_prefill > limit or self._lacks_images(state)]
         if far:
             self._prefill(far)
         return [len(state.row.tokens) - state.length for state in states]
