@@ -148,7 +148,7 @@ def test_the_copy_of_a_module_is_freed_with_its_drafter(tmp_path: Path) -> None:
     runtime = load(str(write_checkpoint(COPIED["lfm2"](), tmp_path)), "none", dtype="float32").target.runtime
     copy = runtime.quantised_copy(INT4)
     assert runtime.quantised_copy(INT4) is copy
-    module = weakref.ref(copy.model)  # type: ignore[attr-defined]
+    module = weakref.ref(copy.forward.call.model)  # type: ignore[attr-defined]
     assert copy_quantised(runtime.model, INT4) is module()  # type: ignore[attr-defined]
     del copy
     gc.collect()

@@ -73,7 +73,7 @@ class QuantisedCopy:
     """
 
     target: Runtime
-    model: Any  # what the target's `run_copy` and `draft_chains_of_copy` run
+    forward: Any  # what the target's `run_copy` and `draft_chains_of_copy` run
 
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         """Run the copy over the nodes that a draft has gained since the last call of the round.
@@ -86,7 +86,7 @@ class QuantisedCopy:
         Returns:
             Logits `[row, query, vocab]` after the other queries.
         """
-        return self.target.run_copy(self.model, rows, draft, num_known)
+        return self.target.run_copy(self.forward, rows, draft, num_known)
 
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
@@ -95,7 +95,7 @@ class QuantisedCopy:
 
         None if `draft_logits` must be called per level.
         """
-        return self.target.draft_chains_of_copy(self.model, rows, requests, decision)
+        return self.target.draft_chains_of_copy(self.forward, rows, requests, decision)
 
 
 class Runtime(ABC):
@@ -198,14 +198,14 @@ class Runtime(ABC):
         """
         raise quantised_copy_error(weight_format, self.why_not_copied)
 
-    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        """Run the model of a copy in this runtime's cache, as `QuantisedCopy.draft_logits`."""
+    def run_copy(self, forward: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        """Run the forward pass of a copy in this runtime's cache, as `QuantisedCopy.draft_logits`."""
         raise NotImplementedError
 
     def draft_chains_of_copy(
-        self, model: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+        self, forward: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
     ) -> DrawnChains | None:
-        """Draw chains from the model of a copy, as `QuantisedCopy.draft_chains`."""
+        """Draw chains with the forward pass of a copy, as `QuantisedCopy.draft_chains`."""
         return None
 
     @abstractmethod

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.layered import LayeredForward, PartialForward
 from secondguess.runtime.refusals import quantised_copy_error
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
@@ -64,7 +67,10 @@ class CachedRuntime(Runtime):
     Attributes:
         kind: name of the runtime, one of `checkpoint.resolve.RUNTIMES` except `auto`.
         module: the Transformers module that the runtime runs; None if it runs none.
+        forward: forward passes of the model, of which the subclass knows more; those of a copy while it drafts.
+        layered: passes through some of the layers, if `supports_partial_forward`.
         takes_images: True if prompts may have images (`Row.images`).
+        description: way in which rows are run, if it is special; shown by `inspect`.
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
         cache_class: class of the cache.
@@ -85,7 +91,10 @@ class CachedRuntime(Runtime):
 
     kind: ClassVar[str]
     module: Any = None
+    forward: Any
+    layered: LayeredForward
     takes_images = False
+    description = ""
     min_logits = 1
     cache_class: type[KeyValueCache] = KeyValueCache
     orders_rows = True
@@ -115,6 +124,9 @@ class CachedRuntime(Runtime):
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
         self._chain_masks = tree.ChainMasks(device)
+        # Output of the first layers for a draft that is not scored yet. An interrupted round leaves it behind, and rows,
+        # lengths and draft may match again after the cache has been overwritten.
+        self._partial: PartialForward | None = None
         self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
 
     @exclusive
@@ -162,8 +174,72 @@ class CachedRuntime(Runtime):
         return copy
 
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        """Return a new copy; called only if nothing is against it."""
+        """Return a new copy, with a forward pass like that of this runtime; called only if nothing is against it."""
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
+
+    @contextmanager
+    def _running(self, forward: Any) -> Iterator[None]:
+        """Run the forward pass of a copy in place of the runtime's own, in its cache."""
+        own, layers = self.forward, self.hidden_layers
+        self.forward, self.hidden_layers = forward, ()
+        try:
+            with without_gradients():
+                yield
+        finally:
+            self.forward, self.hidden_layers = own, layers
+
+    @exclusive
+    def run_copy(self, forward: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        self._partial = None
+        states = [self.slots[row] for row in rows]
+        num_uncached = self._catch_up(states)
+        with self._running(forward):
+            logits = self._run_new_queries(states, num_uncached, draft, num_known)
+        for state in states:
+            self._truncate(state, state.length)  # recurrent states are those of the copy
+            state.num_nodes = draft.num_nodes + 1
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        """Return logits of the queries after the first `num_known`, whose cache entries are those of the last call."""
+        return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
+
+    @exclusive
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        self._partial = None
+        states = [self.slots[row] for row in rows]
+        self._catch_up(states)
+        drawn = self._draw_chains(states, requests, decision)
+        if drawn is not None:
+            for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+                row.tokens += chain
+                state.length = len(row.tokens) - 1
+        return drawn
+
+    @exclusive
+    def draft_chains_of_copy(
+        self, forward: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        states = [self.slots[row] for row in rows]
+        if any(state.length != len(state.row.tokens) - 1 for state in states):
+            return None
+        self._partial = None
+        with self._running(forward):
+            drawn = self._draw_chains(states, requests, decision)
+        if drawn is not None:
+            for state, chain in zip(states, drawn.tokens, strict=True):
+                state.num_nodes = len(chain)
+        return drawn
+
+    def _draw_chains(
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw chains after the tokens of rows, as `draft_chains`; None if they cannot be drawn at once."""
+        return None
 
     @exclusive
     def probe(self, tokens: Tensor) -> ForwardOutput:
@@ -184,25 +260,9 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
-        self._drop_partial_forward()
+        self._partial = None
         self.cache.clear()
         self.slots = SlotTable(self.cache)
-
-    def _drop_partial_forward(self) -> None:
-        """Drop the first layers' output for a draft, if it is kept: the entries that it belongs to may change."""
-
-    def _hold_nodes(self, states: Sequence[CachedRow], counts: Iterable[int]) -> None:
-        """Have entries of nodes move with the rows' slots until the target overwrites them."""
-        for state, count in zip(states, counts, strict=True):
-            state.num_nodes = count
-
-    def _append_chains(
-        self, rows: Sequence[Row], states: Sequence[CachedRow], chains: Sequence[Sequence[int]]
-    ) -> None:
-        """Append chains to rows whose tokens but the last are cached by now."""
-        for row, state, chain in zip(rows, states, chains, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
 
     @exclusive
     def reserve(self, num_rows: int, longest: int) -> None:
@@ -212,11 +272,6 @@ class CachedRuntime(Runtime):
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
         """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)
-
-    @property
-    def description(self) -> str:
-        """Way in which rows are run, if it is special; shown by `inspect`."""
-        return ""
 
     @property
     def num_live_rows(self) -> int:
@@ -235,7 +290,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        self._drop_partial_forward()
+        self._partial = None
         states = self.slots.admit(rows, reuse_limits)
         for state in states:
             self._truncate(state, state.length)
@@ -248,7 +303,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def release(self, row: Row) -> None:
-        self._drop_partial_forward()
+        self._partial = None
         self.slots.release(row)
 
     @exclusive
@@ -257,7 +312,7 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        self._drop_partial_forward()
+        self._partial = None
         for row, length in zip(rows, lengths, strict=True):
             self._truncate(self.slots[row], length)
 
@@ -317,10 +372,59 @@ class CachedRuntime(Runtime):
             state.num_nodes = draft.num_nodes
         return ForwardOutput(logits, hidden)
 
+    @exclusive
+    def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
+        self.require_partial_forward()
+        members = [self.slots[row] for row in rows]
+        indices = self._order(members)
+        order = None if indices is None else torch.tensor(indices, device=self.device)
+        if indices is not None and order is not None:
+            members, draft = [members[index] for index in indices], draft.select(order)
+        if any(len(state.row.tokens) - state.length != 1 for state in members):
+            raise BadInputError(
+                "expected rows of which all but the last token is cached, got others; score them first"
+            )
+        ahead = self._partial
+        can_extend = (
+            ahead is not None and ahead.num_layers == num_layers and ahead.is_prefix_of(members, draft)
+        )
+        known = ahead.states if ahead is not None and can_extend else None
+        with torch.inference_mode():
+            states = self._extend_first_layers(members, draft, known, num_layers)[2]
+        lengths = [state.length for state in members]
+        self._partial = PartialForward([state.row for state in members], lengths, draft, states, num_layers)
+        return states if order is None else states[order.argsort()]
+
+    def _extend_first_layers(
+        self, members: Sequence[CachedRow], draft: Draft, known: Tensor | None, num_layers: int
+    ) -> tuple[Tensor, ForwardStep, Tensor]:
+        """Return a round's tokens, its step and the first layers' output for all its queries."""
+        starts = [state.length for state in members]
+        queries = build_queries(members, [1] * len(members), draft)
+        tokens = queries.tokens
+        num_keys = self._pad_keys(max(starts) + draft.num_nodes + 1)
+        step = self._step(starts, queries, num_keys)
+        num_known = 0 if known is None else known.shape[1]
+        if known is not None and num_known == tokens.shape[1]:
+            states = known
+        else:
+            width = tokens.shape[1] - num_known
+            self._place(members, [start + num_known for start in starts], width, num_keys)
+            states = self.layered.run_first(tokens[:, num_known:], step, num_known, num_layers)
+            if known is not None:
+                states = torch.cat((known, states), 1)
+        self._place(members, starts, tokens.shape[1], num_keys)
+        return tokens, step, states
+
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
         """Return logits and hidden states `[row, node + 1, ...]` of pending and the nodes."""
+        ahead, self._partial = self._partial, None
+        if ahead is not None and ahead.is_prefix_of(states, draft) and self._keeps_hidden_states(ahead):
+            tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
+            output = self.layered.run_remaining(tokens, read, step, ahead.num_layers, self.hidden_layers)
+            return output.logits, output.hidden
         tokens, step = self._prepare(states, num_uncached, draft)
         num_queries, width = draft.num_nodes + 1, tokens.shape[1]
         # Logits are needed from this column on. Only rows with less to catch up must be gathered.
@@ -335,6 +439,11 @@ class CachedRuntime(Runtime):
             for layer, states_of_layer in output.hidden.items()
         }
         return _columns(output.logits, num_queries, width, offsets), hidden
+
+    def _keeps_hidden_states(self, ahead: PartialForward) -> bool:
+        """Return whether no hidden states are requested of layers that have run, except the embeddings."""
+        levels = [layer % (self.num_layers + 1) for layer in self.hidden_layers]
+        return not any(0 < level < ahead.num_layers for level in levels)
 
     def _prepare(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
@@ -363,7 +472,7 @@ class CachedRuntime(Runtime):
     def prefill(
         self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
     ) -> list[HiddenStates]:
-        self._drop_partial_forward()
+        self._partial = None
         states = self._states_of(rows)
         with_hidden = with_hidden and bool(self.hidden_layers)
         hidden = self._prefill(states, max_tokens, with_hidden, can_copy=True)

@@ -16,10 +16,10 @@ from secondguess.runtime.cpu.weights import Arena, Blocks, pack_blocks, requanti
 from secondguess.runtime.decoder.families import Norm
 from secondguess.runtime.decoder.feed_forward import Experts, FeedForward
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder, Layer, embed
-from secondguess.runtime.decoder.layered import remaining_layers
 from secondguess.runtime.decoder.products import PackableLinear
 from secondguess.runtime.decoder.rotary import Rotary
 from secondguess.runtime.decoder.stored import WeightRows
+from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}

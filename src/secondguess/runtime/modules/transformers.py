@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from secondguess.core import Draft, Row
+from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.images import MODELS_WITH_IMAGES
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
@@ -29,8 +29,6 @@ from secondguess.runtime.modules.support import (
 )
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.system.exclusive import exclusive
-from secondguess.runtime.system.machine import without_gradients
 from secondguess.runtime.weight_format import WeightFormat
 
 
@@ -53,6 +51,7 @@ class TransformersRuntime(CachedRuntime):
     """
 
     kind = "transformers"
+    forward: ModuleForward
 
     def __init__(self, model: Any, forward: ModuleForward | None = None) -> None:
         check_supported(model)
@@ -84,6 +83,7 @@ class TransformersRuntime(CachedRuntime):
             self.close()
             raise
         self.free()
+        self.description = self.forward.description
         self.takes_images = (
             isinstance(self.forward, MaskedForward) and model.config.model_type in MODELS_WITH_IMAGES
         )
@@ -92,10 +92,6 @@ class TransformersRuntime(CachedRuntime):
             self.max_uncached = self.forward.max_uncached
             if self.forward.single_steps:
                 self.prefill_chunk = UNLIMITED  # as a second piece of a prompt would run in single tokens
-
-    @property
-    def description(self) -> str:
-        return self.forward.description
 
     @property
     def num_input_tokens(self) -> int:
@@ -138,29 +134,12 @@ class TransformersRuntime(CachedRuntime):
     def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
         return QuantisedCopy(self, self.forward.with_model(copy_quantised(self.model, weight_format)))
 
-    @exclusive
-    def run_copy(self, model: ModuleForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        states = [self.slots[row] for row in rows]
-        num_uncached = self._catch_up(states)
-        own, self.forward = self.forward, model
-        try:
-            with without_gradients():
-                logits = self._run_new_queries(states, num_uncached, draft, num_known)
-        finally:
-            self.forward = own
-        for state in states:  # whose recurrent states are those of the copy
-            self._truncate(state, state.length)
-        self._hold_nodes(states, [draft.num_nodes + 1] * len(states))
-        return logits if logits.dtype == torch.float64 else logits.float()
-
     def _run_new_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
     ) -> Tensor:
-        """Return logits of the queries after the first `num_known`, whose cache entries are those of the last call."""
         # Recurrent layers have no states after nodes that ran in another pass.
-        runs_all = isinstance(self.forward, PathForward) or not num_known or max(num_uncached) > 1
-        if runs_all:
-            return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
+        if isinstance(self.forward, PathForward) or not num_known or max(num_uncached) > 1:
+            return super()._run_new_queries(states, num_uncached, draft, num_known)
         starts, num_queries = [state.length for state in states], draft.num_nodes + 1
         num_keys, num_new = self._pad_keys(max(starts) + num_queries), num_queries - num_known
         queries = build_queries(states, num_uncached, draft)
