@@ -63,7 +63,7 @@ from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.cached import CachedRuntime, ForwardCopy
 from secondguess.runtime.cpu import chain as native_chain
 from secondguess.runtime.cpu import forward as native_forward
 from secondguess.runtime.cpu.decoder import NativeDecoder
@@ -1035,15 +1035,15 @@ def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
 
 def entries_of_the_copy_are_kept(patch: Patch) -> None:
     """Keys and values of accepted nodes are those that the quantised copy computed while drafting."""
-    run_copy, keep = NativeRuntime.run_copy, NativeRuntime.keep
+    draft_logits, keep = ForwardCopy.draft_logits, NativeRuntime.keep
     written = {}
 
     def blocks_of(runtime):
         return (*runtime.cache.keys, *runtime.cache.values)
 
     def remember(self, *args):
-        logits = run_copy(self, *args)
-        written[self] = [block.clone() for block in blocks_of(self)]
+        logits = draft_logits(self, *args)
+        written[self.target] = [block.clone() for block in blocks_of(self.target)]
         return logits
 
     def restore(self, rows, paths):
@@ -1054,7 +1054,7 @@ def entries_of_the_copy_are_kept(patch: Patch) -> None:
                 entries[state.slot, :, places] = old[state.slot, :, places]
         keep(self, rows, paths)
 
-    patch.setattr(NativeRuntime, "run_copy", remember)
+    patch.setattr(ForwardCopy, "draft_logits", remember)
     patch.setattr(NativeRuntime, "keep", restore)
 
 

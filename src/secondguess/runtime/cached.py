@@ -127,7 +127,7 @@ class CachedRuntime(Runtime):
         # Output of the first layers for a draft that is not scored yet. An interrupted round leaves it behind, and rows,
         # lengths and draft may match again after the cache has been overwritten.
         self._partial: PartialForward | None = None
-        self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
+        self._copies: WeakValueDictionary[WeightFormat, ForwardCopy] = WeakValueDictionary()
 
     @exclusive
     def request_hidden_states(self, layers: Sequence[int], rows: Sequence[Row] | None = None) -> None:
@@ -170,35 +170,12 @@ class CachedRuntime(Runtime):
             raise quantised_copy_error(weight_format, self.why_not_copied)
         copy = self._copies.get(weight_format)
         if copy is None:
-            copy = self._copies[weight_format] = self._make_copy(weight_format)
+            copy = self._copies[weight_format] = ForwardCopy(self, self._copied_forward(weight_format))
         return copy
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        """Return a new copy, with a forward pass like that of this runtime; called only if nothing is against it."""
+    def _copied_forward(self, weight_format: WeightFormat) -> Any:
+        """Return forward passes with quantised weights in this cache; called only if nothing is against it."""
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
-
-    @contextmanager
-    def _running(self, forward: Any) -> Iterator[None]:
-        """Run the forward pass of a copy in place of the runtime's own, in its cache."""
-        own, layers = self.forward, self.hidden_layers
-        self.forward, self.hidden_layers = forward, ()
-        try:
-            with without_gradients():
-                yield
-        finally:
-            self.forward, self.hidden_layers = own, layers
-
-    @exclusive
-    def run_copy(self, forward: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        self._partial = None
-        states = [self.slots[row] for row in rows]
-        num_uncached = self._catch_up(states)
-        with self._running(forward):
-            logits = self._run_new_queries(states, num_uncached, draft, num_known)
-        for state in states:
-            self._truncate(state, state.length)  # recurrent states are those of the copy
-            state.num_nodes = draft.num_nodes + 1
-        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run_new_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
@@ -218,21 +195,6 @@ class CachedRuntime(Runtime):
             for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
                 row.tokens += chain
                 state.length = len(row.tokens) - 1
-        return drawn
-
-    @exclusive
-    def draft_chains_of_copy(
-        self, forward: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains | None:
-        states = [self.slots[row] for row in rows]
-        if any(state.length != len(state.row.tokens) - 1 for state in states):
-            return None
-        self._partial = None
-        with self._running(forward):
-            drawn = self._draw_chains(states, requests, decision)
-        if drawn is not None:
-            for state, chain in zip(states, drawn.tokens, strict=True):
-                state.num_nodes = len(chain)
         return drawn
 
     def _draw_chains(
@@ -603,6 +565,53 @@ class CachedRuntime(Runtime):
     def _clamp_positions(self, positions: Tensor, num_keys: int) -> Tensor:
         """Return the positions, limited to the context length, which padding may exceed."""
         return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCopy(QuantisedCopy):
+    """Copy whose forward passes take the place of the target's own while it drafts."""
+
+    target: CachedRuntime
+    forward: Any
+
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        target = self.target
+        with target.lock.exclusive():
+            states = [target.slots[row] for row in rows]
+            num_uncached = target._catch_up(states)
+            with self._in_place():
+                logits = target._run_new_queries(states, num_uncached, draft, num_known)
+            for state in states:
+                target._truncate(state, state.length)  # recurrent states are those of the copy
+                state.num_nodes = draft.num_nodes + 1
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        target = self.target
+        with target.lock.exclusive():
+            states = [target.slots[row] for row in rows]
+            if any(state.length != len(state.row.tokens) - 1 for state in states):
+                return None
+            with self._in_place():
+                drawn = target._draw_chains(states, requests, decision)
+            if drawn is not None:
+                for state, chain in zip(states, drawn.tokens, strict=True):
+                    state.num_nodes = len(chain)
+        return drawn
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Have the target run the copy, which returns no hidden states."""
+        target = self.target
+        own, layers = target.forward, target.hidden_layers
+        target.forward, target.hidden_layers, target._partial = self.forward, (), None
+        try:
+            with without_gradients():
+                yield
+        finally:
+            target.forward, target.hidden_layers = own, layers
 
 
 def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:

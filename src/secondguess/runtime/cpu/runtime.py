@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secondguess.core import Draft
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates
 from secondguess.runtime.cache import IndexedCache, KeyValueCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
@@ -168,9 +168,8 @@ class NativeRuntime(KernelRuntime):
         weight_format = self.decoder.weight_format
         return f"one with weights in {weight_format.name}" if weight_format.is_quantised else ""
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        copy = self.decoder.requantised(weight_format)
-        return QuantisedCopy(self, KernelForward(copy, self.context_length))
+    def _copied_forward(self, weight_format: WeightFormat) -> KernelForward:
+        return KernelForward(self.decoder.requantised(weight_format), self.context_length)
 
     def _run_new_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int

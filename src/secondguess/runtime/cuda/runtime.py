@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
@@ -280,15 +280,15 @@ class GraphRuntime(CachedRuntime):
     def why_not_copied(self) -> str:
         return ""
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
+    def _copied_forward(self, weight_format: WeightFormat) -> GraphForward:
         if weight_format != INT4:
-            return super()._make_copy(weight_format)
+            raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
         decoder = quantised_copy(self.decoder)
         if why_not := GraphRuntime(decoder).why_not_reproduced():
             raise quantised_copy_error(weight_format, f"one for which {why_not}")
         forward = GraphForward(decoder, self.cache, self.context_length)
         self.forward.copies.add(forward)
-        return QuantisedCopy(self, forward)
+        return forward
 
     def why_not_reproduced(self) -> str:
         """Return why the kernels do not give the logits of torch's operations; empty if they do."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.images import MODELS_WITH_IMAGES
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates
 from secondguess.runtime.cached import UNLIMITED, CachedRuntime, build_queries
 from secondguess.runtime.modules.forward import MaskedForward, ModuleForward
 from secondguess.runtime.modules.packing import copy_quantised, why_not_copied
@@ -131,8 +131,8 @@ class TransformersRuntime(CachedRuntime):
         reason = why_not_copied(self.model)
         return reason and f"a {type(self.model).__name__}, {reason}"
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        return QuantisedCopy(self, self.forward.with_model(copy_quantised(self.model, weight_format)))
+    def _copied_forward(self, weight_format: WeightFormat) -> ModuleForward:
+        return self.forward.with_model(copy_quantised(self.model, weight_format))
 
     def _run_new_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
