@@ -52,7 +52,7 @@ from secondguess.runtime.chains import ChainRequest, RowNoise
 from secondguess.runtime.cuda.runtime import GraphRuntime
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.modules.support import cached_layers, cached_values_per_token
-from secondguess.runtime.modules.wrap import wrap_module
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import INT4
 from secondguess.sampling import SamplingParams
 from secondguess.sampling.truncation import kernel_settings
@@ -124,7 +124,7 @@ class Pair(NamedTuple):
 def make_runtime(module: Any) -> CachedRuntime:
     """Return the runtime that is measured, which may change the module or take its weights."""
     if module.device.type == "cpu":
-        return wrap_module(module)
+        return TransformersRuntime(module)
     return GraphRuntime(FusedDecoder(module, packed=False))
 
 

@@ -26,7 +26,7 @@ from secondguess.runtime.cpu.library import units
 from secondguess.runtime.cpu.runtime import NativeRuntime
 from secondguess.runtime.decoder.fused import FusedRuntime, fuse
 from secondguess.runtime.decoder.products import can_pack
-from secondguess.runtime.modules.row_by_row import RowByRowRuntime
+from secondguess.runtime.modules.row_by_row import RowByRowForward
 from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8
 from secondguess.sampling import SamplingParams
@@ -117,9 +117,12 @@ def models(kind):
         for parameter in draft.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     if kind in ("module", "row by row"):
-        runtime = TransformersRuntime if kind == "module" else RowByRowRuntime
+        forward = RowByRowForward(target) if kind == "row by row" else None
         # `model:itself` drafts row by row, too.
-        return {"itself": partial(runtime, target), "draft": partial(TransformersRuntime, draft)}
+        return {
+            "itself": partial(TransformersRuntime, target, forward),
+            "draft": partial(TransformersRuntime, draft),
+        }
     if kind.startswith("native"):
         if not units():
             pytest.skip("no kernels for this processor, or no compiler built them")

@@ -74,7 +74,7 @@ from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
 from secondguess.proof.fakes import ScriptedDrafter, TableModel
 from secondguess.runtime import cached, tree
 from secondguess.runtime.base import Runtime
-from secondguess.runtime.cached import CachedRuntime
+from secondguess.runtime.cached import CachedRuntime, ForwardCopy
 from secondguess.runtime.cpu import chain as native_chain
 from secondguess.runtime.cpu import forward as native_forward
 from secondguess.runtime.cpu.decoder import NativeDecoder
@@ -85,7 +85,6 @@ from secondguess.runtime.cuda import runtime as graphs
 from secondguess.runtime.decoder.fused import FusedRuntime
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.hashes import Purpose
-from secondguess.runtime.modules.recurrent import RecurrentRuntime
 from secondguess.runtime.modules.recurrent_cache import RecurrentCache
 from secondguess.runtime.modules.tiny import tiny_pair
 from secondguess.runtime.modules.transformers import TransformersRuntime
@@ -194,18 +193,18 @@ def cached_dist_holds(kind: str = "module", *, is_copied: bool = False) -> bool:
 
 
 @cache
-def hybrid_runtime() -> RecurrentRuntime:
+def hybrid_runtime() -> TransformersRuntime:
     """Return a runtime that was loaded without mutants, since the check at loading notices some of them."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return RecurrentRuntime(AutoModelForCausalLM.from_config(FAMILIES["falcon-h1"]()).double())
+        return TransformersRuntime(AutoModelForCausalLM.from_config(FAMILIES["falcon-h1"]()).double())
 
 
 def recurrent_rows_forget(records: bool) -> bool:
     """Return whether rounds with rejections leave a hybrid's logits, with states recorded by token or run again."""
     runtime, row = hybrid_runtime(), Row([5, 6, 7], SAMPLED)
     runtime.free()
-    runtime.records_states = records
+    runtime.forward.records_states = records
     runtime.begin([row])
     errors = []
     for num_accepted in (1, 0, 2, 0):
@@ -300,6 +299,8 @@ BLOCK_KINDS = {
     },
 }  # fmt: skip
 """Options of each kind of block drafter."""
+
+
 def assistants_draft_as_published() -> bool:
     with TemporaryDirectory() as folder:
         return assistant_drafts_as_published(Path(folder))
@@ -762,12 +763,14 @@ def stale_cache_after_a_rejection(patch: Patch) -> None:
 
 
 def states_after_rejected_nodes_are_kept(patch: Patch) -> None:
-    original = RecurrentRuntime._commit
+    original = RecurrentCache.commit
 
-    def commit(self, state, last):
-        original(self, state, max(self._ends.get(state, {}), default=last))
+    def commit(self, slot, start, path=None):
+        if slot in self.drafts and (ends := self.drafts[slot].ends):
+            ends[path[-1] if path else -1] = ends[max(ends)]
+        return original(self, slot, start, path)
 
-    patch.setattr(RecurrentRuntime, "_commit", commit)
+    patch.setattr(RecurrentCache, "commit", commit)
 
 
 def keys_of_rejected_nodes_are_kept(patch: Patch) -> None:
@@ -793,7 +796,7 @@ def replayed_tokens_are_dropped(patch: Patch) -> None:
     def states_at(self, slot, length):
         return self.snapshots[slot][-1].states if length else {}
 
-    patch.setattr(RecurrentRuntime, "_catch_up", catch_up)
+    patch.setattr(TransformersRuntime, "_catch_up", catch_up)
     patch.setattr(RecurrentCache, "states_at", states_at)
 
 
@@ -1153,15 +1156,15 @@ def steps_of_training_see_behind_the_window(patch: Patch) -> None:
 
 def entries_of_the_copy_are_kept(patch: Patch) -> None:
     """Keys and values of accepted nodes are those that the quantised copy computed while drafting."""
-    run_copy, keep = NativeRuntime.run_copy, NativeRuntime.keep
+    draft_logits, keep = ForwardCopy.draft_logits, NativeRuntime.keep
     written = {}
 
     def blocks_of(runtime):
         return (*runtime.cache.keys, *runtime.cache.values)
 
     def remember(self, *args):
-        logits = run_copy(self, *args)
-        written[self] = [block.clone() for block in blocks_of(self)]
+        logits = draft_logits(self, *args)
+        written[self.target] = [block.clone() for block in blocks_of(self.target)]
         return logits
 
     def restore(self, rows, paths):
@@ -1172,7 +1175,7 @@ def entries_of_the_copy_are_kept(patch: Patch) -> None:
                 entries[state.slot, :, places] = old[state.slot, :, places]
         keep(self, rows, paths)
 
-    patch.setattr(NativeRuntime, "run_copy", remember)
+    patch.setattr(ForwardCopy, "draft_logits", remember)
     patch.setattr(NativeRuntime, "keep", restore)
 
 

@@ -21,8 +21,8 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.spec import make_drafter
 from secondguess.errors import UnsupportedModelError
 from secondguess.proof.enumeration import enumerate_rounds
-from secondguess.runtime.modules.module_runtime import ModuleRuntime
-from secondguess.runtime.modules.wrap import wrap_module
+from secondguess.runtime.cached import ForwardCopy
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.sampling import SamplingParams
 from secondguess.verifiers import make_verifier
 
@@ -60,8 +60,8 @@ def tiny_pair(family, vocab_size):
 @cache
 def wrap(model, records_states):
     """Return a runtime that all tests of a model share, with the slots of earlier rows."""
-    runtime = wrap_module(model)
-    runtime.records_states = records_states
+    runtime = TransformersRuntime(model)
+    runtime.forward.records_states = records_states
     return runtime
 
 
@@ -160,15 +160,15 @@ def test_text_equals_plain_decoding(family, drafter):
 @needs_kernels
 def test_a_copy_that_verifies_its_own_drafts_would_change_the_text(monkeypatch):
     """The mistake that the tests above have to find."""
-    run_copy = ModuleRuntime.run_copy
+    draft_logits = ForwardCopy.draft_logits
 
-    def stay_with_copy(runtime, model, rows, draft, num_known):
-        logits = run_copy(runtime, model, rows, draft, num_known)
-        runtime.forward.model = model
+    def stay_with_copy(copy, rows, draft, num_known):
+        logits = draft_logits(copy, rows, draft, num_known)
+        copy.target.forward = copy.forward
         return logits
 
     wrap.cache_clear()
-    monkeypatch.setattr(ModuleRuntime, "run_copy", stay_with_copy)
+    monkeypatch.setattr(ForwardCopy, "draft_logits", stay_with_copy)
     found, _ = generate("lfm2", "self:int4", "fixed:4", "seeded")
     wrap.cache_clear()
     assert found != plain_texts("lfm2", "seeded")

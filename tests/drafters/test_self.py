@@ -22,8 +22,9 @@ from secondguess.checkpoint.plan import Checkpoint
 from secondguess.core import Draft, Row
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.pairing import default_drafter
-from secondguess.runtime.base import QuantisedCopy
+from secondguess.runtime.cached import ForwardCopy
 from secondguess.runtime.cpu.linear import KernelLinear
+from secondguess.runtime.cpu.weights import Blocks
 from secondguess.runtime.modules.packing import copy_quantised
 from secondguess.runtime.weight_format import INT4
 
@@ -40,13 +41,13 @@ def test_a_copy_drafts_nearly_what_the_target_writes() -> None:
 @needs_kernels
 def test_a_copy_drafts_trees_and_runs_each_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load("builtin", "self:int4,tree=2x1x1", controller="fixed:3", dtype="bfloat16")
-    draft_logits, seen = QuantisedCopy.draft_logits, set()
+    draft_logits, seen = ForwardCopy.draft_logits, set()
 
-    def note(copy: QuantisedCopy, rows: Sequence[Row], draft: Draft, num_known: int) -> torch.Tensor:
+    def note(copy: ForwardCopy, rows: Sequence[Row], draft: Draft, num_known: int) -> torch.Tensor:
         seen.add((draft.num_nodes, num_known))
         return draft_logits(copy, rows, draft, num_known)
 
-    monkeypatch.setattr(QuantisedCopy, "draft_logits", note)
+    monkeypatch.setattr(ForwardCopy, "draft_logits", note)
     stats = llm.generate("def read_lines(path):", max_tokens=64).stats
     assert stats.num_rounds < 64 / 2.5
     assert seen == {(0, 0), (2, 1), (4, 3)}
@@ -55,7 +56,8 @@ def test_a_copy_drafts_trees_and_runs_each_node_once(monkeypatch: pytest.MonkeyP
 @needs_kernels
 def test_the_memory_of_a_copy_is_estimated() -> None:
     target = load("builtin", "none", dtype="bfloat16").target
-    num_bytes = target.runtime.decoder.requantised(INT4).read_weights(1)
+    kept = target.runtime.decoder.requantised(INT4)._kept
+    num_bytes = sum(blocks.tensors[-1].numel() for blocks in kept if isinstance(blocks, Blocks))
     assert 0.95 < num_bytes / target.checkpoint.copy_bytes(INT4) < 1.1
 
 
@@ -148,7 +150,7 @@ def test_the_copy_of_a_module_is_freed_with_its_drafter(tmp_path: Path) -> None:
     runtime = load(str(write_checkpoint(COPIED["lfm2"](), tmp_path)), "none", dtype="float32").target.runtime
     copy = runtime.quantised_copy(INT4)
     assert runtime.quantised_copy(INT4) is copy
-    module = weakref.ref(copy.model)  # type: ignore[attr-defined]
+    module = weakref.ref(copy.forward.call.model)  # type: ignore[attr-defined]
     assert copy_quantised(runtime.model, INT4) is module()  # type: ignore[attr-defined]
     del copy
     gc.collect()

@@ -27,9 +27,8 @@ from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import cache
 from secondguess.runtime.cpu.forward import KernelForward
 from secondguess.runtime.modules import attention
-from secondguess.runtime.modules.module_runtime import last_norm
 from secondguess.runtime.modules.support import cache_parameter
-from secondguess.runtime.modules.transformers import TransformersRuntime
+from secondguess.runtime.modules.transformers import TransformersRuntime, last_norm
 
 NODES = random_tokens(4, seed=5)
 

@@ -134,7 +134,7 @@ def module_runtime(plan: Checkpoint, name: str, model: Any) -> CachedRuntime | N
             return None if fused is None else FusedRuntime(fused)
         checked = fuse_for_kernels(model)
         return to_graphs(checked) if checked else None
-    from secondguess.runtime.modules.wrap import wrap_module
+    from secondguess.runtime.modules.transformers import TransformersRuntime
 
     if plan.quantises_linears:
         quantise_linears(model, QUANTIZATIONS[str(plan.quantize)])
@@ -142,7 +142,7 @@ def module_runtime(plan: Checkpoint, name: str, model: Any) -> CachedRuntime | N
         _quantise_by_torchao(model)
     elif plan.is_packed:
         pack_linears(model)
-    return wrap_module(model)
+    return TransformersRuntime(model)
 
 
 def _native_runtime(plan: Checkpoint, weight_format: WeightFormat) -> NativeRuntime | None:
@@ -249,13 +249,12 @@ def wrap_model(model: Any) -> Iterator[LoadedModel]:
 
     The model's passes run under the caller's `torch.autocast`; everything else in the context runs without.
     """
-    from secondguess.runtime.modules.module_runtime import remember
-    from secondguess.runtime.modules.wrap import wrap_module
+    from secondguess.runtime.modules.transformers import TransformersRuntime, remember
 
     dtype, restore = autocast_dtype(model.device), remember(model)
     try:
-        with without_defaults_of_caller(model.device), wrap_module(model) as runtime:
-            runtime.forward.autocast_dtype = dtype
+        with without_defaults_of_caller(model.device), TransformersRuntime(model) as runtime:
+            runtime.forward.call.autocast_dtype = dtype
             plan = replace(Checkpoint.from_module(model), runtime="transformers")
             ends = _end_tokens([model.generation_config.eos_token_id, _eos_of(model.config)])
             yield LoadedModel(plan, runtime, None, ends)

@@ -33,8 +33,8 @@ from secondguess.runtime.cpu.forward import KernelForward, KernelInputs, even_la
 from secondguess.runtime.cpu.runtime import KernelRuntime, NativeRuntime
 from secondguess.runtime.decoder.fused import PROBE_WIDTH, probe_passes
 from secondguess.runtime.decoder.rotary import Rotary
+from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
-from secondguess.runtime.system.exclusive import exclusive
 from secondguess.runtime.weight_format import BFLOAT16, PROBE_TOLERANCE
 
 ComputationT = TypeVar("ComputationT")
@@ -178,19 +178,18 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         self._vocabulary = head.vocabulary
         self._join_states = head.join_states
         self._fusion = None if head.fusion is None else PackedLinear(head.fusion, target)
-        self._forward = KernelForward(PackedFeatureHead(head, target), self.context_length)
+        self.forward = KernelForward(PackedFeatureHead(head, target), self.context_length)
 
     def features(self, hidden: HiddenStates) -> Tensor:
         joined = self._join_states(hidden)
         return (joined if self._fusion is None else self._fusion(joined)).bfloat16()
 
-    @exclusive
-    def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    def _draw_chains(
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], decision: ChainDecision
     ) -> DrawnChains | None:
-        if self._vocabulary.token_ids is not None or requests[0].vocab_size > self.vocab_size:
+        if self._vocabulary.token_ids is not None:
             return None
-        return self._draw(rows, requests, decision)
+        return super()._draw_chains(states, requests, decision)
 
     def _chain_features(self, counts: Sequence[int]) -> Tensor:
         rows = zip(self._forward_features, counts, strict=True)
@@ -201,7 +200,7 @@ class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
         layout = even_layout(*tokens.shape, num_logits)
         layers, features = range(self.num_layers), self._forward_features
         inputs = KernelInputs(tokens, layout, step, layers, last, features=features)
-        output = in_rows(self._forward(self.cache, inputs), tokens)
+        output = in_rows(self.forward(self.cache, inputs), tokens)
         hidden = {FEATURE_KEY: output.hidden[self.num_layers].bfloat16()} if with_hidden else {}
         return ForwardOutput(self._vocabulary.to_target(output.logits), hidden)
 

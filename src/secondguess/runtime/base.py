@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,17 +71,14 @@ class EmbeddingAndHead:
     unembed: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class QuantisedCopy:
+class QuantisedCopy(ABC):
     """Copy of a target with quantised weights, which drafts in the target's own KV cache.
 
     The entries of committed tokens are the target's. The copy writes those of pending and of nodes
     after them, where the target's next pass overwrites them.
     """
 
-    target: Runtime
-    model: Any  # what the target's `run_copy` and `draft_chains_of_copy` run
-
+    @abstractmethod
     def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
         """Run the copy over the nodes that a draft has gained since the last call of the round.
 
@@ -93,8 +90,8 @@ class QuantisedCopy:
         Returns:
             Logits `[row, query, vocab]` after the other queries.
         """
-        return self.target.run_copy(self.model, rows, draft, num_known)
 
+    @abstractmethod
     def draft_chains(
         self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
     ) -> DrawnChains | None:
@@ -102,7 +99,6 @@ class QuantisedCopy:
 
         None if `draft_logits` must be called per level.
         """
-        return self.target.draft_chains_of_copy(self.model, rows, requests, decision)
 
 
 class Runtime(ABC):
@@ -224,16 +220,6 @@ class Runtime(ABC):
             UnsupportedModelError: if there is a reason against it (`why_not_copied`).
         """
         raise quantised_copy_error(weight_format, self.why_not_copied)
-
-    def run_copy(self, model: Any, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        """Run the model of a copy in this runtime's cache, as `QuantisedCopy.draft_logits`."""
-        raise NotImplementedError
-
-    def draft_chains_of_copy(
-        self, model: Any, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains | None:
-        """Draw chains from the model of a copy, as `QuantisedCopy.draft_chains`."""
-        return None
 
     @abstractmethod
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:

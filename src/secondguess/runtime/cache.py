@@ -231,6 +231,21 @@ class KeyValueCache:
         """Return how many of the first `length` positions of a slot a row can start with."""
         return length
 
+    def restore(self, slot: int, length: int) -> int:
+        """Drop what a slot has after `length` tokens; return how many of these the next pass can continue from."""
+        return length
+
+    def first_node(self, slot: int, length: int) -> int:
+        """Return the position of the first node of the draft scored last, in a slot of `length` tokens."""
+        return length
+
+    def commit(self, slot: int, start: int, path: Sequence[int] | None = None) -> int:
+        """Return how many tokens the next pass can continue from after a pass that has run `start` tokens and a draft.
+
+        `path` are the nodes of the draft that are kept, after which it is over; None while that is not decided.
+        """
+        return start + len(path or ())
+
     def clear(self) -> None:
         """Free all memory; the next `place` or `reserve` allocates what it needs."""
         self.keys, self.values, self.indexes, self.num_slots, self.capacity = [], [], [], 0, 0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.base import ForwardOutput, HiddenStates, QuantisedCopy, Runtime, join_hidden
 from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
+from secondguess.runtime.layered import LayeredForward, PartialForward
 from secondguess.runtime.refusals import quantised_copy_error
 from secondguess.runtime.slots import CachedRow, SlotTable
 from secondguess.runtime.step import ForwardStep
@@ -64,11 +67,15 @@ class CachedRuntime(Runtime):
     Attributes:
         kind: name of the runtime, one of `checkpoint.resolve.RUNTIMES` except `auto`.
         module: the Transformers module that the runtime runs; None if it runs none.
+        forward: forward passes of the model, of which the subclass knows more; those of a copy while it drafts.
+        layered: passes through some of the layers, if `supports_partial_forward`.
         takes_images: True if prompts may have images (`Row.images`).
+        description: way in which rows are run, if it is special; shown by `inspect`.
         min_logits: fewest columns of logits that a forward pass computes, even if none is used,
             as in a prefill.
         cache_class: class of the cache.
         orders_rows: True if passes copy the cache unless rows are in the order of their slots.
+        max_uncached: largest number of tokens besides `pending` that a pass over a draft runs; more run in a prefill.
         hidden_layers: layers whose hidden states the call in progress returns, numbered as in
             `output_hidden_states` (0 is the embeddings, `k` the output of layer k, -1 that of the
             last layer, normalised): those that `request_hidden_states` was given for its rows.
@@ -84,10 +91,14 @@ class CachedRuntime(Runtime):
 
     kind: ClassVar[str]
     module: Any = None
+    forward: Any
+    layered: LayeredForward
     takes_images = False
+    description = ""
     min_logits = 1
     cache_class: type[KeyValueCache] = KeyValueCache
     orders_rows = True
+    max_uncached = UNLIMITED
 
     def __init__(
         self,
@@ -113,7 +124,10 @@ class CachedRuntime(Runtime):
         self._prefills_together = device.type != "cpu"
         self._key_block = KEY_MULTIPLE if device.type == "cpu" else 1
         self._chain_masks = tree.ChainMasks(device)
-        self._copies: WeakValueDictionary[WeightFormat, QuantisedCopy] = WeakValueDictionary()
+        # Output of the first layers for a draft that is not scored yet. An interrupted round leaves it behind, and rows,
+        # lengths and draft may match again after the cache has been overwritten.
+        self._partial: PartialForward | None = None
+        self._copies: WeakValueDictionary[WeightFormat, ForwardCopy] = WeakValueDictionary()
 
     @exclusive
     def request_hidden_states(self, layers: Sequence[int], rows: Sequence[Row] | None = None) -> None:
@@ -156,12 +170,38 @@ class CachedRuntime(Runtime):
             raise quantised_copy_error(weight_format, self.why_not_copied)
         copy = self._copies.get(weight_format)
         if copy is None:
-            copy = self._copies[weight_format] = self._make_copy(weight_format)
+            copy = self._copies[weight_format] = ForwardCopy(self, self._copied_forward(weight_format))
         return copy
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        """Return a new copy; called only if nothing is against it."""
+    def _copied_forward(self, weight_format: WeightFormat) -> Any:
+        """Return forward passes with quantised weights in this cache; called only if nothing is against it."""
         raise quantised_copy_error(weight_format, f"a {type(self).__name__}")
+
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        """Return logits of the queries after the first `num_known`, whose cache entries are those of the last call."""
+        return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
+
+    @exclusive
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        self._partial = None
+        states = [self.slots[row] for row in rows]
+        self._catch_up(states)
+        drawn = self._draw_chains(states, requests, decision)
+        if drawn is not None:
+            for row, state, chain in zip(rows, states, drawn.tokens, strict=True):
+                row.tokens += chain
+                state.length = len(row.tokens) - 1
+        return drawn
+
+    def _draw_chains(
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        """Draw chains after the tokens of rows, as `draft_chains`; None if they cannot be drawn at once."""
+        return None
 
     @exclusive
     def probe(self, tokens: Tensor) -> ForwardOutput:
@@ -182,25 +222,9 @@ class CachedRuntime(Runtime):
     @exclusive
     def free(self) -> None:
         """Remove every row and free the cache."""
-        self._drop_partial_forward()
-        self.cache = self.cache_class(self.device)
+        self._partial = None
+        self.cache.clear()
         self.slots = SlotTable(self.cache)
-
-    def _drop_partial_forward(self) -> None:
-        """Drop the first layers' output for a draft, if it is kept: the entries that it belongs to may change."""
-
-    def _hold_nodes(self, states: Sequence[CachedRow], counts: Iterable[int]) -> None:
-        """Have entries of nodes move with the rows' slots until the target overwrites them."""
-        for state, count in zip(states, counts, strict=True):
-            state.num_nodes = count
-
-    def _append_chains(
-        self, rows: Sequence[Row], states: Sequence[CachedRow], chains: Sequence[Sequence[int]]
-    ) -> None:
-        """Append chains to rows whose tokens but the last are cached by now."""
-        for row, state, chain in zip(rows, states, chains, strict=True):
-            row.tokens += chain
-            state.length = len(row.tokens) - 1
 
     @exclusive
     def reserve(self, num_rows: int, longest: int) -> None:
@@ -210,11 +234,6 @@ class CachedRuntime(Runtime):
     def num_tokens_to_allocate(self, num_rows: int, longest: int) -> int:
         """Return the number of tokens by which the cache grows for `num_rows` rows of up to `longest` tokens."""
         return self.slots.num_tokens_to_allocate(num_rows, longest)
-
-    @property
-    def description(self) -> str:
-        """Way in which rows are run, if it is special; shown by `inspect`."""
-        return ""
 
     @property
     def num_live_rows(self) -> int:
@@ -233,12 +252,20 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def admit(self, rows: Sequence[Row], reuse_limits: Sequence[int | None] | None = None) -> list[int]:
-        self._drop_partial_forward()
-        return [state.length for state in self.slots.admit(rows, reuse_limits)]
+        self._partial = None
+        states = self.slots.admit(rows, reuse_limits)
+        for state in states:
+            self._truncate(state, state.length)
+        return [state.length for state in states]
+
+    def _truncate(self, state: CachedRow, length: int) -> None:
+        """Drop the nodes of a row and what is cached after its first `length` tokens."""
+        state.length = self.cache.restore(state.slot, min(state.length, length))
+        state.num_nodes = 0
 
     @exclusive
     def release(self, row: Row) -> None:
-        self._drop_partial_forward()
+        self._partial = None
         self.slots.release(row)
 
     @exclusive
@@ -247,11 +274,9 @@ class CachedRuntime(Runtime):
 
     @exclusive
     def rewind(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        self._drop_partial_forward()
+        self._partial = None
         for row, length in zip(rows, lengths, strict=True):
-            state = self.slots[row]
-            state.length = min(state.length, length)
-            state.num_nodes = 0
+            self._truncate(self.slots[row], length)
 
     @exclusive
     def erase(self, rows: Sequence[Row], num_nodes: int) -> None:
@@ -269,9 +294,10 @@ class CachedRuntime(Runtime):
                 raise BadInputError(
                     f"expected a path through the {state.num_nodes} nodes scored last, got {list(path)}"
                 )
+            start = self.cache.first_node(state.slot, state.length)
             if list(path) != list(range(len(path))):
-                scattered.append((state.slot, state.length, path))
-            state.length += len(path)
+                scattered.append((state.slot, start, path))
+            state.length = self.cache.commit(state.slot, start, path)
             state.num_nodes = 0
         if scattered:
             slots, starts, moved = zip(*scattered, strict=True)
@@ -304,14 +330,63 @@ class CachedRuntime(Runtime):
             if logits.dtype != torch.float64:
                 logits = logits.float()
         for state in states:
-            state.length = len(state.row.tokens)
+            state.length = self.cache.commit(state.slot, len(state.row.tokens))
             state.num_nodes = draft.num_nodes
         return ForwardOutput(logits, hidden)
+
+    @exclusive
+    def run_first_layers(self, rows: Sequence[Row], draft: Draft, num_layers: int) -> Tensor:
+        self.require_partial_forward()
+        members = [self.slots[row] for row in rows]
+        indices = self._order(members)
+        order = None if indices is None else torch.tensor(indices, device=self.device)
+        if indices is not None and order is not None:
+            members, draft = [members[index] for index in indices], draft.select(order)
+        if any(len(state.row.tokens) - state.length != 1 for state in members):
+            raise BadInputError(
+                "expected rows of which all but the last token is cached, got others; score them first"
+            )
+        ahead = self._partial
+        can_extend = (
+            ahead is not None and ahead.num_layers == num_layers and ahead.is_prefix_of(members, draft)
+        )
+        known = ahead.states if ahead is not None and can_extend else None
+        with torch.inference_mode():
+            states = self._extend_first_layers(members, draft, known, num_layers)[2]
+        lengths = [state.length for state in members]
+        self._partial = PartialForward([state.row for state in members], lengths, draft, states, num_layers)
+        return states if order is None else states[order.argsort()]
+
+    def _extend_first_layers(
+        self, members: Sequence[CachedRow], draft: Draft, known: Tensor | None, num_layers: int
+    ) -> tuple[Tensor, ForwardStep, Tensor]:
+        """Return a round's tokens, its step and the first layers' output for all its queries."""
+        starts = [state.length for state in members]
+        queries = build_queries(members, [1] * len(members), draft)
+        tokens = queries.tokens
+        num_keys = self._pad_keys(max(starts) + draft.num_nodes + 1)
+        step = self._step(starts, queries, num_keys)
+        num_known = 0 if known is None else known.shape[1]
+        if known is not None and num_known == tokens.shape[1]:
+            states = known
+        else:
+            width = tokens.shape[1] - num_known
+            self._place(members, [start + num_known for start in starts], width, num_keys)
+            states = self.layered.run_first(tokens[:, num_known:], step, num_known, num_layers)
+            if known is not None:
+                states = torch.cat((known, states), 1)
+        self._place(members, starts, tokens.shape[1], num_keys)
+        return tokens, step, states
 
     def _run_queries(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
     ) -> tuple[Tensor, HiddenStates]:
         """Return logits and hidden states `[row, node + 1, ...]` of pending and the nodes."""
+        ahead, self._partial = self._partial, None
+        if ahead is not None and ahead.is_prefix_of(states, draft) and self._keeps_hidden_states(ahead):
+            tokens, step, read = self._extend_first_layers(states, draft, ahead.states, ahead.num_layers)
+            output = self.layered.run_remaining(tokens, read, step, ahead.num_layers, self.hidden_layers)
+            return output.logits, output.hidden
         tokens, step = self._prepare(states, num_uncached, draft)
         num_queries, width = draft.num_nodes + 1, tokens.shape[1]
         # Logits are needed from this column on. Only rows with less to catch up must be gathered.
@@ -326,6 +401,11 @@ class CachedRuntime(Runtime):
             for layer, states_of_layer in output.hidden.items()
         }
         return _columns(output.logits, num_queries, width, offsets), hidden
+
+    def _keeps_hidden_states(self, ahead: PartialForward) -> bool:
+        """Return whether no hidden states are requested of layers that have run, except the embeddings."""
+        levels = [layer % (self.num_layers + 1) for layer in self.hidden_layers]
+        return not any(0 < level < ahead.num_layers for level in levels)
 
     def _prepare(
         self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
@@ -343,13 +423,9 @@ class CachedRuntime(Runtime):
     def _catch_up(self, states: Sequence[CachedRow]) -> list[int]:
         """Return the uncached tokens per row, at least 1; rows beyond a chunk are prefilled."""
         for state in states:
-            state.length = min(state.length, len(state.row.tokens) - 1)
-            state.num_nodes = 0
-        far = [
-            state
-            for state in states
-            if state.num_to_prefill >= self.prefill_chunk or self._lacks_images(state)
-        ]
+            self._truncate(state, len(state.row.tokens) - 1)
+        limit = min(self.max_uncached, self.prefill_chunk - 1)
+        far = [state for state in states if state.num_to_prefill > limit or self._lacks_images(state)]
         if far:
             self._prefill(far)
         return [len(state.row.tokens) - state.length for state in states]
@@ -358,7 +434,7 @@ class CachedRuntime(Runtime):
     def prefill(
         self, rows: Sequence[Row], max_tokens: int | None = None, with_hidden: bool = True
     ) -> list[HiddenStates]:
-        self._drop_partial_forward()
+        self._partial = None
         states = self._states_of(rows)
         with_hidden = with_hidden and bool(self.hidden_layers)
         hidden = self._prefill(states, max_tokens, with_hidden, can_copy=True)
@@ -489,6 +565,53 @@ class CachedRuntime(Runtime):
     def _clamp_positions(self, positions: Tensor, num_keys: int) -> Tensor:
         """Return the positions, limited to the context length, which padding may exceed."""
         return positions.clamp(max=self.context_length - 1) if num_keys > self.context_length else positions
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCopy(QuantisedCopy):
+    """Copy whose forward passes take the place of the target's own while it drafts."""
+
+    target: CachedRuntime
+    forward: Any
+
+    def draft_logits(self, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
+        target = self.target
+        with target.lock.exclusive():
+            states = [target.slots[row] for row in rows]
+            num_uncached = target._catch_up(states)
+            with self._in_place():
+                logits = target._run_new_queries(states, num_uncached, draft, num_known)
+            for state in states:
+                target._truncate(state, state.length)  # recurrent states are those of the copy
+                state.num_nodes = draft.num_nodes + 1
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def draft_chains(
+        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        target = self.target
+        with target.lock.exclusive():
+            states = [target.slots[row] for row in rows]
+            if any(state.length != len(state.row.tokens) - 1 for state in states):
+                return None
+            with self._in_place():
+                drawn = target._draw_chains(states, requests, decision)
+            if drawn is not None:
+                for state, chain in zip(states, drawn.tokens, strict=True):
+                    state.num_nodes = len(chain)
+        return drawn
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Have the target run the copy, which returns no hidden states."""
+        target = self.target
+        own, layers = target.forward, target.hidden_layers
+        target.forward, target.hidden_layers, target._partial = self.forward, (), None
+        try:
+            with without_gradients():
+                yield
+        finally:
+            target.forward, target.hidden_layers = own, layers
 
 
 def build_queries(states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft) -> Queries:

@@ -28,6 +28,8 @@ class ForwardStep:
         starts: cached positions before each row's first query, for runtimes without masks.
         closure: `[row, query, query]` bool, True at a query's ancestors and itself, for runtimes
             without masks; None for chains.
+        position_offsets: `[row, 1]`, added to text positions for rotary embeddings after images, which may have fewer
+            positions than tokens; None for none.
     """
 
     mask: Tensor | None
@@ -37,6 +39,7 @@ class ForwardStep:
     start: int | None = None
     starts: Sequence[int] = ()
     closure: Tensor | None = None
+    position_offsets: Tensor | None = None
 
     def drop_first(self, count: int) -> ForwardStep:
         """Return the step without its first `count` queries."""

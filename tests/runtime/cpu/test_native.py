@@ -690,10 +690,10 @@ def test_first_layers_are_not_run_again(llama):
     """The rows' slots are not in their order, since an earlier row has ended."""
     runtime = native_runtime(llama)
     calls = []
-    run = runtime._forward._kernels.secondguess_run
+    run = runtime.forward._kernels.secondguess_run
 
     class Counting:
-        secondguess_free = runtime._forward._kernels.secondguess_free
+        secondguess_free = runtime.forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(decoder, forward, workspace):
@@ -704,7 +704,7 @@ def test_first_layers_are_not_run_again(llama):
     runtime.begin([ended, *rows])
     runtime.release(ended)
     assert [runtime.slots[row].slot for row in rows] == [1, 0]
-    runtime._forward._kernels = Counting
+    runtime.forward._kernels = Counting
     two = torch.tensor([0, 0])
     for draft in GROWING[0][:3]:
         runtime.run_first_layers(rows, draft.select(two), 1)
@@ -904,7 +904,7 @@ def test_threads_of_a_forward_are_those_of_the_quota(llama, monkeypatch):
     runtime = native_runtime(llama)
     monkeypatch.setattr("secondguess.runtime.cpu.forward.num_threads", lambda: 3)
     runtime.probe(TOKENS)
-    assert runtime._forward._arguments.num_threads == 3
+    assert runtime.forward._arguments.num_threads == 3
 
 
 def test_auto_without_matching_kernels_is_as_without_kernels(llama, monkeypatch):
@@ -964,13 +964,13 @@ def test_running_out_of_memory_between_layers_is_reported(llama, monkeypatch):
     runtime = native_runtime(llama)
 
     class Full:
-        secondguess_free = runtime._forward._kernels.secondguess_free
+        secondguess_free = runtime.forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(*_):
             return 1
 
-    monkeypatch.setattr(runtime._forward, "_kernels", Full)
+    monkeypatch.setattr(runtime.forward, "_kernels", Full)
     with pytest.raises(OutOfMemoryError, match="forward over 80 tokens"):
         runtime.probe(TOKENS)
 
@@ -1000,10 +1000,10 @@ def test_rows_of_different_lengths_are_run_without_padding(
 ):
     """Drafts of different lengths, and rows that have to catch up: each row's bits are those of the row alone."""
     runtime = native_runtime(some_checkpoint, hidden_layers=hidden_layers)
-    call, num_tokens = runtime._forward, []
+    call, num_tokens = runtime.forward, []
     monkeypatch.setattr(
         runtime,
-        "_forward",
+        "forward",
         lambda cache, inputs: num_tokens.append(inputs.tokens.numel()) or call(cache, inputs),
     )
     chains = [[5, 9, 2, 7, 3], [], [8], [4, 4, 1]]

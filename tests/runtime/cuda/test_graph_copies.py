@@ -228,8 +228,8 @@ def test_graphs_are_dropped_if_the_cache_finds_no_room(target, monkeypatch):
 
     monkeypatch.setattr(target.cache, "reserve", fail_once)
     target.reserve(2, 40)
-    assert not target._graphs._graphs
-    assert not copy.model._graphs._graphs
+    assert not target.forward.graphs._graphs
+    assert not copy.forward.graphs._graphs
     target.rewind([row], [8])
     assert draw(copy, row, request_for(row, 3, VOCAB_SIZE))
 

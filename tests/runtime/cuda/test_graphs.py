@@ -248,10 +248,10 @@ def test_the_reason_against_graphs_is_reported(checkpoint):
 def test_passes_are_padded_to_few_shapes(runtime, row):
     assert [bucket(number, (1, 2, 4, 8)) for number in (1, 3, 8, 9, 17)] == [1, 4, 8, 16, 24]
     runtime.score([row], Draft.chains([random_tokens(8, seed=2)]))
-    before = len(runtime._graphs._graphs)
+    before = len(runtime.forward.graphs._graphs)
     runtime.rewind([row], [len(PROMPT) - 1])
     runtime.score([row], Draft.chains([random_tokens(9, seed=2)]))  # 10 queries as well
-    assert len(runtime._graphs._graphs) == before
+    assert len(runtime.forward.graphs._graphs) == before
 
 
 def test_graphs_are_captured_again_after_the_cache_was_replaced(checkpoint):
@@ -259,11 +259,11 @@ def test_graphs_are_captured_again_after_the_cache_was_replaced(checkpoint):
     row = row_of(PROMPT)
     runtime.begin([row])
     expected = runtime.score([row], Draft.empty(1)).logits
-    first = next(iter(runtime._graphs._graphs.values()))
+    first = next(iter(runtime.forward.graphs._graphs.values()))
     runtime.rewind([row], [len(PROMPT) - 1])
     runtime.reserve(3, 2000)
     torch.testing.assert_close(runtime.score([row], Draft.empty(1)).logits, expected)
-    assert first not in runtime._graphs._graphs.values()
+    assert first not in runtime.forward.graphs._graphs.values()
 
 
 def test_capturing_counts_as_preparation():
@@ -285,11 +285,13 @@ def test_tables_that_another_runtime_replaced_are_not_read(checkpoint):
     row = row_of(PROMPT)
     runtime.begin([row])
     expected = runtime.score([row], Draft.empty(1)).logits
-    tables = list(runtime._captured_tables)
-    runtime.skip_layers([0])._reserve(0, 3000)
+    tables = list(runtime.forward._captured_tables)
+    runtime.skip_layers([0]).forward.reserve(0, 3000)
     runtime.rewind([row], [len(PROMPT) - 1])
     assert torch.equal(runtime.score([row], Draft.empty(1)).logits, expected)
-    assert not any(held is table for held, table in zip(runtime._captured_tables, tables, strict=True))
+    assert not any(
+        held is table for held, table in zip(runtime.forward._captured_tables, tables, strict=True)
+    )
 
 
 def test_first_layers_may_run_before_any_other_pass(checkpoint):
@@ -338,8 +340,8 @@ def test_a_pass_is_not_captured_if_memory_is_short(runtime, row, monkeypatch):
     nodes = Draft.chains([random_tokens(5, seed=9)])
     expected = runtime.score([row], nodes).logits
     runtime.rewind([row], [len(PROMPT) - 1])
-    runtime._graphs.clear()
-    monkeypatch.setattr(runtime, "_scoring_pass", fail)
+    runtime.forward.graphs.clear()
+    monkeypatch.setattr(runtime.forward, "_scoring_pass", fail)
     torch.testing.assert_close(runtime.score([row], nodes).logits, expected)
 
 
@@ -350,8 +352,8 @@ def test_large_passes_are_not_captured(runtime, monkeypatch):
     expected = runtime.score(rows, nodes).logits
     runtime.rewind(rows, [len(PROMPT) - 1, 4])
     monkeypatch.setattr(graphs, "MAX_TOKENS", 4)
-    monkeypatch.setattr(runtime, "_scoring_pass", None)
-    monkeypatch.setattr(graphs.FusedRuntime, "_run_queries", None)
+    monkeypatch.setattr(runtime.forward, "_scoring_pass", None)
+    monkeypatch.setattr(graphs.CachedRuntime, "_run_queries", None)
     found = runtime.score(rows, nodes).logits
     for row, length in enumerate((6, 4)):
         torch.testing.assert_close(found[row, : length + 1], expected[row, : length + 1])
@@ -363,7 +365,7 @@ def test_scratch_memory_is_bounded(runtime, row, monkeypatch):
     expected = runtime.score([row], Draft.chains([PROMPT])).logits
     runtime.rewind([row], [len(PROMPT) - 1])
     monkeypatch.setattr(graphs, "MAX_ATTENTION_BYTES", 0)
-    monkeypatch.setattr(runtime, "_scoring_pass", None)
+    monkeypatch.setattr(runtime.forward, "_scoring_pass", None)
     torch.testing.assert_close(runtime.score([row], Draft.chains([PROMPT])).logits, expected)
 
 

@@ -36,7 +36,7 @@ from secondguess.runtime.decoder.families import undescribed_reason
 from secondguess.runtime.decoder.fused import FusedRuntime, fuse
 from secondguess.runtime.decoder.products import can_pack
 from secondguess.runtime.decoder.scores import masked_attention
-from secondguess.runtime.modules.row_by_row import RowByRowRuntime
+from secondguess.runtime.modules.row_by_row import RowByRowForward
 
 PROMPT = random_tokens(20, seed=8)
 NODES = random_tokens(7, seed=9)
@@ -85,7 +85,7 @@ def test_bfloat16_logits_are_bit_identical_to_the_module(checkpoint, monkeypatch
     monkeypatch.setattr("secondguess.checkpoint.plan.can_quantise", lambda _: False)
     module = load(checkpoint, "transformers", "bfloat16")
     found, expected = scores(load(checkpoint, "fused", "bfloat16")), scores(module)
-    if isinstance(module, RowByRowRuntime):
+    if isinstance(module.forward, RowByRowForward):
         assert_near(found, expected, 2**-6)
     elif module.model.config.model_type == "gpt_oss":
         assert_near(found, expected, 2**-5)

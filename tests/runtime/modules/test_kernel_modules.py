@@ -30,7 +30,7 @@ from secondguess.runtime.cpu.weights import Arena
 from secondguess.runtime.modules import scans
 from secondguess.runtime.modules.packing import pack_linears, quantise_linears
 from secondguess.runtime.modules.scans import Convolution, recording
-from secondguess.runtime.modules.wrap import wrap_module
+from secondguess.runtime.modules.transformers import TransformersRuntime
 from secondguess.runtime.weight_format import BFLOAT16, INT4, INT8, INT8_GROUPS
 
 pytestmark = needs_kernels
@@ -420,7 +420,7 @@ def bfloat16_runtime(family):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     assert pack_linears(model)
-    return wrap_module(model)
+    return TransformersRuntime(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "mamba2", "lfm2"])

@@ -74,8 +74,8 @@ def test_only_linear_layers_of_the_copy_take_memory(checkpoint: Path) -> None:
     target = module(checkpoint)
     copy = target.quantised_copy(INT4)
     shared = {id(each) for each in target.model.parameters()}  # type: ignore[attr-defined]
-    assert {id(each) for each in copy.model.parameters()} <= shared  # type: ignore[attr-defined]
-    layers = [each for each in copy.model.modules() if isinstance(each, KernelLinear)]  # type: ignore[attr-defined]
+    assert {id(each) for each in copy.forward.call.model.parameters()} <= shared  # type: ignore[attr-defined]
+    layers = [each for each in copy.forward.call.model.modules() if isinstance(each, KernelLinear)]  # type: ignore[attr-defined]
     assert layers
     assert all(each.weight_format.is_quantised for each in layers)
     assert not any(isinstance(each, KernelLinear) for each in target.model.modules())  # type: ignore[attr-defined]

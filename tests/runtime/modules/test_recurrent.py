@@ -28,10 +28,10 @@ from families import (
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.modules import scans
-from secondguess.runtime.modules.recurrent import MAX_REPLAYED, RecurrentRuntime
+from secondguess.runtime.modules.recurrent import MAX_REPLAYED, RecurrentForward
 from secondguess.runtime.modules.recurrent_cache import MAX_REWIND, RecurrentCache, Snapshot
 from secondguess.runtime.modules.scans import RecordedScan, recording
-from secondguess.runtime.modules.wrap import wrap_module
+from secondguess.runtime.modules.transformers import TransformersRuntime
 
 PROMPT = random_tokens(9, seed=1)
 ROUNDS = [(4, 0), (0, 0), (3, 3), (4, 1), (4, 1), (4, 1), (4, 0), (2, 1), (0, 0)]
@@ -86,11 +86,11 @@ def recorded(request, model, monkeypatch):
     In serial mode, that of Mamba-1, each token has a pass of its own.
     """
     if request.param == "serial":
-        monkeypatch.setattr(model.runtime, "single_steps", True)
+        monkeypatch.setattr(model.runtime.forward, "single_steps", True)
     if request.param == "replayed":
-        if model.runtime.single_steps:
+        if model.runtime.forward.single_steps:
             pytest.skip("single steps always have the state after each token")
-        monkeypatch.setattr(model.runtime, "records_states", False)
+        monkeypatch.setattr(model.runtime.forward, "records_states", False)
     return request.param != "replayed"
 
 
@@ -114,16 +114,16 @@ def states_of(runtime, row):
 def test_states_after_rounds_equal_those_after_single_tokens(model, recorded, monkeypatch):
     runtime, rows, widths = model.runtime, [row_of(PROMPT), row_of(PROMPT[:3])], []
     runtime.begin(rows)
-    call = runtime.forward
+    call = runtime.forward.call
     monkeypatch.setattr(
-        runtime, "forward", lambda *inputs: widths.append(inputs[0].shape[1]) or call(*inputs)
+        runtime.forward, "call", lambda *inputs: widths.append(inputs[0].shape[1]) or call(*inputs)
     )
     logits = play(runtime, rows, ROUNDS)
-    if not runtime.single_steps:
+    if not runtime.forward.single_steps:
         assert max(widths) <= (1 + 4 if recorded else MAX_REPLAYED + 1 + 4)
         assert (len(widths) == len(rows) * len(ROUNDS)) == recorded
     # In serial mode the bits are equal after equal prompts, which are computed at once.
-    starts = (len(PROMPT), 3) if runtime.single_steps else (2, 2)
+    starts = (len(PROMPT), 3) if runtime.forward.single_steps else (2, 2)
     single = [row_of(row.tokens[:start]) for row, start in zip(rows, starts, strict=True)]
     runtime.begin(single)
     for one, row in zip(single, rows, strict=True):
@@ -137,7 +137,7 @@ def test_states_after_rounds_equal_those_after_single_tokens(model, recorded, mo
         assert found.keys() == expected.keys()
         for key, state in found.items():
             assert_near(state, expected[key])
-            assert not runtime.single_steps or torch.equal(state, expected[key])
+            assert not runtime.forward.single_steps or torch.equal(state, expected[key])
     assert_near(logits[-1][0], model.expected(rows[0].tokens[:-1], 1))
     assert_near(
         logits[-2][1, :3], model.expected(rows[1].tokens[:-3] + random_tokens(2, len(rows[1].tokens) - 3), 3)
@@ -227,7 +227,7 @@ def test_snapshots_stay_close_and_few():
 
 def test_branches_of_a_tree_run_from_the_snapshot(hybrid, monkeypatch):
     runtime, row = hybrid.runtime, row_of(PROMPT)
-    monkeypatch.setattr(runtime, "records_states", False)
+    monkeypatch.setattr(runtime.forward, "records_states", False)
     runtime.begin([row])
     nodes = [7, 8, 9, 10]
     runtime.score([row], trees((nodes, [-1, 0, 0, -1])))
@@ -239,22 +239,22 @@ def test_branches_of_a_tree_run_from_the_snapshot(hybrid, monkeypatch):
 
 def test_a_module_that_loses_its_states_runs_single_tokens(tmp_path):
     path = write_checkpoint(transformers.MambaConfig(**MAMBA), tmp_path)
-    runtime = wrap_module(plain_model(path))
-    assert type(runtime) is RecurrentRuntime
-    assert runtime.single_steps
+    runtime = TransformersRuntime(plain_model(path))
+    assert type(runtime.forward) is RecurrentForward
+    assert runtime.forward.single_steps
     assert runtime.description == "single tokens"
 
 
 def test_a_prompt_for_single_tokens_runs_in_one_pass_beyond_the_limit_of_the_call(tmp_path, monkeypatch):
     path = write_checkpoint(transformers.MambaConfig(**MAMBA), tmp_path)
-    runtime, row, other = wrap_module(plain_model(path)), row_of(PROMPT * 4), row_of([7, *PROMPT])
-    widths, run = [], runtime.run
+    runtime, row, other = TransformersRuntime(plain_model(path)), row_of(PROMPT * 4), row_of([7, *PROMPT])
+    widths, call = [], runtime.forward.call
 
     def counted(tokens, *others, **options):
         widths.append(tokens.shape[1])
-        return run(tokens, *others, **options)
+        return call(tokens, *others, **options)
 
-    monkeypatch.setattr(runtime, "run", counted)
+    monkeypatch.setattr(runtime.forward, "call", counted)
     runtime.admit([row, other])
     runtime.prefill([row, other], max_tokens=8)
     assert widths == [len(row.tokens) - 1], "and the other row waits"
@@ -284,7 +284,7 @@ def test_a_module_with_states_elsewhere_is_refused():
     with torch.random.fork_rng():
         model = transformers.RecurrentGemmaForCausalLM(config)
     with pytest.raises(UnsupportedModelError, match=r"RecurrentGemma.*states are not in its cache"):
-        wrap_module(model)
+        TransformersRuntime(model)
 
 
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=needs_kernels)])
@@ -296,7 +296,7 @@ def test_a_recorded_scan_agrees_with_the_chunked_one(family, by_kernels, monkeyp
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(RECURRENT[family]()).eval()
-    runtime, calls = wrap_module(model), []
+    runtime, calls = TransformersRuntime(model), []
     repeat = RecordedScan.__call__
 
     def spy(self, *inputs, **options):

@@ -19,9 +19,9 @@ from families import (
 from secondguess.core import Draft
 from secondguess.errors import UnsupportedModelError
 from secondguess.runtime.cache import KeyValueCache
-from secondguess.runtime.modules.row_by_row import RowByRowRuntime
+from secondguess.runtime.modules.forward import MaskedForward
+from secondguess.runtime.modules.row_by_row import RowByRowForward
 from secondguess.runtime.modules.transformers import TransformersRuntime
-from secondguess.runtime.modules.wrap import wrap_module
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +34,23 @@ def runtime(bloom):
     return runtime_of(bloom)
 
 
-def test_the_runtime_depends_on_the_attention_interface(bloom, tmp_path):
+def test_the_forward_depends_on_the_attention_interface(bloom, tmp_path):
     llama = write_checkpoint(FAMILIES["llama"](), tmp_path)
-    assert type(wrap_module(plain_model(llama))) is TransformersRuntime
-    assert type(wrap_module(plain_model(bloom))) is RowByRowRuntime
-    with pytest.raises(UnsupportedModelError, match=r"attention interface.*BloomForCausalLM"):
-        TransformersRuntime(plain_model(bloom))
+    assert type(TransformersRuntime(plain_model(llama)).forward) is MaskedForward
+    assert type(TransformersRuntime(plain_model(bloom)).forward) is RowByRowForward
 
 
 def test_each_node_of_a_tree_runs_once(runtime, monkeypatch):
     rows = [row_of(random_tokens(6, seed=1)), row_of(random_tokens(3, seed=2))]
     runtime.begin(rows)
     widths = []
-    call = runtime.forward
+    call = runtime.forward.call
 
     def spy(tokens, *others, **named):
         widths.append(tokens.shape[1])
         return call(tokens, *others, **named)
 
-    monkeypatch.setattr(runtime, "forward", spy)
+    monkeypatch.setattr(runtime.forward, "call", spy)
     runtime.score(rows, trees(([7, 8, 9, 10], [-1, 0, 0, -1]), ([5, 6], [-1, 0])))
     assert widths == [3, 1, 1, 3]
     widths.clear()
@@ -67,18 +65,18 @@ def test_a_module_whose_cache_gives_other_logits_is_refused(bloom, monkeypatch):
     monkeypatch.setattr(KeyValueCache, "get_query_offset", lambda self, layer_idx=0: 0)
     model = plain_model(bloom).train()
     with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM.*several tokens.*relative error"):
-        wrap_module(model)
+        TransformersRuntime(model)
     assert model.training
 
 
 def test_an_interrupted_check_restores_the_model(bloom, monkeypatch):
-    def interrupt(self):
+    def interrupt(self, vocab_size):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RowByRowRuntime, "_check_cache", interrupt)
+    monkeypatch.setattr(RowByRowForward, "set_up", interrupt)
     model = plain_model(bloom).train()
     with pytest.raises(KeyboardInterrupt):
-        wrap_module(model)
+        TransformersRuntime(model)
     assert model.training
 
 
@@ -87,7 +85,7 @@ def test_a_module_that_fails_with_a_cache_is_refused(bloom, monkeypatch):
     with pytest.raises(
         UnsupportedModelError, match=r"BloomForCausalLM.*cache per row \(AttributeError: "
     ) as refused:
-        wrap_module(plain_model(bloom))
+        TransformersRuntime(plain_model(bloom))
     assert "\n" not in str(refused.value)
 
 

@@ -86,11 +86,11 @@ def test_a_table_in_use_outlives_its_replacement(checkpoint, monkeypatch):
     """Runtimes that skip layers share the rotary tables, which one may replace while another computes."""
     runtime = runtime_of(checkpoint, "native")
     rotary = runtime.decoder.rotaries[0]
-    run = runtime._forward._kernels.secondguess_run
+    run = runtime.forward._kernels.secondguess_run
     held = []
 
     class Meanwhile:
-        secondguess_free = runtime._forward._kernels.secondguess_free
+        secondguess_free = runtime.forward._kernels.secondguess_free
 
         @staticmethod
         def secondguess_run(*arguments):
@@ -100,7 +100,7 @@ def test_a_table_in_use_outlives_its_replacement(checkpoint, monkeypatch):
             return run(*arguments)
 
     expected = two_rounds(runtime, 3)
-    monkeypatch.setattr(runtime._forward, "_kernels", Meanwhile)
+    monkeypatch.setattr(runtime.forward, "_kernels", Meanwhile)
     assert all(map(torch.equal, two_rounds(runtime, 3), expected))
     assert held == [True] * len(held) != []
 
@@ -180,9 +180,9 @@ for _ in range(4):
     print(status)
 assert torch.equal(forward(40), expected)
 
-run = runtime._forward._kernels.secondguess_run
+run = runtime.forward._kernels.secondguess_run
 class Slow:
-    secondguess_free = runtime._forward._kernels.secondguess_free
+    secondguess_free = runtime.forward._kernels.secondguess_free
     @staticmethod
     def secondguess_run(*arguments):
         entered.set()
@@ -191,7 +191,7 @@ class Slow:
         print("finished", flush=True)
         return failed
 entered = threading.Event()
-runtime._forward._kernels = Slow
+runtime.forward._kernels = Slow
 entered.wait()
 """
 """Forks after forwards with several threads, of the kernels and of torch, and during one of a daemon thread.

@@ -645,24 +645,6 @@ void* secondguess_workspace() { return new (std::nothrow) Workspace; }
 
 void secondguess_free(void* workspace) { delete (Workspace*)workspace; }
 
-// Read memory from front to back, each thread its share of every piece. The time is a lower bound
-// for a forward pass. Returns a checksum, so that the reads are not optimised away.
-int64_t secondguess_read(const char* const* pieces, const int64_t* sizes, int64_t num_pieces, int64_t num_threads) {
-    std::atomic<uint64_t> found{0};
-    Team::get().run(num_threads, [&](int thread, int num_threads) {
-        constexpr int AT_ONCE = 32;  // independent sums, to hide the latency of the addition
-        uint64_t sums[AT_ONCE] = {};
-        for (int64_t piece = 0; piece < num_pieces; piece++) {
-            const int64_t share = sizes[piece] / num_threads / sizeof sums * sizeof sums;
-            const uint64_t* data = (const uint64_t*)(pieces[piece] + share * thread);
-            for (int64_t i = 0; i < share / (int64_t)sizeof(uint64_t); i += AT_ONCE)
-                for (int part = 0; part < AT_ONCE; part++) sums[part] += data[i + part];
-        }
-        for (const uint64_t sum : sums) found += sum;
-    });
-    return (int64_t)found;
-}
-
 // Returns 0 on success, 1 if the workspace cannot be allocated, 2 if a token id is out of range.
 int secondguess_run(const Decoder* decoder, const Forward* forward, void* workspace) {
     Workspace& space = *(Workspace*)workspace;

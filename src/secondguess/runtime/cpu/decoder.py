@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import POINTER, c_int64, c_void_p
+from ctypes import POINTER
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,10 @@ from secondguess.runtime.cpu.weights import Arena, Blocks, pack_blocks, requanti
 from secondguess.runtime.decoder.families import Norm
 from secondguess.runtime.decoder.feed_forward import Experts, FeedForward
 from secondguess.runtime.decoder.fused_decoder import FusedDecoder, Layer, embed
-from secondguess.runtime.decoder.layered import remaining_layers
 from secondguess.runtime.decoder.products import PackableLinear
 from secondguess.runtime.decoder.rotary import Rotary
 from secondguess.runtime.decoder.stored import WeightRows
+from secondguess.runtime.layered import remaining_layers
 from secondguess.runtime.weight_format import BFLOAT16, WeightFormat
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
@@ -205,18 +205,6 @@ class NativeDecoder(PackedDecoder):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""
         return embed(tokens, self.embedding, self.embedding_scale)
-
-    def read_weights(self, num_threads: int) -> int:
-        """Read all weights; return their size in bytes.
-
-        The time of this call is a lower bound for a forward pass, except through a mixture of experts,
-        of which a pass reads those that its tokens select.
-        """
-        held = [blocks.tensors[-1] for blocks in self._kept if isinstance(blocks, Blocks)]
-        sizes = [tensor.numel() for tensor in held]
-        addresses = (c_void_p * len(held))(*(tensor.data_ptr() for tensor in held))
-        self.unit.kernels.secondguess_read(addresses, (c_int64 * len(held))(*sizes), len(held), num_threads)
-        return sum(sizes)
 
     def _pack_layer(self, layer: Layer) -> LayerBlocks:
         qkv, output = (self._weight(product, self.weight_format) for product in (layer.qkv, layer.output))

@@ -161,7 +161,6 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "decode": (None, [POINTER(Source), c_int64, c_void_p, c_int64, c_int64]),
     "delta_rule": (c_int, [POINTER(DeltaRule), c_int64]),
     "state_space": (c_int, [POINTER(StateSpace), c_int64]),
-    "read": (c_int64, [c_void_p, c_void_p, c_int64, c_int64]),
 }
 """Result and arguments of the functions `secondguess_NAME`."""
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from secondguess.core import Draft, Row
-from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates, QuantisedCopy
-from secondguess.runtime.cache import IndexedCache
+from secondguess.core import Draft
+from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput, HiddenStates
+from secondguess.runtime.cache import IndexedCache, KeyValueCache
 from secondguess.runtime.cached import CachedRuntime, Queries, build_queries
 from secondguess.runtime.chains import ChainDecision, ChainRequest, DrawnChains
 from secondguess.runtime.cpu.decoder import NativeDecoder
@@ -25,7 +25,7 @@ from secondguess.runtime.cpu.forward import (
     num_keys_of_chains,
     uneven_layout,
 )
-from secondguess.runtime.decoder.layered import LayeredRuntime
+from secondguess.runtime.layered import LayeredForward
 from secondguess.runtime.modules.support import context_length_of
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
@@ -46,7 +46,7 @@ class KernelRuntime(CachedRuntime):
     min_logits = 0
     cache_class = IndexedCache
     orders_rows = False
-    _forward: KernelForward
+    forward: KernelForward
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -61,39 +61,28 @@ class KernelRuntime(CachedRuntime):
         """Return the features `[token, width]` of the tokens just placed; None for a decoder."""
         return None
 
-    def _draw(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains:
-        """Draw chains after all tokens of rows, and append them."""
-        states = [self.slots[row] for row in rows]
-        self._catch_up(states)
-        uncached = [row.tokens[state.length :] for row, state in zip(rows, states, strict=True)]
-        drawn = self._draw_after(self._forward, states, uncached, requests, decision)
-        self._append_chains(rows, states, drawn.tokens)
-        return drawn
-
-    def _draw_after(
-        self,
-        forward: KernelForward,
-        states: Sequence[CachedRow],
-        tokens: Sequence[Sequence[int]],
-        requests: Sequence[ChainRequest],
-        decision: ChainDecision,
-    ) -> DrawnChains:
+    def _draw_chains(
+        self, states: Sequence[CachedRow], requests: Sequence[ChainRequest], decision: ChainDecision
+    ) -> DrawnChains | None:
+        if requests[0].vocab_size > self.vocab_size:
+            return None
+        tokens = [state.row.tokens[state.length :] for state in states]
         starts, counts = [state.length for state in states], list(map(len, tokens))
         num_keys = num_keys_of_chains(tokens, starts, requests)
         with without_gradients():
             self._place(states, starts, max(counts), num_keys)
             features = self._chain_features(counts)
-            return forward.draft_chains(self.cache, tokens, starts, requests, decision, features)
+            return self.forward.draft_chains(self.cache, tokens, starts, requests, decision, features)
 
 
-class NativeRuntime(KernelRuntime, LayeredRuntime):
+class NativeRuntime(KernelRuntime):
     """Runtime of a decoder over the compiled kernels.
 
     Args:
         decoder: the packed weights.
     """
+
+    supports_partial_forward = True
 
     def __init__(self, decoder: NativeDecoder) -> None:
         super().__init__(
@@ -105,13 +94,14 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         self.decoder = decoder
         # Drafters process hidden states with torch, which is slow in bfloat16 on many processors.
         self._dtype_of_states = torch.bfloat16 if has_bfloat16(self.device) else torch.float32
-        self._forward = KernelForward(decoder, self.context_length)
+        self.forward = KernelForward(decoder, self.context_length)
         self._differentiable_head: Tensor | None = None
+        self.layered = KernelLayers(self.forward, self.cache, self.embedding_and_head())
 
     def probe_with_experts(self, tokens: Tensor, selected: Mapping[int, Tensor]) -> Tensor:
         """Return the logits of tokens `[row, token]` that select the experts `selected`, `[row, token, k]` by layer."""
         token_experts = {layer: each.flatten(0, 1) for layer, each in selected.items()}
-        with self._forward.with_experts(token_experts):
+        with self.forward.with_experts(token_experts):
             return self.probe(tokens).logits
 
     @exclusive
@@ -134,11 +124,11 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         wanted, described = (layers.stop,) if layers else (), self.decoder.described
         described.output_is_raw = True
         try:
-            with torch.inference_mode(), self._forward.with_experts(experts):
+            with torch.inference_mode(), self.forward.with_experts(experts):
                 self.cache.place(starts, width, range(num_rows), width)
                 step, layout = kernel_step(starts, width), even_layout(num_rows, width, num_logits)
                 inputs = KernelInputs(None, layout, step, layers, wanted, states=states)
-                output = self._forward(self.cache, inputs)
+                output = self.forward(self.cache, inputs)
         finally:
             described.output_is_raw = False
         hidden = [each.view(num_rows, width, -1) for each in output.hidden.values()]
@@ -168,7 +158,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             bias = None if decoder.head_bias is None else decoder.head_bias.to(states.dtype)
             return decoder.logit_scaling(functional.linear(states, self._differentiable_head, bias))
         with self.lock.exclusive():
-            return self._forward.unembed(states)
+            return self.forward.unembed(states)
 
     def skip_layers(self, skipped: Sequence[int]) -> NativeRuntime:
         return NativeRuntime(self.decoder.without(skipped))
@@ -178,54 +168,28 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
         weight_format = self.decoder.weight_format
         return f"one with weights in {weight_format.name}" if weight_format.is_quantised else ""
 
-    def _make_copy(self, weight_format: WeightFormat) -> QuantisedCopy:
-        copy = self.decoder.requantised(weight_format)
-        return QuantisedCopy(self, KernelForward(copy, self.context_length))
+    def _copied_forward(self, weight_format: WeightFormat) -> KernelForward:
+        return KernelForward(self.decoder.requantised(weight_format), self.context_length)
 
-    @exclusive
-    def run_copy(self, model: KernelForward, rows: Sequence[Row], draft: Draft, num_known: int) -> Tensor:
-        self._drop_partial_forward()
-        states = [self.slots[row] for row in rows]
-        starts, num_queries = [state.length for state in states], draft.num_nodes + 1
-        num_new, num_keys = num_queries - num_known, max(starts) + num_queries
-        with without_gradients():
-            queries = build_queries(states, [1] * len(states), draft)
-            self._place(states, [start + num_known for start in starts], num_new, num_keys)
-            tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
-            layout, layers = even_layout(len(rows), num_new, num_new), range(self.num_layers)
-            inputs = KernelInputs(tokens, layout, step, layers, num_known=num_known)
-            output = model(self.cache, inputs)
-        self._hold_nodes(states, [num_queries] * len(states))
-        return output.logits
-
-    @exclusive
-    def draft_chains(
-        self, rows: Sequence[Row], requests: Sequence[ChainRequest], decision: ChainDecision
-    ) -> DrawnChains | None:
-        if requests[0].vocab_size > self.vocab_size:
-            return None
-        self._drop_partial_forward()
-        return self._draw(rows, requests, decision)
-
-    @exclusive
-    def draft_chains_of_copy(
-        self,
-        model: KernelForward,
-        rows: Sequence[Row],
-        requests: Sequence[ChainRequest],
-        decision: ChainDecision,
-    ) -> DrawnChains:
-        self._drop_partial_forward()
-        states = [self.slots[row] for row in rows]
-        drawn = self._draw_after(model, states, [[row.pending] for row in rows], requests, decision)
-        self._hold_nodes(states, map(len, drawn.tokens))
-        return drawn
+    def _run_new_queries(
+        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
+    ) -> Tensor:
+        if max(num_uncached) > 1:
+            return super()._run_new_queries(states, num_uncached, draft, num_known)
+        starts, num_new = [state.length for state in states], draft.num_nodes + 1 - num_known
+        num_keys = max(starts) + draft.num_nodes + 1
+        queries = build_queries(states, num_uncached, draft)
+        self._place(states, [start + num_known for start in starts], num_new, num_keys)
+        tokens, step = queries.tokens[:, num_known:], self._step(starts, queries, num_keys)
+        layout, layers = even_layout(len(states), num_new, num_new), range(self.num_layers)
+        inputs = KernelInputs(tokens, layout, step, layers, num_known=num_known)
+        return self.forward(self.cache, inputs).logits
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
         wanted = self.hidden_layers if with_hidden else ()
         layout = even_layout(*tokens.shape, num_logits)
         inputs = KernelInputs(tokens, layout, step, range(self.num_layers), wanted)
-        output = in_rows(self._forward(self.cache, inputs), tokens)
+        output = in_rows(self.forward(self.cache, inputs), tokens)
         return ForwardOutput(output.logits, self._returned(output.hidden))
 
     def _returned(self, hidden: HiddenStates) -> HiddenStates:
@@ -246,7 +210,7 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             tokens = padded[torch.arange(padded.shape[1]) < torch.tensor(counts)[:, None]]
         layout = uneven_layout(tuple(counts), tuple(lengths), draft.num_nodes)
         inputs = KernelInputs(tokens, layout, step, range(self.num_layers), self.hidden_layers)
-        output = self._forward(self.cache, inputs)
+        output = self.forward(self.cache, inputs)
         hidden = {layer: in_columns(states, layout) for layer, states in output.hidden.items()}
         return output.logits, self._returned(hidden)
 
@@ -263,22 +227,37 @@ class NativeRuntime(KernelRuntime, LayeredRuntime):
             tokens += nodes[:length]
         return token_tensor(tokens, self.device), kernel_step(starts, num_keys)
 
+
+class KernelLayers(LayeredForward):
+    """Passes of the compiled kernels through some layers of a decoder.
+
+    Args:
+        forward: passes of the kernels.
+        cache: of the runtime.
+        shared: the embeddings, in the dtype of hidden states.
+    """
+
+    def __init__(self, forward: KernelForward, cache: KeyValueCache, shared: EmbeddingAndHead) -> None:
+        self._forward, self._cache, self._num_layers = forward, cache, forward.decoder.num_layers
+        self._embed, self._dtype = shared.embed, shared.dtype
+
     def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
         layout = even_layout(*tokens.shape, 0)
         inputs = KernelInputs(tokens, layout, step, range(num_layers), (num_layers,), num_known)
-        return in_rows(self._forward(self.cache, inputs), tokens).hidden[num_layers]
+        return in_rows(self._forward(self._cache, inputs), tokens).hidden[num_layers]
 
-    def run_remaining_layers(
-        self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
+    def run_remaining(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        step: ForwardStep,
+        num_layers: int,
+        hidden_layers: Sequence[int],
     ) -> ForwardOutput:
-        wanted = [layer for layer in self.hidden_layers if layer % (self.num_layers + 1)]
-        layers = range(num_layers, self.num_layers)
-        layout = even_layout(*tokens.shape, tokens.shape[1])
+        wanted = [layer for layer in hidden_layers if layer % (self._num_layers + 1)]
+        layers, layout = range(num_layers, self._num_layers), even_layout(*tokens.shape, tokens.shape[1])
         inputs = KernelInputs(tokens, layout, step, layers, wanted, states=states)
-        output = in_rows(self._forward(self.cache, inputs), tokens)
-        embedded = {
-            layer: self.embedding_and_head().embed(tokens)
-            for layer in self.hidden_layers
-            if layer not in wanted
-        }
-        return ForwardOutput(output.logits, self._returned(output.hidden) | embedded)
+        output = in_rows(self._forward(self._cache, inputs), tokens)
+        hidden = {layer: states.to(self._dtype) for layer, states in output.hidden.items()}
+        hidden |= {layer: self._embed(tokens) for layer in hidden_layers if layer not in wanted}
+        return ForwardOutput(output.logits, hidden)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from secondguess.runtime.base import EmbeddingAndHead, ForwardOutput
-from secondguess.runtime.cached import KEY_MULTIPLE
+from secondguess.runtime.cached import KEY_MULTIPLE, CachedRuntime
 from secondguess.runtime.decoder.families import FAMILIES, attention_linears, mlp_linears
 from secondguess.runtime.decoder.feed_forward import Experts
-from secondguess.runtime.decoder.fused_decoder import FusedDecoder, LayerMask
-from secondguess.runtime.decoder.layered import LayeredRuntime
+from secondguess.runtime.decoder.forward import DecoderForward
+from secondguess.runtime.decoder.fused_decoder import FusedDecoder
 from secondguess.runtime.modules.rounding import rounding_error
 from secondguess.runtime.modules.support import context_length_of
-from secondguess.runtime.step import ForwardStep, in_window
+from secondguess.runtime.step import ForwardStep
 from secondguess.runtime.tree import ChainMasks
 
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
@@ -269,7 +268,7 @@ def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float
     return passes
 
 
-class FusedRuntime(LayeredRuntime):
+class FusedRuntime(CachedRuntime):
     """Runtime over a fused decoder.
 
     Args:
@@ -277,73 +276,19 @@ class FusedRuntime(LayeredRuntime):
     """
 
     kind = "fused"
+    supports_partial_forward = True
+    forward: DecoderForward
 
     def __init__(self, decoder: FusedDecoder) -> None:
-        super().__init__(
-            vocab_size=decoder.head.num_outputs,
-            context_length=context_length_of(decoder.config),
-            num_layers=len(decoder.layers),
-            device=decoder.embedding.device,
-        )
+        super().__init__(**decoder.sizes())
         self.decoder = decoder
-        values = torch.tensor([0.0, -torch.inf], dtype=decoder.embedding.dtype, device=self.device)
-        self._shown, self._hidden = values
-        group = decoder.num_heads_per_key
-        self._additive_chain_masks = ChainMasks(self.device, self._shown, self._hidden, repeats=group)
+        self.forward = self.layered = DecoderForward(decoder, self.cache)
 
     def embedding_and_head(self) -> EmbeddingAndHead:
-        decoder = self.decoder
-        width, dtype = decoder.embedding.shape[1], decoder.embedding.dtype
-        return EmbeddingAndHead(width, dtype, decoder.embed, decoder.norm, decoder.unembed)
-
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
-        decoder = self.decoder
-        levels = self._run_layers(decoder.embed(tokens), step, range(len(decoder.layers)))
-        return self._output(levels, num_logits, with_hidden)
-
-    def _output(self, levels: list[Tensor], num_logits: int, with_hidden: bool) -> ForwardOutput:
-        """Return the output for the hidden states of all levels, embeddings first."""
-        last = levels[-1] = self.decoder.norm(levels[-1])
-        logits = self.decoder.unembed(last[:, -num_logits:])
-        return ForwardOutput(
-            logits, {layer: levels[layer] for layer in self.hidden_layers} if with_hidden else {}
-        )
-
-    def _run_layers(self, states: Tensor, step: ForwardStep, layers: range) -> list[Tensor]:
-        """Run these layers; return their input and each layer's output, `[row, query, width]`."""
-        decoder = self.decoder
-        cos_sin = {kind: rotary.at(step) for kind, rotary in decoder.rotaries.items()}
-        views = {window: self._layer_mask(step, window) for window in decoder.windows}
-        levels = [states]
-        for index in layers:
-            layer = decoder.layers[index]
-            states = layer.forward(states, index, cos_sin[layer.rotary_kind], views[layer.window], self.cache)
-            levels.append(states)
-        return levels
+        return self.decoder.embedding_and_head()
 
     def skip_layers(self, skipped: Sequence[int]) -> FusedRuntime:
         return FusedRuntime(self.decoder.without(skipped))
 
-    def run_first(self, tokens: Tensor, step: ForwardStep, num_known: int, num_layers: int) -> Tensor:
-        return self._run_layers(self.decoder.embed(tokens), step.drop_first(num_known), range(num_layers))[-1]
-
-    def run_remaining_layers(
-        self, tokens: Tensor, states: Tensor, step: ForwardStep, num_layers: int
-    ) -> ForwardOutput:
-        levels = self._run_layers(states, step, range(num_layers, len(self.decoder.layers)))
-        # Of the levels that were not kept, only the embeddings can be requested.
-        levels = [self.decoder.embed(tokens)] + [states] * (num_layers - 1) + levels
-        return self._output(levels, tokens.shape[1], bool(self.hidden_layers))
-
-    def _layer_mask(self, step: ForwardStep, window: int | None) -> LayerMask:
-        """Return the mask of the layers of one kind, with heads folded, in the model's dtype."""
-        width = step.query_positions.shape[1]
-        sees_all = window is None or step.num_keys <= window
-        # The kernels of a GPU need masks that are aligned, as views of the table are not.
-        if sees_all and step.mask is not None and step.start is not None and self.device.type == "cpu":
-            return LayerMask(self._additive_chain_masks.mask(step.start, width, step.num_keys), causal=False)
-        allowed = step.visible(None if window is None else partial(in_window, window), window)
-        if allowed is None:
-            return LayerMask(None, causal=width > 1)
-        mask = torch.where(allowed, self._shown, self._hidden)
-        return LayerMask(mask.repeat_interleave(self.decoder.num_heads_per_key, 2), causal=False)
+    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
+        return self.forward.run(tokens, step, num_logits, self.hidden_layers if with_hidden else ())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from secondguess.runtime.base import EmbeddingAndHead
 from secondguess.runtime.decoder.families import (
     FAMILIES,
     Family,
@@ -26,11 +27,12 @@ from secondguess.runtime.decoder.families import (
     num_key_heads,
 )
 from secondguess.runtime.decoder.feed_forward import make_feed_forward
-from secondguess.runtime.decoder.layered import remaining_layers
 from secondguess.runtime.decoder.products import PackableLinear
 from secondguess.runtime.decoder.rotary import Rotary, rotate
 from secondguess.runtime.decoder.scores import explicit_attention, masked_attention
 from secondguess.runtime.decoder.stored import StoredModel
+from secondguess.runtime.layered import remaining_layers
+from secondguess.runtime.modules.support import context_length_of
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,20 @@ class FusedDecoder:
         fewer = copy.copy(self)
         fewer.layers = [self.layers[index] for index in remaining_layers(skipped, len(self.layers))]
         return fewer
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the arguments of `CachedRuntime` for this decoder."""
+        return {
+            "vocab_size": self.head.num_outputs,
+            "context_length": context_length_of(self.config),
+            "num_layers": len(self.layers),
+            "device": self.embedding.device,
+        }
+
+    def embedding_and_head(self) -> EmbeddingAndHead:
+        """Return the embeddings, final norm and head."""
+        width, dtype = self.embedding.shape[1], self.embedding.dtype
+        return EmbeddingAndHead(width, dtype, self.embed, self.norm, self.unembed)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the inputs of the first layer, `[..., width]`."""

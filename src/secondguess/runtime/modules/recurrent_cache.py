@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from secondguess.errors import SecondGuessError
-from secondguess.runtime.cache import KeyValueCache
+from secondguess.runtime.cache import KeyValueCache, Placement
 
 StateKey = tuple[str, int, int]
 """Key of a state: its kind (`conv` or `recurrent`), its layer, and its index in the layer."""
@@ -49,6 +49,18 @@ class Snapshot:
         return states
 
 
+class ScoredDraft(NamedTuple):
+    """Recurrent states after the nodes of a draft.
+
+    Args:
+        start: number of tokens before its first node.
+        ends: states after the nodes, -1 for pending, as far as they are known.
+    """
+
+    start: int
+    ends: dict[int, ComputeStates]
+
+
 @dataclass(frozen=True)
 class ByIndex:
     """Values that a function returns for indices; empty for loops, as `KeyValueCache.layers`."""
@@ -75,10 +87,12 @@ class RecurrentCache(KeyValueCache):
 
     Args:
         snapshots: by slot, in ascending order of their lengths.
+        drafts: by slot, the draft scored last.
         records: True if the current pass keeps the states after each token.
     """
 
     snapshots: dict[int, list[Snapshot]] = field(default_factory=dict)
+    drafts: dict[int, ScoredDraft] = field(default_factory=dict)
     records: bool = False
     _num_tokens: int = 0
     _before: States = field(default_factory=dict)
@@ -91,6 +105,13 @@ class RecurrentCache(KeyValueCache):
         self._num_tokens, self.records = num_tokens, records
         self._before, self._after = states, dict(states)
         self._by_token, self._recorded = {}, None
+
+    def place(
+        self, starts: Sequence[int], num_queries: int, slots: Sequence[int], num_keys: int
+    ) -> Placement:
+        """Place a forward pass over whole sequences, from the first token on."""
+        self.begin({}, num_queries)
+        return super().place(starts, num_queries, slots, num_keys)
 
     def record(self, states: Sequence[Tensor]) -> None:
         """Take the recurrent states after each token but the last, before the layer writes the last."""
@@ -118,7 +139,7 @@ class RecurrentCache(KeyValueCache):
 
     def add(self, slot: int, start: int, snapshot: Snapshot) -> None:
         """Add a snapshot to a slot whose row had `start` tokens; drop some that are close together."""
-        self.restore(slot, start)
+        self._truncate(slot, start)
         farthest: dict[int, Snapshot] = {}
         for each in (*self.snapshots.get(slot, ()), snapshot):
             farthest.setdefault((snapshot.length - each.length).bit_length(), each)
@@ -126,11 +147,31 @@ class RecurrentCache(KeyValueCache):
             each for each in farthest.values() if snapshot.length - each.length <= MAX_REWIND
         ]
 
-    def prune(self, slot: int) -> None:
-        """Drop all snapshots of a slot but the last."""
-        del self.snapshots.get(slot, [])[:-1]
+    def add_ends(self, slot: int, start: int, ends: dict[int, ComputeStates]) -> None:
+        """Add the states after nodes of a draft, whose first node follows `start` tokens."""
+        known = self.drafts[slot].ends if slot in self.drafts else {}
+        self.drafts[slot] = ScoredDraft(start, known | ends)
 
     def restore(self, slot: int, length: int) -> int:
+        self.drafts.pop(slot, None)
+        return self._truncate(slot, length)
+
+    def first_node(self, slot: int, length: int) -> int:
+        return self.drafts[slot].start if slot in self.drafts else length
+
+    def commit(self, slot: int, start: int, path: Sequence[int] | None = None) -> int:
+        """Move a slot on to the states after the last node of the path, or pending, if they are known."""
+        before, length = self._truncate(slot, start), start + len(path or ())
+        ends = self.drafts[slot].ends if slot in self.drafts else {}
+        if (compute_states := ends.get(path[-1] if path else -1)) is not None:
+            self.add(slot, before, Snapshot(length, compute_states))
+        left = self._truncate(slot, length)
+        if path is not None:
+            self.drafts.pop(slot, None)
+            del self.snapshots[slot][:-1]
+        return left
+
+    def _truncate(self, slot: int, length: int) -> int:
         """Drop the snapshots beyond `length` tokens; return the length of the last one left, or 0."""
         left = [each for each in self.snapshots.get(slot, ()) if each.length <= length]
         self.snapshots[slot] = left
@@ -143,14 +184,24 @@ class RecurrentCache(KeyValueCache):
         super().copy(source, target, length)
         self.snapshots[target] = [each for each in self.snapshots.get(source, ()) if each.length <= length]
 
+    def move(self, source: int, target: int, length: int) -> None:
+        super().move(source, target, length)
+        self.drafts = {
+            target if slot == source else slot: draft for slot, draft in self.drafts.items() if slot != target
+        }
+
     def swap(self, first: int, second: int, length: int) -> None:
         super().swap(first, second, length)
         held = self.snapshots.get(first, []), self.snapshots.get(second, [])
         self.snapshots[second], self.snapshots[first] = held
+        other = {first: second, second: first}
+        self.drafts = {other.get(slot, slot): draft for slot, draft in self.drafts.items()}
 
     def clear(self) -> None:
         super().clear()
         self.snapshots.clear()
+        self.drafts.clear()
+        self.begin({}, 0)
 
     # Methods of Transformers' caches that linear layers call.
 

@@ -1,9 +1,10 @@
-"""Runtime for Transformers modules that do not take our masks."""
+"""Forward passes of Transformers modules that do not take our masks: one path of one row each."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from secondguess.core import Draft
+from secondguess.errors import UnsupportedModelError
 from secondguess.runtime import tree
 from secondguess.runtime.base import ForwardOutput, HiddenStates
-from secondguess.runtime.modules.module_runtime import ModuleRuntime
+from secondguess.runtime.cached import UNLIMITED
+from secondguess.runtime.modules.forward import ModuleForward
 from secondguess.runtime.modules.support import unsupported
 from secondguess.runtime.slots import CachedRow
 from secondguess.runtime.step import ForwardStep
@@ -52,126 +55,82 @@ class Probe:
         return float(torch.stack(errors).max())
 
 
-class RowByRowRuntime(ModuleRuntime):
-    """Runtime over a Transformers module that makes its masks from the length of its cache.
+class PathForward(ModuleForward):
+    """Forward passes of a module that makes its masks from the length of its cache.
 
-    A forward pass serves one path of one row, as in `generate`: the rows of a batch run one after
-    another, and so do the branches of a tree.
+    A pass serves one path of one row, as in `generate`: the rows of a batch run one after another, and so do the branches
+    of a tree.
 
-    Args:
-        model: as in `ModuleRuntime`.
-
-    Raises:
-        UnsupportedModelError: if several tokens after a cache give other logits than single ones.
+    Attributes:
+        single_steps: True if only single tokens can follow a cache.
+        max_uncached: as in `CachedRuntime`.
     """
+
+    single_steps = False
+    max_uncached = UNLIMITED
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        try:
-            self._prefills_together = False
-            self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-            with torch.inference_mode():
-                self._check_cache()
-        except BaseException:
-            self.close()
-            raise
-        self.free()
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
 
-    @property
-    def description(self) -> str:
-        return "row by row"
-
-    def _check_cache(self) -> None:
-        """Compare passes over several tokens with passes over single tokens, and one pass with two."""
-        tokens = [(5 + index) % self.vocab_size for index in range(NUM_PROBED)]
-        rest = tokens[NUM_CACHED:]
-        try:
-            whole = self._probe(tokens, 0)
-            self._probe(tokens[:NUM_CACHED], 0)
-            second = self._probe(rest, NUM_CACHED, is_prompt=True)
-            several = [self._probe(rest[:width], NUM_CACHED) for width in PROBED_WIDTHS]
-            single = [
-                self._probe([token], NUM_CACHED + index)
-                for index, token in enumerate(rest[: max(PROBED_WIDTHS)])
-            ]
-        except Exception as error:  # of code that is not ours, so of any kind
-            raise unsupported(
-                type(self.model).__name__, f"it cannot run with a cache per row ({_first_line(error)})"
-            ) from error
-        pairs = [(second, Probe(whole.logits[NUM_CACHED:], whole.states))]
-        pairs += [(each, Probe.join(single[: len(each.logits)])) for each in several]
-        largest = _largest(got.relative_error(expected) for got, expected in pairs)
-        joined = Probe(torch.cat([each.logits for each in single]))
-        self._require_equal(largest, joined.relative_error(Probe(whole.logits[NUM_CACHED:][: len(single)])))
-
-    def _require_equal(self, error: float, error_of_single: float) -> None:
-        """Refuse the module if passes over several tokens, with this relative error, or single ones compute other values."""
-        self._require_rounding(error, "several tokens after a cache give other results than single tokens")
-
-    def _require_rounding(self, error: float, description: str) -> None:
-        if not self._is_rounding(error):
-            raise unsupported(
-                type(self.model).__name__,
-                f"{description} (relative error {error:.1e}, expected at most {self._tolerance:.1e})",
-            )
-
-    @property
-    def _tolerance(self) -> float:
-        # Some layers compute in float32, whatever the dtype of the others is.
-        return float(max(torch.finfo(dtype).eps for dtype in (self.model.dtype, torch.float32)) ** 0.5)
-
-    def _is_rounding(self, error: float) -> bool:
-        return error <= self._tolerance  # False if it is not a number
-
-    def _probe(self, tokens: Sequence[int], start: int, is_prompt: bool = False) -> Probe:
-        """Run tokens from position `start` on, after tokens of earlier probes."""
-        self.cache.place_path(0, start, range(start, start + len(tokens)), len(tokens))
-        return Probe(self._run_path(tokens, start, len(tokens)).logits[0, -len(tokens) :].double())
-
-    def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
-        positions = step.query_positions if self._takes_positions else None
-        hidden_layers = self.hidden_layers if with_hidden else ()
-        return self.forward(tokens, positions, num_logits, self.cache, hidden_layers)
-
-    def _run_path(self, tokens: Sequence[int], start: int, num_logits: int) -> ForwardOutput:
-        """Run tokens of one row, which follow each other from position `start` on."""
-        step = ForwardStep(
-            None, torch.arange(start, start + len(tokens), device=self.device)[None], start + len(tokens)
-        )
-        inputs = torch.tensor([list(tokens)], device=self.device)
-        return self.run(inputs, step, num_logits, with_hidden=bool(self.hidden_layers))
-
-    def _run_queries(
-        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft
-    ) -> tuple[Tensor, HiddenStates]:
-        rows = zip(states, num_uncached, draft.tokens.tolist(), draft.shapes, strict=True)
-        outputs = [self._run_row(*row) for row in rows]
-        hidden = {
-            layer: torch.stack([output.hidden[layer] for output in outputs]) for layer in self.hidden_layers
-        }
-        return torch.stack([output.logits for output in outputs]), hidden
-
-    def _run_new_queries(
-        self, states: Sequence[CachedRow], num_uncached: Sequence[int], draft: Draft, num_known: int
-    ) -> Tensor:
-        # All of them again: recurrent layers have no states after nodes that ran in another pass.
-        return self._run_queries(states, num_uncached, draft)[0][:, num_known:]
-
-    def _run_branch(
+    @abstractmethod
+    def run_branch(
         self,
         state: CachedRow,
         tokens: Sequence[int],
         known: Sequence[int],
         new: Sequence[int],
         num_logits: int,
+        hidden_layers: Sequence[int],
     ) -> ForwardOutput:
         """Run the new queries of one path after the `known` ones, which ran before; query 0 is the first uncached token."""
-        positions = [state.length + query for query in (*known, *new)]
-        self.cache.place_path(state.slot, state.length, positions, len(new))
-        return self._run_path([tokens[query] for query in new], state.length + len(known), num_logits)
+
+    @abstractmethod
+    def prefill(self, state: CachedRow, tokens: list[int], hidden_layers: Sequence[int]) -> HiddenStates:
+        """Cache the next tokens of a row; return their hidden states `[1, token, width]`."""
+
+    @abstractmethod
+    def probe(self, tokens: list[int], start: int, is_prompt: bool = False) -> Probe:
+        """Run tokens from position `start` on, after tokens of earlier probes."""
+
+    @abstractmethod
+    def accept(self, error: float, error_of_single: float) -> None:
+        """Refuse the module if passes over several tokens, with this relative error, or single ones compute other values."""
+
+    def run(
+        self, tokens: Tensor, step: ForwardStep, num_logits: int, hidden_layers: Sequence[int]
+    ) -> ForwardOutput:
+        positions = step.query_positions if self._takes_positions else None
+        return self.call(tokens, positions, num_logits, self.cache, hidden_layers)
+
+    def run_path(
+        self, tokens: list[int], start: int, num_logits: int, hidden_layers: Sequence[int]
+    ) -> ForwardOutput:
+        """Run tokens of one row, which follow each other from position `start` on."""
+        positions = torch.arange(start, start + len(tokens), device=self.cache.device)[None]
+        step = ForwardStep(None, positions, start + len(tokens))
+        return self.run(torch.tensor([tokens], device=self.cache.device), step, num_logits, hidden_layers)
+
+    def run_rows(
+        self,
+        states: Sequence[CachedRow],
+        num_uncached: Sequence[int],
+        draft: Draft,
+        hidden_layers: Sequence[int],
+    ) -> ForwardOutput:
+        """Return logits and hidden states `[row, node + 1, ...]` of pending and the nodes."""
+        rows = zip(states, num_uncached, draft.tokens.tolist(), draft.shapes, strict=True)
+        outputs = [self._run_row(*row, hidden_layers) for row in rows]
+        hidden = {layer: torch.stack([output.hidden[layer] for output in outputs]) for layer in hidden_layers}
+        return ForwardOutput(torch.stack([output.logits for output in outputs]), hidden)
 
     def _run_row(
-        self, state: CachedRow, num_uncached: int, nodes: Sequence[int], parents: Sequence[int]
+        self,
+        state: CachedRow,
+        num_uncached: int,
+        nodes: Sequence[int],
+        parents: Sequence[int],
+        hidden_layers: Sequence[int],
     ) -> ForwardOutput:
         """Return logits and hidden states `[node + 1, ...]` of a row's pending and its nodes."""
         tokens = [*state.row.tokens[state.length :], *nodes]
@@ -180,7 +139,7 @@ class RowByRowRuntime(ModuleRuntime):
         outputs = []
         for known, new in _branches(parents, num_uncached):
             scored = [query - num_uncached + 1 for query in new if query >= num_uncached - 1]
-            outputs.append(self._run_branch(state, tokens, known, new, len(scored)))
+            outputs.append(self.run_branch(state, tokens, known, new, len(scored), hidden_layers))
             columns += scored
             counts.append(len(scored))
 
@@ -194,8 +153,84 @@ class RowByRowRuntime(ModuleRuntime):
 
         return ForwardOutput(
             in_order([output.logits for output in outputs]),
-            {layer: in_order([output.hidden[layer] for output in outputs]) for layer in self.hidden_layers},
+            {layer: in_order([output.hidden[layer] for output in outputs]) for layer in hidden_layers},
         )
+
+    def set_up(self, vocab_size: int) -> None:
+        """Compare passes over several tokens with passes over single tokens, and one pass with two."""
+        tokens = [(5 + index) % vocab_size for index in range(NUM_PROBED)]
+        rest = tokens[NUM_CACHED:]
+        try:
+            whole = self.probe(tokens, 0)
+            self.probe(tokens[:NUM_CACHED], 0)
+            second = self.probe(rest, NUM_CACHED, is_prompt=True)
+            several = [self.probe(rest[:width], NUM_CACHED) for width in PROBED_WIDTHS]
+            single = [
+                self.probe([token], NUM_CACHED + index)
+                for index, token in enumerate(rest[: max(PROBED_WIDTHS)])
+            ]
+        except Exception as error:  # of code that is not ours, so of any kind
+            raise self._unsupported(f"it cannot run with a cache per row ({_first_line(error)})") from error
+        pairs = [(second, Probe(whole.logits[NUM_CACHED:], whole.states))]
+        pairs += [(each, Probe.join(single[: len(each.logits)])) for each in several]
+        largest = _largest(got.relative_error(expected) for got, expected in pairs)
+        joined = Probe(torch.cat([each.logits for each in single]))
+        self.accept(largest, joined.relative_error(Probe(whole.logits[NUM_CACHED:][: len(single)])))
+
+    def require_rounding(self, error: float, description: str) -> None:
+        """Refuse the module if a relative error is larger than that of rounding."""
+        if not self.is_rounding(error):
+            raise self._unsupported(
+                f"{description} (relative error {error:.1e}, expected at most {self._tolerance:.1e})"
+            )
+
+    def is_rounding(self, error: float) -> bool:
+        """Return whether a relative error may come from rounding."""
+        return error <= self._tolerance  # False if it is not a number
+
+    @property
+    def _tolerance(self) -> float:
+        # Some layers compute in float32, whatever the dtype of the others is.
+        return float(max(torch.finfo(dtype).eps for dtype in (self.call.model.dtype, torch.float32)) ** 0.5)
+
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
+        return unsupported(type(self.call.model).__name__, reason)
+
+
+class RowByRowForward(PathForward):
+    """Forward passes of a module whose layers cache keys and values only."""
+
+    description = "row by row"
+
+    def run_branch(
+        self,
+        state: CachedRow,
+        tokens: Sequence[int],
+        known: Sequence[int],
+        new: Sequence[int],
+        num_logits: int,
+        hidden_layers: Sequence[int],
+    ) -> ForwardOutput:
+        positions = [state.length + query for query in (*known, *new)]
+        self.cache.place_path(state.slot, state.length, positions, len(new))
+        new_tokens = [tokens[query] for query in new]
+        return self.run_path(new_tokens, state.length + len(known), num_logits, hidden_layers)
+
+    def prefill(self, state: CachedRow, tokens: list[int], hidden_layers: Sequence[int]) -> HiddenStates:
+        return self._run_next(state.slot, state.length, tokens, 1, hidden_layers).hidden
+
+    def probe(self, tokens: list[int], start: int, is_prompt: bool = False) -> Probe:
+        logits = self._run_next(0, start, tokens, len(tokens)).logits
+        return Probe(logits[0, -len(tokens) :].double())
+
+    def accept(self, error: float, error_of_single: float) -> None:
+        self.require_rounding(error, "several tokens after a cache give other results than single tokens")
+
+    def _run_next(
+        self, slot: int, start: int, tokens: list[int], num_logits: int, hidden_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        self.cache.place_path(slot, start, range(start, start + len(tokens)), len(tokens))
+        return self.run_path(tokens, start, num_logits, hidden_layers)
 
 
 def _scale(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions of Transformers' linear layers that are replaced in passes of `RecurrentRuntime`.
+"""Functions of Transformers' linear layers that are replaced in passes of `RecurrentForward`.
 
 These layers run several tokens as chunks, padded to 64 or 256 tokens, and return the last state
 only. For the few tokens of a draft, one token after the other costs less, equals passes over single

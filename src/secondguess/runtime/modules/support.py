@@ -50,7 +50,7 @@ def check_supported(model: Any) -> None:
     if model._is_stateful and not is_recurrent(model.config):
         raise unsupported(name, "it keeps recurrent states in a cache of its own")
     if not takes_masks(type(model), model.config):
-        return  # `RowByRowRuntime` compares logits instead: cross-attention that is not used may be bidirectional
+        return  # `RowByRowForward` compares logits instead: cross-attention that is not used may be bidirectional
     # The attention of a vision or audio tower next to the decoder may be bidirectional.
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise unsupported(name, "its attention is bidirectional; it is not a causal language model")
