@@ -184,7 +184,7 @@ def _attention_of_layers(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], tu
             f"expected layers that differ in head_dim alone, got per_layer_config with {', '.join(sorted(further))}"
         )
     sizes = [
-        whole_number({"head_dim": default} | overrides.get(str(layer), {}), "head_dim")
+        whole_number({"head_dim": default, **overrides.get(str(layer), {})}, "head_dim")
         for layer in range(num_layers)
     ]
     return tuple(kinds), tuple(sizes)
