@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import eagle_dialects
 import pytest
+import test_eagle_dialects
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -78,6 +81,58 @@ def test_speculators_reads_written_heads(
     theirs.save_pretrained(tmp_path / "theirs")
     again = EagleHead.load(tmp_path / "theirs", target_of(torch.float32))
     assert all(map(torch.equal, unrolled(again), unrolled(head)))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [
+        ("speculators", 3),
+        # Later steps of its trainer count a window from the root of a chain, readers from each token.
+        ("speculators, sliding", 1),
+        ("speculators, two layers, one sliding", 1),
+        ("P-EAGLE of speculators", 3),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_heads_of_speculators_have_its_logits(
+    name: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculators = pytest.importorskip("speculators", reason="speculators is not installed")
+    target = eagle_dialects.target_model(torch.float32)
+    target.save_pretrained(tmp_path / "target")
+    tokens = torch.tensor([eagle_dialects.TEXT])
+    # It leaves embeddings that a file does not have uninitialised.
+    embeddings = {"embed_tokens.weight": target.model.embed_tokens.weight}
+    dialect = eagle_dialects.DIALECTS[name]
+    dialect = replace(dialect, tensors=dialect.tensors | embeddings)
+    path = "speculators_config.verifier.name_or_path"
+    folder = dialect.write(tmp_path / "head", {path: str(tmp_path / "target")})
+    ours, _ = test_eagle_dialects.drafted(test_eagle_dialects.load(folder))
+    config = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = speculators.SpeculatorModel.from_pretrained(str(folder), config=config)
+    said: list[Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda module, given, logits: said.append(logits[0]))
+    length = test_eagle_dialects.LENGTH
+    last = length - 2
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        hidden = target(tokens, output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[layer] for layer in dialect.meaning.states], -1)[:, :-1]
+        documents = torch.zeros(1, states.shape[1], dtype=torch.long)
+        if dialect.meaning.mask is None:
+            theirs(states, tokens[:, 1:], documents, ttt_steps=num_steps)
+            expected = [logits[last] for logits in said]
+        else:
+            core = importlib.import_module("speculators.models.peagle.core")
+            anchors = torch.cat((torch.arange(length - 1), torch.full((num_steps - 1,), last)))
+            depths = torch.cat((torch.zeros(length - 1, dtype=torch.long), torch.arange(1, num_steps)))
+            monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **sizes: (anchors, depths))
+            monkeypatch.setattr(core, "compute_metrics", lambda **values: (torch.zeros(()), {}))
+            theirs(states, tokens[:, 1:], documents, verifier_last_hidden_states=hidden[-1][:, :-1])
+            expected = list(said[0][last : last + num_steps])
+    found = ours[:, eagle_dialects.WORDS]
+    for step in range(num_steps):
+        torch.testing.assert_close(found[step], expected[step], atol=1e-5, rtol=0)
 
 
 @every_setting
