@@ -21,7 +21,7 @@ from secondguess.heads.formats import StoredHead, find_spelled
 
 MAX_FOLDERS = 500
 """Number of folders that are looked at beside the target."""
-KINDS = ("dspark", "eagle", "mtp", "medusa", "model", "early-exit", "layer-skip")
+KINDS = ("dspark", "eagle", "mtp", "gemma4-assistant", "medusa", "model", "early-exit", "layer-skip")
 """Kinds of trained drafters, those that gain most first."""
 NAMES_OF_TARGET = (
     "speculators_config.verifier.name_or_path",
@@ -154,8 +154,9 @@ def _misfit(kind: str, folder: Path, target: Checkpoint, names_target: bool) -> 
 def _sizes(stored: StoredHead) -> dict[str, Any]:
     """Return the sizes of the target that a head was trained for; None if its configuration does not say."""
     layers = stored.layers
+    width = stored.get("target_width") or stored.get("backbone_hidden_size") or layers.get("hidden_size")
     return {
-        "width": stored.get("target_width", layers.get("hidden_size")),
+        "width": width,
         "vocabulary": layers.get("vocab_size"),
         "number of layers": stored.get("num_target_layers"),
     }
