@@ -118,3 +118,10 @@ def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from test_images import llava, write_vision_model
 
     return write_vision_model(llava(), tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(autouse=True)
+def no_drafters_beside_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of other tests, beside a test's target, have drafters that would be found."""
+    monkeypatch.setattr("secondguess.heads.discovery.MAX_FOLDERS", 0)
+    monkeypatch.setattr("secondguess.heads.discovery.cached_folders", list)

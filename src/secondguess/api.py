@@ -23,18 +23,18 @@ from secondguess.drafters.spec import DrafterSpec, make_drafter
 from secondguess.engine.generation import Generation, Output, check_request, make_row
 from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
-from secondguess.errors import BadInputError, CheckpointError, UnsupportedModelError, suggestion
+from secondguess.errors import BadInputError, suggestion
 from secondguess.pairing import (
     AUTO,
-    LOOKUP_DRAFTER,
     PLAIN_DECODING,
     check_verifier,
     choose_controller,
     confirm_default,
+    make_first,
     require_drafter_of_history,
     resolve_drafter,
     resolve_pair,
-    warn_of_drafters_left_out,
+    warn_of_drafter_left_out,
 )
 from secondguess.prompts import ExtendedPrompt, Message, Prompt, encode, encode_with_images, is_single
 from secondguess.runtime.system.exclusive import one_at_a_time
@@ -335,7 +335,9 @@ def load(
         drafter_quantize=drafter_quantize,
         runtime=runtime,
     )
-    warn_of_drafters_left_out(pair.found)
+    for found in pair.found:
+        if found.names_target and found.obstacle:
+            warn_of_drafter_left_out(found.name, found.obstacle)
     spec = pair.drafter
     check_verifier(chosen_verifier, spec)
     chosen_controller = choose_controller(controller, spec)
@@ -354,15 +356,9 @@ def load(
             pair_vocabularies=lambda name: pair.vocabularies,
             target=target,
         )
-        try:
-            made = make(spec)
-        except (CheckpointError, UnsupportedModelError) as error:
-            used = next((found for found in pair.found if not found.obstacle), None)
-            if used is None:
-                raise
-            warn_of_drafters_left_out([replace(used, names_target=True, obstacle=str(error))])
-            made = make(resolve_drafter(LOOKUP_DRAFTER))
-            chosen_controller = choose_controller(controller, made)
+        made = make_first(make, [spec, *pair.fallbacks])
+    if pair.fallbacks:
+        chosen_controller = choose_controller(controller, made)
     cache_bytes = sum(model.checkpoint.cache_bytes_per_token for model in loaded)
     return LLM(target, made, chosen_verifier, chosen_controller, cache_bytes, share_history)
 

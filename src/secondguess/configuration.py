@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, field_validator
 
 from secondguess.builtin import builtin_paths
 from secondguess.core import MAX_DRAFT_LENGTH
@@ -67,6 +67,11 @@ class LoadSettings(Table):
     share_history: bool | None = Field(
         default=None, description="draft from recent outputs of other prompts, too"
     )
+
+    @field_validator("drafter")
+    @classmethod
+    def _without_auto(cls, name: str | None) -> str | None:
+        return None if name == "auto" else name  # the default
 
 
 class TuningRecord(Table):

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,13 @@ from secondguess.drafters.base import Drafter
 from secondguess.drafters.spec import DrafterSpec, PartSpec
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.drafters.vocabulary.tokens import Vocabulary
-from secondguess.errors import BadInputError, MismatchWarning, SecondGuessError
+from secondguess.errors import (
+    BadInputError,
+    CheckpointError,
+    MismatchWarning,
+    SecondGuessError,
+    UnsupportedModelError,
+)
 from secondguess.heads.discovery import FoundDrafter, find_trained
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
@@ -57,6 +64,15 @@ def _choose_default(target: Checkpoint, found: Sequence[FoundDrafter]) -> str:
     return COPY_DRAFTER if target.has_room_for_copy(INT4) else LOOKUP_DRAFTER
 
 
+def _fallbacks(target: Checkpoint, found: Sequence[FoundDrafter]) -> list[str]:
+    """Return the defaults after the first one; none if no trained drafter is used, or one with a model of its own."""
+    usable = [drafter.name for drafter in found if not drafter.obstacle]
+    if not usable or usable[0].startswith("model:"):
+        return []
+    heads = [f"{LOOKUP_DRAFTER}+{name}" for name in usable[1:] if not name.startswith("model:")]
+    return list(dict.fromkeys((*heads, _choose_default(target, ()), LOOKUP_DRAFTER)))
+
+
 def find_drafters(target: Checkpoint) -> list[FoundDrafter]:
     """Return the trained drafters on this machine for a target, best first, with why those do not draft that do not fit."""
     return sorted(
@@ -68,22 +84,45 @@ def _resolved(found: FoundDrafter, target: Checkpoint) -> FoundDrafter:
     """Return a drafter with the reason for which loading would refuse it, if it would."""
     if found.obstacle:
         return found
+    if not _names_its_folder(found):
+        return replace(found, obstacle="its path has a + or a comma, which separate drafters and options")
     try:
-        resolve_drafter(found.name, target)
+        resolved = resolve_drafter(found.name, target)
+        if resolved.model_part is not None:
+            draft_model = Checkpoint.resolve(str(found.folder), device=str(target.device), drafts=True)
+            pair_vocabularies(target, draft_model, resolved.model_part.name)
     except SecondGuessError as error:
         return replace(found, obstacle=str(error))
     return found
 
 
-def warn_of_drafters_left_out(found: Sequence[FoundDrafter]) -> None:
-    """Warn of drafters that were trained for the target and do not draft for it."""
-    for drafter in found:
-        if drafter.names_target and drafter.obstacle:
-            warnings.warn(
-                f"the drafter {drafter.name}, found for this target, is left out: {drafter.obstacle}",
-                MismatchWarning,
-                stacklevel=3,
-            )
+def _names_its_folder(found: FoundDrafter) -> bool:
+    """Return whether a drafter's name is parsed as its folder's, which a + or a comma in the path may prevent."""
+    with suppress(BadInputError):
+        names = [part.name.argument or str(found.folder) for part in DrafterSpec.parse(found.name).parts]
+        return names == [str(found.folder)]
+    return False
+
+
+def make_first(make: Callable[[DrafterSpec], Drafter], specs: Sequence[DrafterSpec]) -> Drafter:
+    """Return the first of these drafters that can be loaded; warn of those before it.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as for the last one, if none can.
+    """
+    for spec in specs[:-1]:
+        try:
+            return make(spec)
+        except (CheckpointError, UnsupportedModelError) as error:
+            warn_of_drafter_left_out(spec.name, str(error))
+    return make(specs[-1])
+
+
+def warn_of_drafter_left_out(drafter: str, reason: str) -> None:
+    """Warn that a drafter that was found for a target does not draft for it."""
+    warnings.warn(
+        f"the drafter {drafter}, found for this target, is left out: {reason}", MismatchWarning, stacklevel=3
+    )
 
 
 def confirm_default(drafter: str, runtime: Runtime) -> str:
@@ -141,6 +180,7 @@ class Pair:
         draft_model: None if the drafter has no model.
         vocabularies: None if there is no draft model, or its tokenizer is the target's.
         found: trained drafters that were found for the target, if the user named no drafter.
+        fallbacks: drafters to use instead of a default that cannot be loaded.
     """
 
     target: Checkpoint
@@ -148,6 +188,7 @@ class Pair:
     draft_model: Checkpoint | None
     vocabularies: VocabularyPair | None = None
     found: Sequence[FoundDrafter] = ()
+    fallbacks: Sequence[DrafterSpec] = ()
 
 
 def resolve_pair(
@@ -167,15 +208,16 @@ def resolve_pair(
         found = () if model == "builtin" else find_drafters(target)
         drafter = default_drafter(model) if model == "builtin" else _choose_default(target, found)
     spec = resolve_drafter(drafter, target)
+    fallbacks = [resolve_drafter(name, target) for name in _fallbacks(target, found)]
     require_model_to_quantize(drafter_quantize, drafter, spec.draft_model is not None)
     if spec.model_part is None:
-        return Pair(target, spec, None, found=found)
+        return Pair(target, spec, None, found=found, fallbacks=fallbacks)
     draft_model = Checkpoint.resolve(
         str(spec.draft_model), dtype=dtype, device=device, quantize=drafter_quantize, drafts=True
     )
     vocabularies = pair_vocabularies(target, draft_model, spec.model_part.name)
     spec = spec.map_parts(lambda part: replace(part, vocabularies=vocabularies) if part.draft_model else part)
-    return Pair(target, spec, draft_model, vocabularies, found)
+    return Pair(target, spec, draft_model, vocabularies, found, fallbacks)
 
 
 def pair_vocabularies(target: Checkpoint, draft_model: Checkpoint, drafter: Name) -> VocabularyPair | None:

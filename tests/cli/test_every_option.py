@@ -61,6 +61,7 @@ LINES = [
     "--quantize int8 --drafter-quantize int8",
     *(f"train {kind} {TRAINING} {ANSWERS}" for kind in KINDS),
     *(f"train {kind} {TRAINING} --as-is" for kind in KINDS),
+    *(f"train {kind} {TRAINING} --as-is --authors-layout" for kind in ("eagle", "dspark")),
     "train layer-skip --out {folder}/skip --model {target} --data {texts} --num-prompts 2 --max-tokens 4 --length 32 "
     "--temperature 0 --seed 1 --dtype float32 --device cpu",
 ]

@@ -17,6 +17,7 @@ from checkpoints import write_llama
 from secondguess import load
 from secondguess.checkpoint.loader import load_model
 from secondguess.checkpoint.plan import Checkpoint
+from secondguess.checkpoint.resolve import cached_folders
 from secondguess.errors import MismatchWarning
 from secondguess.heads.base import TargetModel
 from secondguess.heads.discovery import FoundDrafter
@@ -32,6 +33,8 @@ def target(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("secondguess.heads.discovery.MAX_FOLDERS", 500)
+    monkeypatch.setattr("secondguess.heads.discovery.cached_folders", cached_folders)
     return tmp_path / "hub"
 
 
@@ -116,6 +119,53 @@ def test_inspect_lists_what_was_found(target: Path, secondguess_command: Any) ->
     assert record["drafter"]["name"] == f"suffix+eagle:{head}"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"num_hidden_layers": null}'),
+        ("config.json", '{"speculators_model_type": "dspark"}'),
+        ("config.json", '{"speculators_model_type": "eagle3", "transformer_layer_config": 3}'),
+        ("config.json", "[" * 100_000),
+        ("secondguess.json", '{"kind": [], "target": 3, "fingerprint": ""}'),
+    ],
+)
+def test_a_folder_with_other_contents_does_not_matter(target: Path, name: str, text: str) -> None:
+    head = write_eagle(target.parent / "head", target)
+    copytree(head, target.parent / "odd")
+    (target.parent / "odd" / name).write_text(text)
+    (target.parent / "nowhere").symlink_to(target.parent / "absent")
+    assert found_for(target)[0].name == f"eagle:{head}"
+
+
+def test_the_main_revision_of_a_cached_model_is_used(target: Path, empty_cache: Path) -> None:
+    repository = empty_cache / "models--maker--head"
+    head = write_eagle(repository / "snapshots" / "1a", target, "org/target")
+    (repository / "snapshots" / "2b").mkdir()
+    (repository / "snapshots" / ".DS_Store").touch()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1a")
+    assert [found.folder for found in found_for(target)] == [head]
+
+
+def test_the_next_drafter_is_used_if_the_first_cannot_be_loaded(target: Path) -> None:
+    good = write_eagle(target.parent / "good", target)
+    bad = write_eagle(target.parent / "bad", target, "org/target")
+    content = load_file(bad / "model.safetensors")
+    del content["fc.weight"]
+    save_file(content, bad / "model.safetensors")
+    with pytest.warns(MismatchWarning, match="is left out"):
+        assert load(str(target), dtype="float32").drafter.name == f"suffix+eagle:{good}"
+
+
+def test_a_path_that_is_parsed_otherwise_is_no_default(target: Path) -> None:
+    head = write_eagle(target.parent / "head", target)
+    for name in ("head+ngram", "head,tree=2"):
+        copytree(head, target.parent / name)
+    found = found_for(target)
+    assert [drafter.folder.name for drafter in found if not drafter.obstacle] == ["head"]
+    assert len(found) == 3
+
+
 def test_a_drafter_for_which_memory_is_short_is_left_out(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +200,7 @@ def test_a_drafter_that_is_no_better_than_chance_is_reported_once(target: Path) 
     with pytest.warns(MismatchWarning, match="trained for another target") as found:
         llm.generate(["ab", "bc", "cd"], max_tokens=60)
     assert len(found) == 1
-    assert re.search(r"\b[01] of its first \d\d drafts", str(found[0].message))
+    assert re.search(r"in [01] of its first 32 rounds", str(found[0].message))
 
 
 def test_a_drafter_with_accepted_tokens_is_not_reported(target: Path) -> None:

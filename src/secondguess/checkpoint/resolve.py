@@ -7,6 +7,7 @@ Every check raises `BadInputError`, with the known names.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from secondguess.builtin import builtin_paths
@@ -150,6 +151,10 @@ def download(name: str) -> None:
     Raises:
         CheckpointError: no network, no such repository or file, or no room on the disk.
     """
+    if is_gguf(name) and name.count("/") < 2:
+        raise CheckpointError(
+            f"cannot download {name!r}: it names no repository. Write REPOSITORY/FILE.gguf."
+        )
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -167,11 +172,16 @@ def download(name: str) -> None:
 
 
 def cached_folders() -> list[Path]:
-    """Return the snapshots of models in the local Hugging Face cache, of each model the newest."""
+    """Return the snapshots of models in the local Hugging Face cache: of each model that of `main`, or the newest."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     found = []
     for repository in sorted(Path(HF_HUB_CACHE).glob(f"{CACHED}*")):
-        snapshots = sorted((repository / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
-        found += snapshots[-1:]
+        with suppress(OSError):
+            revision = repository / "refs" / "main"
+            named = repository / "snapshots" / revision.read_text().strip() if revision.is_file() else None
+            snapshots = [path for path in (repository / "snapshots").iterdir() if path.is_dir()]
+            found.append(
+                named if named in snapshots else max(snapshots, key=lambda path: path.stat().st_mtime)
+            )
     return found

@@ -43,8 +43,10 @@ check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
 
 
-def download_all(names: list[str] | None) -> list[str] | None:
+def download_all(context: Context, names: list[str] | None) -> list[str] | None:
     """Download repositories; called before the other options are checked."""
+    if context.resilient_parsing:  # completion in a shell
+        return names
     from secondguess.checkpoint.resolve import download
 
     for name in names or ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
 from collections.abc import Callable
@@ -32,6 +33,8 @@ _MORE = (
     "The target, which is not changed, answers the prompts; the drafter is trained on its answers and hidden states. "
     "The checkpoint that is best on held-out texts is written to OUT with a model card. After Ctrl-C the same command continues."
 )
+
+KINDS_WITH_TWO_LAYOUTS = ("eagle", "dspark")
 
 app = Typer(help="Train a drafter for any target.")
 data_option, training_option = panel("Training data"), panel("Training")
@@ -178,6 +181,10 @@ def _command(kind: str) -> Callable[..., int]:
             _refuse_answer_options(context)
         return _train(kind, dict(context.params))
 
+    if kind not in KINDS_WITH_TWO_LAYOUTS:
+        signature = inspect.signature(train_kind, eval_str=True)
+        kept = [part for part in signature.parameters.values() if part.name != "authors_layout"]
+        train_kind.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
     return train_kind
 
 

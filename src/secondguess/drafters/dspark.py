@@ -42,11 +42,16 @@ class DsparkDrafter(HeadDrafter):
         self._previous: list[list[int]] = []
 
     def admit(self, rows: Sequence[Row]) -> list[int | None]:
-        return [state.length for state in self.runtime.slots.admit(rows)]
+        near = [row for row in rows if not self._is_beyond(row)]
+        reused = {state.row: state.length for state in self.runtime.slots.admit(near)}
+        return [reused.get(row) for row in rows]
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[HiddenStates] = ()) -> None:
-        for row, row_hidden in zip(rows, hidden, strict=True):
+        for row, received in zip(rows, hidden, strict=True):
+            row_hidden = {} if self._is_beyond(row) else received
             self._hidden_buffer.begin(row, row_hidden)
+            if self._is_beyond(row):
+                continue
             num_reused = len(row.tokens) - 1 - (len(row_hidden[self.hidden_layers[0]]) if row_hidden else 0)
             slots = self.runtime.slots
             if row not in slots:

@@ -34,9 +34,9 @@ Up to this many are forwarded in the first draft step. Candidates report the num
 tokens in multiples of it.
 """
 NUM_WATCHED, MOST_BY_CHANCE = 32, 0.04
-"""Number of drafts after which a trained drafter is compared with chance, and the largest share accepted by chance.
+"""Number of rounds after which a trained drafter is compared with chance, and the largest share accepted by chance.
 
-At most one draft of 32 has an accepted token with a probability of 0.7 % if a fifth of first tokens is accepted.
+At most one of 32 rounds of one row has an accepted token with a probability of 0.7 % if a fifth of first tokens is accepted.
 """
 
 
@@ -302,13 +302,15 @@ class FirstTokens:
         drafted, self._drafted = self._drafted, ()
         if not any(drafted) or len(drafted) != len(verdict.paths):  # other rows, if the round was interrupted
             return
-        for is_drafted, path in zip(drafted, verdict.paths, strict=True):
-            self._num_drafted += is_drafted
-            self._num_accepted += is_drafted and len(path) > 0
+        # Rows of a batch may have the same text: a round counts as one draft, accepted if any of its rows' is.
+        self._num_drafted += 1
+        self._num_accepted += any(
+            is_drafted and path for is_drafted, path in zip(drafted, verdict.paths, strict=True)
+        )
         if self._num_drafted >= NUM_WATCHED and self._num_accepted <= MOST_BY_CHANCE * self._num_drafted:
             warnings.warn(
-                f"the drafter {self._name} is no better than chance: {self._num_accepted} of its first {self._num_drafted} "
-                "drafts had an accepted token; the output stays correct. It was trained for another target, or its "
+                f"the drafter {self._name} is no better than chance: in {self._num_accepted} of its first {self._num_drafted} "
+                "rounds a token was accepted; the output stays correct. It was trained for another target, or its "
                 "layers, its tokenizer or the target's weights are others than in training; `secondguess inspect` lists "
                 "drafters that fit",
                 MismatchWarning,

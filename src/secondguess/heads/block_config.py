@@ -110,6 +110,7 @@ class DsparkConfig:
         return (
             set(self.layer_attention) == {BlockAttention()}
             and self.convolutions is None
+            and self.markov_kind != "selector"
             and not self.has_mask_embedding
             and self.target_width in (0, self.layer.width)
         )
@@ -243,10 +244,17 @@ def _hidden_layers(stored: StoredHead, num_layers: int) -> tuple[int, ...]:
     return tuple(int(layer) + first for layer in found or ())
 
 
+def _default_kinds(layers: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return the types of layers that Transformers derives from the other fields about windows."""
+    first = layers.get("max_window_layers", 0)
+    is_sliding = bool(layers.get("use_sliding_window")) and layers.get("sliding_window") is not None
+    return [SLIDING if is_sliding and layer >= first else "full_attention" for layer in range(num_layers)]
+
+
 def _layer_attention(stored: StoredHead, num_layers: int) -> tuple[BlockAttention, ...]:
     """Return the ranges that the positions of the layers attend to."""
     layers = stored.layers
-    kinds = layers.get("layer_types") or ["full_attention"] * num_layers
+    kinds = layers.get("layer_types") or _default_kinds(layers, num_layers)
     if len(kinds) != num_layers or not {*kinds} <= {"full_attention", SLIDING}:
         raise UnsupportedModelError(
             f"expected {num_layers} layers of the types full_attention and {SLIDING} in {stored.folder}, got {kinds}"

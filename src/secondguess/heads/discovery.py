@@ -6,18 +6,17 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from secondguess.checkpoint.memory import available_memory, head_memory, peak_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import cached_folders, repository_of
-from secondguess.checkpoint.weight_files import count_parameters
+from secondguess.checkpoint.weight_files import count_parameters, hash_weights
 from secondguess.errors import CheckpointError, SecondGuessError
-from secondguess.heads.files import CONFIG, NAMED, read_config, read_provenance
+from secondguess.heads.files import CONFIG, NAMED, config_errors, read_config, read_provenance
 from secondguess.heads.folders import find_own, kind_of
-from secondguess.heads.formats import StoredHead, find_spelled
+from secondguess.heads.formats import StoredHead, differ_by_padding, find_spelled
 
 MAX_FOLDERS = 500
 """Number of folders that are looked at beside the target."""
@@ -29,8 +28,10 @@ NAMES_OF_TARGET = (
     "target_model_name_or_path",
 )
 """Fields of `config.json` that name the target."""
-SUFFIX_OF_FILE = re.compile(r"([-.](i?q\d\w*|bf16|f16|f32|fp16|mxfp4))?\.gguf$", re.IGNORECASE)
-"""End of the name of a GGUF file: its type of weights."""
+SUFFIX_OF_FILE = re.compile(
+    r"([-.](ud-|i\d[.-])?(i?q\d\w*|bf16|f16|f32|fp16|mxfp4\w*))?(-\d+-of-\d+)?\.gguf$"
+)
+"""End of the name of a GGUF file, in lower case: its type of weights, and its number."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
     """Return the trained drafters that are found for a target, best first; those that do not fit come last.
 
     Folders are read beside the target and below it, and in the local Hugging Face cache. Nothing is downloaded, and no
-    weights are read.
+    weights are read. A folder that cannot be read is none of a drafter.
     """
     if target.source is None:
         return []
@@ -64,28 +65,41 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
     kinds = [kind for kind in KINDS if find_own(kind, target.name, target.path) == own]
     found = [(kind, FoundDrafter(kind, own, True, 0)) for kind in kinds]  # the name without a path
     for folder in _folders(own):
-        with suppress(CheckpointError):
+        # Folders hold files of others, with any contents, and must not keep the target from being loaded.
+        with suppress(Exception):
             if (kind := _kind(folder)) is not None:
                 found.append((kind, _describe(kind, folder, target)))
-    found.sort(key=lambda item: (bool(item[1].obstacle), not item[1].names_target, KINDS.index(item[0])))
-    return [drafter for _, drafter in found]
+    names = _names(target)
+
+    def rank(item: tuple[str, FoundDrafter]) -> tuple[object, ...]:
+        kind, drafter = item
+        resembles = any(name in str(drafter.folder).lower() for name in names)
+        return bool(drafter.obstacle), not drafter.names_target, not resembles, KINDS.index(kind)
+
+    return [drafter for _, drafter in sorted(found, key=rank)]
 
 
 def _folders(target: Path) -> Iterator[Path]:
     """Return the folders that may hold a drafter, each once, without the target's own."""
-    folder = target if target.is_dir() else target.parent
+    folder = target.resolve() if target.is_dir() else target.resolve().parent
     beside = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
-    places = (path for place in beside for path in islice(_inside(place), MAX_FOLDERS))
-    seen = {folder.resolve()}
-    for path in [*places, *cached_folders()]:
-        if path.resolve() not in seen and (path / CONFIG).is_file():
-            seen.add(path.resolve())
-            yield path
+    seen = {folder}
+    for path in [*(path for place in beside for path in _inside(place)), *cached_folders()]:
+        with suppress(OSError, RuntimeError):  # no permission, or links that lead nowhere
+            if path.resolve() not in seen and (path / CONFIG).is_file():
+                seen.add(path.resolve())
+                yield path
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def _inside(folder: Path) -> list[Path]:
+    """Return the folders in a folder that have a configuration, at most `MAX_FOLDERS`."""
+    found = []
     with suppress(OSError):
-        yield from sorted(path for path in folder.iterdir() if path.is_dir())
+        for path in sorted(folder.iterdir()):
+            with suppress(OSError):
+                if (path / CONFIG).is_file():
+                    found.append(path)
+    return found[:MAX_FOLDERS]
 
 
 def _kind(folder: Path) -> str | None:
@@ -98,53 +112,63 @@ def _kind(folder: Path) -> str | None:
 
 
 def _describe(kind: str, folder: Path, target: Checkpoint) -> FoundDrafter:
-    named = _named_target(folder)
-    names_target = named is not None and _last_part(named) in _names(target)
-    try:
-        num_bytes = count_parameters(folder) * target.dtype.itemsize
-    except CheckpointError as error:
-        return FoundDrafter(f"{kind}:{folder}", folder, names_target, 0, str(error))
-    obstacle = f"it was trained for {named}" if named is not None and not names_target else ""
     name = f"{kind}:{folder}"
-    if "," in str(folder):
-        obstacle = "the part of its path after the comma would be an option"
+    named, names_target = _named_target(folder, target)
+    try:
+        num_bytes = _count_bytes(folder, target)
+    except CheckpointError as error:
+        return FoundDrafter(name, folder, names_target, 0, str(error))
+    obstacle = f"it was trained for {named}" if named is not None and not names_target else ""
     obstacle = (
         obstacle or _misfit(kind, folder, target, names_target) or _lack_of_memory(target, name, num_bytes)
     )
     return FoundDrafter(name, folder, names_target, num_bytes, obstacle)
 
 
-def _named_target(folder: Path) -> str | None:
-    """Return the name of the target that a drafter was trained for, if its folder says it."""
+def _count_bytes(folder: Path, target: Checkpoint) -> int:
+    """Return the bytes of a drafter's weights in the target's dtype; of pickles, those of their files."""
+    if num_weights := count_parameters(folder):
+        return num_weights * target.dtype.itemsize
+    return sum(path.stat().st_size for pattern in ("*.pt", "*.bin") for path in folder.glob(pattern))
+
+
+def _named_target(folder: Path, target: Checkpoint) -> tuple[str | None, bool]:
+    """Return the name of the target that a drafter was trained for, if its folder says it, and whether it is this one."""
     provenance = read_provenance(folder)
     if provenance is not None:
-        return provenance.target
+        is_same = provenance.fingerprint == hash_weights(Path(target.path))
+        return provenance.target, is_same or _last_part(provenance.target) in _names(target)
     config = read_config(folder)
     names = (find_spelled(config, field) for field in NAMES_OF_TARGET)
-    return next((name for name in names if isinstance(name, str) and name), None)
+    named = next((name for name in names if isinstance(name, str) and name), None)
+    return named, named is not None and _last_part(named) in _names(target)
 
 
 def _names(target: Checkpoint) -> set[str]:
-    names = (target.name, target.path, repository_of(Path(target.path)))
-    return {_last_part(name) for name in names if name}
+    names = (target.name, str(Path(target.path).resolve()))
+    return {part for name in names if (part := _last_part(name))}
 
 
 def _last_part(name: str) -> str:
-    return SUFFIX_OF_FILE.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+    """Return the last part of the name or the path of a model, without the type of a file's weights."""
+    name = repository_of(Path(name)) or name
+    return SUFFIX_OF_FILE.sub("", name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower())
 
 
 def _misfit(kind: str, folder: Path, target: Checkpoint, names_target: bool) -> str:
     """Return why a drafter of these sizes does not fit the target; empty if nothing is known against it."""
     if kind == "model":
-        return ""  # it has sizes of its own
+        return "" if names_target else "its configuration does not say for which target it is"
     try:
-        sizes = _sizes(StoredHead(folder, kind))
+        with config_errors(folder):
+            sizes = _sizes(StoredHead(folder, kind))
     except SecondGuessError as error:
         return str(error)
     text = target.config.get_text_config()
     own = {"width": text.hidden_size, "vocabulary": text.vocab_size, "number of layers": target.num_layers}
     for name, size in sizes.items():
-        if size is not None and size != own[name]:
+        is_padded = name == "vocabulary" and size is not None and differ_by_padding(size, own[name])
+        if size is not None and size != own[name] and not is_padded:
             return f"it is for a target with a {name} of {size}, not {own[name]}"
     if not names_target and None in (sizes["width"], sizes["vocabulary"]):
         return "its configuration does not say for which target it is"

@@ -152,6 +152,11 @@ def make_markov_head(
         case "rnn":
             return RecurrentMarkovHead(vocab_size, num_outputs, rank, width)
         case "selector":
+            if num_outputs != vocab_size:
+                raise UnsupportedModelError(
+                    f"expected a selector of candidates over the whole vocabulary of {vocab_size} tokens, got a draft "
+                    f"vocabulary of {num_outputs}; use another drafter"
+                )
             check_range("candidates of a selector", config.selector_top_k, 1, num_outputs)
             return CandidateSelector(vocab_size, rank, width, config.selector_top_k)
         case "refiner":
@@ -298,7 +303,10 @@ class DsparkHead(Head):
             parts.append(self.markov_head.output)
         if self.config.has_confidence:
             parts.append(self.confidence_head)
-        parts += [part for part in (self.lm_head, self.embed_tokens) if part is not None]
+        parts += [] if self.lm_head is None else [self.lm_head]
+        # The correction of Domino reads embeddings of drafted tokens.
+        if self.embed_tokens is not None and self.config.markov_kind != "gru":
+            parts.append(self.embed_tokens)
         return nn.ModuleList(parts)
 
     def features(self, hidden: HiddenStates) -> Tensor:

@@ -424,6 +424,8 @@ def _read_hidden_layers(stored: StoredHead, target: TargetModel, has_fusion: boo
     if states and from_outputs and states != from_outputs:
         raise ValueError(f"states {states} beside the outputs of layers {outputs}, which are other states")
     found = tuple(states or from_outputs or default_layers(target.num_layers))
+    if not all(isinstance(layer, int) for layer in found):
+        raise ValueError(f"layers {list(found)}, which should be whole numbers")
     require_layers(found, target.num_layers, stored.folder)
     num_states = stored.get("num_states", len(found))
     if num_states != len(found):

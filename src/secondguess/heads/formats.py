@@ -33,6 +33,7 @@ from secondguess.heads.files import (
     require_same,
     whole_number,
 )
+from secondguess.heads.files import tensor_names as names_of_tensors
 from secondguess.heads.layer import LayerConfig
 from secondguess.names import check_range
 
@@ -525,6 +526,7 @@ SEPARATE_MTP_FORMATS = (
         mark="fc.weight",
         defaults={"norm_output": True},
         tensors=replace(_QWEN_MTP.tensors, prefix=""),
+        harmless=("block_size",),  # number of tokens that MLX drafts at a time
     ),
     Format(
         "mtp",
@@ -677,7 +679,7 @@ class StoredHead:
     @property
     def tensor_names(self) -> Collection[str]:
         """Names of all tensors in the folder."""
-        return (self._all_files or self._tensors).keys()
+        return self._all_files.keys() or names_of_tensors(self.folder)
 
     @cached_property
     def _all_files(self) -> dict[str, Path]:
@@ -757,13 +759,18 @@ def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: Targe
     padded to another size are cut or extended to the target's.
     """
     folder, vocab_size = stored.folder, whole_number(stored.layers, "vocab_size")
-    if not _differ_by_padding(vocab_size, target.vocab_size):
+    if not differ_by_padding(vocab_size, target.vocab_size):
         require_same("vocabulary", vocab_size, target.vocab_size, folder)
     size = stored.number("draft_vocab_size", vocab_size)
     check_range("the draft vocabulary", size, 1, vocab_size)
     offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if "embed_tokens.weight" in tensors:
         tensors["embed_tokens.weight"] = _resized(tensors["embed_tokens.weight"], target.vocab_size)
+    if size == vocab_size and offsets is not None and offsets.any():
+        raise CheckpointError(
+            f"expected no d2t that renames tokens in {folder}, whose draft vocabulary is the target's, got one; download the "
+            "head again"
+        )
     if size == vocab_size:  # some checkpoints contain maps nevertheless
         if "lm_head.weight" not in tensors or vocab_size == target.vocab_size:
             return DraftVocabulary(target.vocab_size)
@@ -792,7 +799,7 @@ def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: Targe
     return DraftVocabulary(target.vocab_size, token_ids)
 
 
-def _differ_by_padding(one: int, other: int) -> bool:
+def differ_by_padding(one: int, other: int) -> bool:
     """Return whether two sizes may be of the same vocabulary, with and without rows that pad a matrix."""
     smaller, larger = sorted((one, other))
     return larger % VOCABULARY_MULTIPLE == 0 and larger - smaller < MAX_PADDING

@@ -152,7 +152,10 @@ class MtpHead(FeatureHead):
                 has_norm=stored.flag("has_norm", default=True),
                 num_steps=stored.number("num_steps", DEFAULT_STEPS),
             )
-        load_into(head, tensors, folder, stored.names.in_file)
+        if stored.format in SEPARATE_MTP_FORMATS:
+            stored.fill(head, tensors, stored.names.in_file)
+        else:  # the configuration is that of the target, which loads it
+            load_into(head, tensors, folder, stored.names.in_file)
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

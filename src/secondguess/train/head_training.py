@@ -62,9 +62,6 @@ PREDICTED_DRAFT_LENGTH = 7
 """Draft length of the predicted acceptance length if one distribution serves all depths."""
 
 
-KINDS_WITH_TWO_LAYOUTS = ("eagle", "dspark")
-
-
 @dataclass(frozen=True)
 class HeadJob:
     """Options of a training job; a BadInputError names those that are invalid or cannot be combined."""
@@ -89,11 +86,6 @@ class HeadJob:
 
     def __post_init__(self) -> None:
         require_drafter_folder(self.out, self.model, self.drafter)
-        if self.authors_layout and self.kind not in KINDS_WITH_TWO_LAYOUTS:
-            raise BadInputError(
-                f"expected --authors-layout with {' or '.join(KINDS_WITH_TWO_LAYOUTS)}, whose files have two layouts, got "
-                f"{self.kind}; leave it out"
-            )
         if self.as_is and not self.data:
             raise BadInputError(
                 "expected --data FILE to learn as it stands, got none; give a file or leave out --as-is"
@@ -107,7 +99,12 @@ class HeadJob:
         check_range("--evaluate-steps", self.evaluate_steps, 1, 1_000_000_000)
         object.__setattr__(self, "answers", replace(self.answers, seed=self.seed))
         # These raise errors for invalid options before anything is loaded.
-        make_recipe(self.kind, self.changes)
+        recipe = make_recipe(self.kind, self.changes)
+        if self.authors_layout and not recipe.has_authors_layout:
+            raise BadInputError(
+                f"expected --authors-layout with a kind whose files have two layouts, eagle or dspark, got {self.kind}; leave it "
+                "out"
+            )
         objective(self.loss)
 
     @property

@@ -58,6 +58,7 @@ class Recipe(ABC):
     has_one_distribution: ClassVar[bool] = False  # for all depths; the last measured rate holds below
     runs_first_layers: ClassVar[bool] = False  # of the target, which not every runtime supports
     keeps_tokenizer: ClassVar[bool] = False  # of the target, for a model of its own
+    has_authors_layout: ClassVar[bool] = False  # beside that of speculators
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -143,6 +144,7 @@ class EagleRecipe(DecayingRecipe):
     draft_vocab_size: int = 32_000  # most frequent tokens of the training texts; 0 for all tokens
 
     kind = "eagle"
+    has_authors_layout = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         size = min(self.draft_vocab_size or target.model.vocab_size, target.model.vocab_size)
@@ -173,6 +175,7 @@ class DSparkRecipe(Recipe):
     gamma: float = _within(0.1, 1000, 4.0)  # of the loss weights exp(-k / gamma) over the depth k
 
     kind = "dspark"
+    has_authors_layout = True
 
     def fresh(self, target: TargetInfo) -> TrainableHead:
         padding = target.config.get("pad_token_id") or 0  # -1 in some configurations
