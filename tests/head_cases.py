@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
-from secondguess.heads.eagle import Eagle1Head, EagleHead
+from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
-from secondguess.heads.feature import FeatureHead
+from secondguess.heads.feature import FeatureHead, default_layer_config
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import Runtime
@@ -70,6 +71,45 @@ def eagle3_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(EagleDrafter, head, target, shape)
 
 
+def eagle3_window_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter with a window, which is shorter than the texts, in one of two layers, and biases."""
+
+    def make() -> EagleHead:
+        model = TargetModel.from_runtime(target)
+        layer = replace(default_layer_config(model.width), more={"attention_bias": True, "mlp_bias": True})
+        config = EagleConfig(layer, (0, 1, 2), num_layers=2, windows=(3, None), norm_output=True)
+        head = EagleHead(config, model, has_head=False)
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=0.1)
+        return head
+
+    return feature_drafter(EagleDrafter, seeded(make, target), target, shape)
+
+
+def eagle3_narrow_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter of another width than the target, with a context of its own that is short."""
+
+    def make() -> EagleHead:
+        model = TargetModel.from_runtime(target)
+        layer = replace(default_layer_config(model.width // 2), more={"max_position_embeddings": 12})
+        config = EagleConfig(layer, (0, 2), target_width=model.width, windows=(5,), norm_before_fc=True)
+        return EagleHead(config, model, has_embeddings=True)
+
+    return feature_drafter(EagleDrafter, seeded(make, target), target, shape)
+
+
+def peagle_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter that drafts all of three tokens in one pass."""
+
+    def make() -> EagleHead:
+        model = TargetModel.from_runtime(target)
+        layer = default_layer_config(model.width)
+        config = EagleConfig(layer, (0, 1), num_layers=2, windows=(None, 4), num_steps=3, mask_token=1)
+        return EagleHead(config, model, has_embeddings=True)
+
+    return feature_drafter(EagleDrafter, seeded(make, target), target, shape)
+
+
 def eagle1_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     return feature_drafter(
         EagleDrafter, Eagle1Head.fresh(TargetModel.from_runtime(target), seed=3), target, shape
@@ -105,6 +145,9 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "layer-skip": layer_skip_drafter,
     "self": self_drafter,
     "eagle3": eagle3_drafter,
+    "eagle3-window": eagle3_window_drafter,
+    "eagle3-narrow": eagle3_narrow_drafter,
+    "peagle": peagle_drafter,
     "eagle1": eagle1_drafter,
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,

@@ -121,6 +121,7 @@ FORMATS = {
     "early-exit adapter": "drafters/test_early_exit.py::test_a_saved_adapter_is_loaded_unchanged",
     "medusa, original and vLLM's": "heads/test_medusa.py::test_every_published_format_drafts_as_in_the_paper",
     "eagle, authors' and speculators'": "heads/test_eagle.py::test_a_published_head_has_the_logits_of_its_paper",
+    "eagle, dialects": "heads/test_eagle_dialects.py::test_a_dialect_has_the_logits_of_its_publisher",
     "mtp in a target or a folder": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
     "dspark and dflash": "heads/test_dspark.py::test_every_published_format_drafts_as_in_the_paper",
     "heads written for speculators": "heads/test_speculators.py::test_speculators_reads_written_heads",

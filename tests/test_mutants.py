@@ -51,6 +51,7 @@ from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.suffix import SuffixDrafter
 from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
+from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
@@ -78,6 +79,7 @@ from secondguess.runtime.modules.recurrent import RecurrentRuntime
 from secondguess.runtime.modules.recurrent_cache import RecurrentCache
 from secondguess.runtime.modules.tiny import tiny_pair
 from secondguess.runtime.modules.transformers import TransformersRuntime
+from secondguess.runtime.step import ForwardStep
 from secondguess.sampling import SamplingParams, penalties
 from secondguess.sampling.grammar import GrammarMatcher
 from secondguess.sampling.noise import KeyedNoise
@@ -1032,6 +1034,14 @@ def steps_of_training_see_no_earlier_steps(patch: Patch) -> None:
     patch.setattr(TrainingTimeAttention, "attend", attend)
 
 
+def drafts_see_behind_the_window(patch: Patch) -> None:
+    patch.setattr(ForwardStep, "visible", lambda self, mask_function, window: self.mask)
+
+
+def steps_of_training_see_behind_the_window(patch: Patch) -> None:
+    patch.setattr(feature, "TrainingTimeAttention", lambda windows: TrainingTimeAttention())
+
+
 def entries_of_the_copy_are_kept(patch: Patch) -> None:
     """Keys and values of accepted nodes are those that the quantised copy computed while drafting."""
     run_copy, keep = NativeRuntime.run_copy, NativeRuntime.keep
@@ -1165,6 +1175,8 @@ MUTANTS = [
     Mutant(a_token_is_read_beside_its_own_feature, check(drafts_as_it_learned, "eagle1")),
     Mutant(steps_of_training_stand_in_one_place, check(drafts_as_it_learned, "mtp")),
     Mutant(steps_of_training_see_no_earlier_steps, check(drafts_as_it_learned, "eagle3")),
+    Mutant(drafts_see_behind_the_window, check(drafts_as_it_learned, "eagle3, windows")),
+    Mutant(steps_of_training_see_behind_the_window, check(drafts_as_it_learned, "eagle3, windows")),
 ]
 
 test_the_check_passes_and_fails_with_the_mutant = mutation_test(MUTANTS)

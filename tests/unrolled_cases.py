@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -17,7 +18,7 @@ from secondguess.drafters.eagle import EagleDrafter
 from secondguess.drafters.sampling_drafter import SamplingDrafter
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.eagle import Eagle1Head, EagleHead
-from secondguess.heads.feature import FeatureHead
+from secondguess.heads.feature import FeatureHead, initialise
 from secondguess.heads.learning import TrainingBatch
 from secondguess.heads.mtp import MtpHead
 from secondguess.runtime.base import HiddenStates
@@ -58,8 +59,18 @@ def make_eagle3(target: TargetModel) -> FeatureHead:
     return EagleHead.fresh(target, seed=1, vocabulary=vocabulary)
 
 
+def make_eagle3_with_windows(target: TargetModel) -> FeatureHead:
+    """Return a head whose second layer has a window that is shorter than a chain."""
+    head = EagleHead.fresh(target, seed=1)
+    config = replace(head.config, num_layers=3, windows=(4, 2, None))
+    head = EagleHead(config, target, has_head=False)
+    initialise(head, 1)
+    return head
+
+
 UNROLLED: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle3": make_eagle3,
+    "eagle3, windows": make_eagle3_with_windows,
     "eagle1": partial(Eagle1Head.fresh, seed=1),
     "mtp": partial(MtpHead.fresh, seed=1),
 }

@@ -58,21 +58,28 @@ def eagle(
     *,
     num_draft_tokens: int | None = None,
     more: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
+    width: int | None = None,
     **fields: object,
 ) -> EagleHead:
-    layer = LayerConfig(target.width, 4, 2, 8, 3 * target.width + 5, more=more or {})
+    layer = LayerConfig(
+        width or target.width, 4, 2, 8, 3 * target.width + 5, model_type=model_type, more=more or {}
+    )
+    if width is not None:
+        fields["target_width"] = target.width
     vocabulary = None
     if num_draft_tokens is not None:
         vocabulary = DraftVocabulary(VOCAB_SIZE, torch.arange(0, 2 * num_draft_tokens, 2))
     has_embeddings = bool(fields.pop("has_embeddings", False))
-    return EagleHead(EagleConfig(layer, (0, 1, 2), **fields), target, vocabulary, has_embeddings)
+    layers = fields.pop("hidden_layers", (0, 1, 2))
+    return EagleHead(EagleConfig(layer, layers, **fields), target, vocabulary, has_embeddings)
 
 
 def mtp(target: TargetModel, **options: bool) -> MtpHead:
     return MtpHead(LayerConfig(target.width, 4, 4, 8, 40, model_type="qwen3"), target, **options)
 
 
-def eagle1(target: TargetModel, **options: bool) -> Eagle1Head:
+def eagle1(target: TargetModel, **options: Any) -> Eagle1Head:
     return Eagle1Head(LayerConfig(target.width, 2, 1, 16, 40, model_type="qwen2"), target, **options)
 
 
@@ -82,6 +89,18 @@ HEADS: dict[str, Callable[[TargetModel], FeatureHead]] = {
     "eagle, two layers": lambda target: eagle(target, num_layers=2, norm_output=True, norm_before_fc=True),
     "eagle, own words": lambda target: eagle(target, num_draft_tokens=17, has_embeddings=True),
     "eagle, YaRN": lambda target: eagle(target, more=YARN),
+    "eagle, window": lambda target: eagle(target, windows=(3,)),
+    "eagle, two layers, one with a window": lambda target: eagle(target, num_layers=2, windows=(None, 4)),
+    "eagle, narrower": lambda target: eagle(target, width=48, has_embeddings=True, fc_norm=True),
+    "eagle, last state": lambda target: eagle(target, hidden_layers=(-1,), has_fusion=False),
+    "eagle, biases": lambda target: eagle(
+        target, more={"attention_bias": True, "mlp_bias": True}, has_fusion_bias=True
+    ),
+    "eagle, query and key norms": lambda target: eagle(target, model_type="qwen3"),
+    "eagle, parallel": lambda target: eagle(
+        target, mask_token=3, num_layers=2, windows=(None, 4), has_embeddings=True, norm_before_fc=True
+    ),
+    "eagle 1, norms and window": lambda target: eagle1(target, has_norms=True, windows=(2,)),
     "eagle 1": eagle1,
     "eagle 1 with bias": lambda target: eagle1(target, has_bias=True),
     "mtp": mtp,
@@ -128,9 +147,34 @@ def test_native_heads_compute_the_logits_and_features_of_the_module(name: str) -
         (expected.hidden[0], found.hidden[0]),
     ):
         assert (exact.float() - rounded.float()).norm() < 0.03 * exact.float().norm()
-    states = {layer: torch.randn(5, width, dtype=head.target.dtype) for layer in head.hidden_layers}
+    states = {
+        layer: torch.randn(5, head.target.width, dtype=head.target.dtype) for layer in head.hidden_layers
+    }
     exact, rounded = head.features(states), runtime.features(states)
     assert (exact - rounded).norm() < 0.02 * exact.norm()
+
+
+def test_all_draft_positions_of_a_parallel_head_are_those_of_the_module() -> None:
+    target = native_target()
+    runtimes = [
+        feature_runtime(random_head("eagle, parallel", target), target),
+        FeatureRuntime(random_head("eagle, parallel", target), target.context_length, target.device),
+    ]
+    assert isinstance(runtimes[0], NativeFeatureRuntime)
+    sizes, counts = (9, 6), (4, 2)
+    tokens, features = torch.randint(VOCAB_SIZE, (2, 9)), torch.randn(2, 9, target.embedding_and_head().width)
+    found = []
+    for runtime in runtimes:
+        rows = [Row(tokens[i, :size].tolist(), SamplingParams()) for i, size in enumerate(sizes)]
+        runtime.admit(rows)
+        for row, row_features in zip(rows, features, strict=True):
+            runtime.set_features(
+                row, 0, row_features.bfloat16().to(runtime.features(runtime.head.mask_states()).dtype)
+            )
+        with torch.inference_mode():
+            logits = runtime.score_masks(rows, counts)
+        found += [torch.cat([logits[i, :count] for i, count in enumerate(counts)]).float()]
+    assert relative_error(found[1], found[0]) < 0.03
 
 
 @pytest.mark.parametrize("name", ["eagle", "mtp"])

@@ -90,6 +90,9 @@ CASES: dict[str, Callable[[Path], Pair]] = {
     "self:int4, gemma3": lambda folder: copy(folder, "gemma3"),
     "eagle": eagle,
     "eagle, two layers": lambda folder: eagle(folder, "eagle, two layers"),
+    "eagle, two layers, one with a window": lambda folder: eagle(
+        folder, "eagle, two layers, one with a window"
+    ),
     "eagle 1": lambda folder: eagle(folder, "eagle 1"),
     "mtp": mtp,
 }

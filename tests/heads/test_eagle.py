@@ -237,8 +237,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: with_tensors(raw3(at), lambda each: each.update({"fc.weight": torch.ones(WIDTH, WIDTH)})),
         r"fc.weight of shape \[32, 32\] instead of \[32, 96\]",
     ),
-    "no map": (lambda at: with_tensors(raw3(at), lambda each: each.pop("d2t")), "got no d2t"),
-    "half a map": (lambda at: with_tensors(raw3(at), lambda each: each.pop("t2d")), "got no t2d"),
+    "no map": (
+        lambda at: with_tensors(raw3(at), lambda each: each.pop("d2t")),
+        "got no d2t",
+    ),
     "ids for offsets": (
         lambda at: with_tensors(raw3(at), lambda each: each.update(d2t=torch.tensor(WORDS))),
         "how much larger",

@@ -59,7 +59,9 @@ def test_weights_of_which_git_lfs_has_left_a_pointer_are_named(tmp_path: Path, n
         ({"medusa_num_heads": 4}, "medusa"),
         ({"model_type": "medusa"}, "medusa"),
         ({"speculators_model_type": "eagle3", "draft_vocab_size": 9}, "eagle"),
+        ({"speculators_model_type": "peagle", "draft_vocab_size": 9}, "eagle"),
         ({"model_type": "llama", "draft_vocab_size": 9}, "eagle"),
+        ({"model_type": "eagle", "model": {"model_type": "llama"}}, "eagle"),
         ({"model_type": "llama", "num_hidden_layers": 1}, "eagle"),
         ({"speculators_model_type": "dflash", "draft_vocab_size": 9}, "dspark"),
         ({"model_type": "secondguess-early-exit"}, "early-exit"),
@@ -71,6 +73,23 @@ def test_a_head_that_is_named_as_a_draft_model_is_refused_with_its_own_name(
     write_head(tmp_path, config, {"fc.weight": torch.ones(3)})
     with pytest.raises(CheckpointError, match=f"drafter of the kind {kind}; write {kind}:{tmp_path}"):
         make_drafter(f"model:{tmp_path}", target_vocab_size=9, load_draft_model=pytest.fail)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "head.pt"])
+def test_the_kind_of_a_head_is_known_by_a_tensor_in_any_file(tmp_path: Path, name: str) -> None:
+    tensors = {"model.midlayer.hidden_norm.weight": torch.ones(3)}
+    write_head(tmp_path, {"model_type": "llama", "num_hidden_layers": 40}, tensors)
+    if name != "model.safetensors":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(tensors, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"drafter of the kind eagle; write eagle:{tmp_path}"):
+        refuse_head(str(tmp_path))
+
+
+def test_a_speculator_of_another_type_is_not_taken_for_eagle(tmp_path: Path) -> None:
+    config = {"speculators_model_type": "another", "draft_vocab_size": 9, "num_hidden_layers": 1}
+    write_head(tmp_path, config, {"fc.weight": torch.ones(3), "layers.0.hidden_norm.weight": torch.ones(3)})
+    refuse_head(str(tmp_path))
 
 
 def test_a_trained_head_without_a_published_format_is_known_by_its_provenance(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from secondguess.heads.base import DraftVocabulary, Head, TargetModel
 from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import (
     config_errors,
-    load_into,
     require_layers,
     require_same,
     whole_number,
@@ -102,7 +101,7 @@ class DsparkConfig:
             raise UnsupportedModelError(
                 f"expected layers that attend to the whole text in {stored.folder}, got {layers['layer_types']}"
             )
-        has_confidence = stored.flag("has_confidence")
+        has_confidence, reads_markov = stored.flag("has_confidence"), stored.flag("confidence_reads_markov")
         return cls(
             layer=LayerConfig.from_config(layers),
             num_layers=whole_number(layers, "num_hidden_layers"),
@@ -113,7 +112,7 @@ class DsparkConfig:
             samples_from_anchor=stored.flag("samples_from_anchor"),
             markov_rank=rank,
             has_confidence=has_confidence,
-            confidence_reads_markov=has_confidence and stored.flag("confidence_reads_markov"),
+            confidence_reads_markov=has_confidence and reads_markov,
         )
 
 
@@ -207,7 +206,7 @@ class DsparkHead(Head):
             require_layers(config.hidden_layers, target.num_layers, folder)
             vocabulary = pop_vocabulary(tensors, stored, target)
             head = cls(config, target, vocabulary)
-        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
+        stored.fill(head, tensors | vocabulary.state_dict(prefix="vocabulary."))
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

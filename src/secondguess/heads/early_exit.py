@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secondguess.heads.base import Head, TargetModel
-from secondguess.heads.files import config_errors, load_into, require_same, write_head
+from secondguess.heads.files import config_errors, require_same, write_head
 from secondguess.heads.formats import StoredHead
 from secondguess.heads.learning import CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
@@ -66,7 +66,7 @@ class EarlyExitHead(Head):
                 stored.number("intermediate_size"),
                 float(stored.config["rms_norm_eps"]),
             )
-        load_into(head, stored.read_tensors(), folder)
+        stored.fill(head, stored.read_tensors())
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

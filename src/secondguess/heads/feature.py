@@ -44,8 +44,12 @@ class TrainingTimeAttention:
     Each call runs one step of all chains. The query of step t in the chain of position j attends
     to the text up to j (keys of step 0) and to its own chain (keys of steps 1 to t at position j).
     Each step has one position fewer, because the text ends.
+
+    Args:
+        windows: sliding window of each layer, in positions; layers without one attend to everything before.
     """
 
+    windows: Sequence[int | None] = ()
     texts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of step 0
     chains: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # of later steps
 
@@ -53,19 +57,32 @@ class TrainingTimeAttention:
         """Attend from the first positions of the text, one step deeper than in the previous call."""
         if layer not in self.texts:
             self.texts[layer], self.chains[layer] = (key, value), []
-            return sequence_attention(None)(layer, query, key, value)
+            return sequence_attention(self._text_mask(layer, query))(layer, query, key, value)
         num_positions, group = query.shape[2], query.shape[1] // key.shape[1]
         self.chains[layer].append((key, value))
         text_key, text_value = (_for_queries(part, group, num_positions) for part in self.texts[layer])
         own = [[_for_queries(part, group, num_positions) for part in pair] for pair in self.chains[layer]]
         hidden = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).triu(1)
+        window, step = self.windows[layer] if self.windows else None, len(own)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(step - window)
+            own = own[-window:]  # of this step and those before
         on_text = (query @ text_key.transpose(2, 3)).masked_fill(hidden, -torch.inf)
         on_own = [(query * own_key).sum(-1, keepdim=True) for own_key, _ in own]
         weights = (torch.cat([on_text, *on_own], -1) * query.shape[-1] ** -0.5).softmax(-1)
         attended: Tensor = weights[..., :num_positions] @ text_value
-        for step, (_, own_value) in enumerate(own):
-            attended = attended + weights[..., num_positions + step, None] * own_value
+        for index, (_, own_value) in enumerate(own):
+            attended = attended + weights[..., num_positions + index, None] * own_value
         return attended
+
+    def _text_mask(self, layer: int, query: Tensor) -> Tensor | None:
+        """Return the mask of a whole text for a layer with a window; None for the causal rule."""
+        window = self.windows[layer] if self.windows else None
+        if window is None:
+            return None
+        places = torch.arange(query.shape[2], device=query.device)
+        behind = places[:, None] - places
+        return ((behind >= 0) & (behind < window))[None, None]
 
 
 def _for_queries(heads: Tensor, group: int, num_positions: int) -> Tensor:
@@ -103,6 +120,9 @@ class FeatureHead(Head):
         num_steps: number of draft steps in training.
         norm_output: whether later draft steps read the output after the last norm, not before it.
         vocabulary: tokens that it drafts; None for the whole vocabulary.
+        windows: sliding window of each layer, in tokens; None for layers of full attention.
+        target_width: width of the target's states, if it may differ from the head's. Then the head has
+            embeddings and an LM head of its own.
     """
 
     embed_tokens: nn.Embedding | None
@@ -120,11 +140,14 @@ class FeatureHead(Head):
         num_steps: int = DEFAULT_STEPS,
         norm_output: bool = False,
         vocabulary: DraftVocabulary | None = None,
+        windows: Sequence[int | None] | None = None,
+        target_width: int | None = None,
     ) -> None:
         super().__init__()
-        if layer.width != target.width:
+        if (target_width or layer.width) != target.width:
             raise BadInputError(
-                f"expected a head for states of width {target.width}, the target's, got one for {layer.width}"
+                f"expected a head for states of width {target.width}, the target's, got one for "
+                f"{target_width or layer.width}"
             )
         if num_layers < 1 or num_steps < 1 or not hidden_layers:
             raise BadInputError(
@@ -133,7 +156,22 @@ class FeatureHead(Head):
             )
         self.target, self.layer_config, self.hidden_layers = target, layer, tuple(hidden_layers)
         self.num_layers, self.num_steps, self.norm_output = num_layers, num_steps, norm_output
+        self.windows = (None,) * num_layers if windows is None else tuple(windows)
         self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
+
+    @property
+    def context_length(self) -> int | None:
+        """Largest number of positions that it was made for; None for no limit of its own."""
+        return self.layer_config.context_length
+
+    @property
+    def mask_token(self) -> int | None:
+        """Token that a head which drafts in parallel reads at draft positions; None for one that drafts step by step."""
+        return None
+
+    def mask_states(self) -> HiddenStates:
+        """Return the states `[1, width]` by layer that stand for the target's at mask tokens."""
+        raise NotImplementedError("a head that drafts step by step reads no mask tokens")
 
     @property
     @abstractmethod
@@ -197,11 +235,15 @@ class FeatureHead(Head):
         with the drafter head's own outputs as features, and predicts token j + 2 + t. Each depth
         has one position fewer; depths without positions are left out.
         """
+        if self.mask_token is not None:
+            raise BadInputError(
+                "expected a head that drafts step by step to train, got one that drafts in parallel"
+            )
         dtype = next(self.parameters()).dtype
         features = self.features(
             {layer: training_batch.hidden[layer].to(dtype) for layer in self.hidden_layers}
         )
-        attention = TrainingTimeAttention()
+        attention = TrainingTimeAttention(self.windows)
         outputs: list[Tensor] = []
         num_steps = min(self.num_steps, training_batch.num_depths, training_batch.tokens.shape[1] - 2)
         for step in range(num_steps):

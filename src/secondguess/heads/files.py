@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -133,6 +133,19 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         except (OSError, SafetensorError) as error:
             raise _unreadable(folder, path, error) from error
     return files
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in a folder; those in `*.pt` and `*.bin` only if no file is of safetensors.
+
+    Files of tensors are mapped, not read; pickles that cannot be mapped are left out.
+    """
+    names = set(find_tensors(folder))
+    for path in [] if names else sorted([*folder.glob("*.pt"), *folder.glob("*.bin")]):
+        with suppress(OSError, ValueError, RuntimeError, EOFError, UnpicklingError):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            names |= set(content) if isinstance(content, dict) else set()
+    return names
 
 
 def _unreadable(folder: Path, path: Path, error: Exception) -> CheckpointError:

@@ -11,7 +11,7 @@ from secondguess.builtin import head_path
 from secondguess.checkpoint.resolve import find_in_cache
 from secondguess.checkpoint.weight_files import hash_weights, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
-from secondguess.heads.files import CONFIG, NAMED, find_tensors, read_config, read_provenance
+from secondguess.heads.files import CONFIG, NAMED, read_config, read_provenance, tensor_names
 from secondguess.heads.formats import find_format
 from secondguess.heads.mtp import contains_mtp
 from secondguess.names import Name
@@ -87,8 +87,8 @@ def _kind_of(folder: Path) -> str | None:
         provenance, config = read_provenance(folder), read_config(folder)
         if provenance is not None:
             return None if provenance.kind in NAMED else provenance.kind
-        tensor_names = cache(lambda: find_tensors(folder))
-        found = find_format(config, lambda name: name in tensor_names())
+        names = cache(lambda: tensor_names(folder))
+        found = find_format(config, lambda name: name in names())
         return None if found is None else found.kind
     return None
 

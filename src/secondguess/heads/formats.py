@@ -6,7 +6,7 @@ package, and its tensors under the names of its module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.fields import Fields, refuse_unread
 from secondguess.heads.files import (
     CONFIG,
     find_tensors,
+    load_into,
     read_config,
     read_named_tensors,
     read_tensors,
@@ -32,6 +34,8 @@ from secondguess.names import check_range
 ANY = object()
 """Mark for a field that has any value."""
 SPECULATORS = "speculators_model_type"
+VOCABULARY_MULTIPLE, MAX_PADDING = 64, 1024
+"""Padded vocabularies have a multiple of this size, with fewer rows of padding than this."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class TensorNames:
 
     parts: Mapping[str, str] = field(default_factory=dict)  # prefixes in the file to those in the module
     prefix: str = ""  # of all names in the file; {last} stands for the number of the target's layers
+    optional: str = ""  # prefix that some files have before some names, and that is left out
 
     def at(self, num_layers: int) -> TensorNames:
         """Return the names for a target of `num_layers` layers."""
@@ -47,7 +52,7 @@ class TensorNames:
 
     def in_module(self, name: str) -> str:
         """Return the name in the module for a name in the file."""
-        name = name.removeprefix(self.prefix)
+        name = name.removeprefix(self.prefix).removeprefix(self.optional)
         for in_file, in_module in self.parts.items():
             if name.startswith(in_file):
                 return in_module + name.removeprefix(in_file)
@@ -71,6 +76,7 @@ class Format:
         marks: fields of `config.json` that mark the format, and their values or `ANY`.
         mark: name of a tensor that marks the format too; empty for none. {last} is the number of layers.
         layers: field that describes the decoder layers; empty if `config.json` itself does.
+        nested: field whose own fields are read as if they were beside it; those that are there come first.
         fields: spellings of a field, by the name of this package, the preferred one first. Dots lead
             into nested fields. A field that is not listed is spelled as here.
         defaults: values of absent fields, where formats differ.
@@ -79,6 +85,8 @@ class Format:
             that can be computed.
         second: name of a tensor of a further head in the file, which is not read; {next} is the number
             of layers plus one.
+        fixed: values that fields, by their path, must have if they are there.
+        harmless: paths of fields that change nothing, beside those of `fields.HARMLESS`.
     """
 
     kind: str
@@ -86,11 +94,14 @@ class Format:
     marks: Mapping[str, object]
     mark: str = ""
     layers: str = ""
+    nested: str = ""
     fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: TensorNames = TensorNames()
     left_out: tuple[str, ...] = ()
     second: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
 
     def matches(self, config: Mapping[str, Any], has_tensor: Callable[[str], bool]) -> bool:
         """Return whether a folder with this `config.json` is marked as of this format."""
@@ -98,23 +109,50 @@ class Format:
             name: ANY if value is ANY and name in config else config.get(name)
             for name, value in self.marks.items()
         }
+        if SPECULATORS in config and SPECULATORS not in self.marks:
+            return False  # of another kind, which it names
         mark = self.mark.format(last=text_config(config).get("num_hidden_layers", 0))
-        return found == self.marks and (not mark or has_tensor(mark))
+        names = {mark, self.tensors.optional + mark}
+        return found == self.marks and (not mark or any(has_tensor(name) for name in names))
 
 
 _COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 _EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_NESTED = "eagle_config."
 _EAGLE3 = Format(
     "eagle",
     "eagle3",
     {"draft_vocab_size": ANY},
     fields={
-        "hidden_layers": (_EAGLE_LAYERS, f"eagle_config.{_EAGLE_LAYERS}"),
-        "num_steps": ("speculators_config.proposal_methods.0.speculative_tokens",),
+        "hidden_layers": (_EAGLE_LAYERS,),
+        # numbers of layers whose outputs are read, which count from 0
+        "layer_outputs": (f"{_NESTED}{_EAGLE_LAYERS}", "target_layer_ids"),
+        "reads_layers": (f"{_NESTED}use_aux_hidden_state", "use_aux_hidden_state"),
+        "norm_before_residual": ("norm_before_residual", f"{_NESTED}norm_before_residual"),
+        "norm_before_fc": ("norm_before_fc", f"{_NESTED}norm_before_fc"),
+        "fc_norm": ("fc_norm", f"{_NESTED}fc_norm"),
+        "norm_output": ("norm_output", f"{_NESTED}norm_output", f"{_NESTED}return_hidden_post_norm"),
+        "num_states": ("num_aux_hidden_states", f"{_NESTED}num_aux_hidden_states"),
+        "has_fusion_bias": ("bias",),
+        "num_steps": ("speculators_config.proposal_methods.0.speculative_tokens", "ttt_length"),
         "target_width": ("target_hidden_size",),
+        "target_layers": ("num_target_layers",),
+        "uses_window": (f"{_NESTED}use_swa", "use_swa"),
+        "window": (f"{_NESTED}swa_window_size", "swa_window_size"),
+        "tied": ("tie_word_embeddings",),
+        "mask_token": ("mask_token_id", "ptd_token_id", "pard_token"),
     },
-    tensors=TensorNames({"midlayer.": "layers.0."}),
+    tensors=TensorNames({"midlayer.": "layers.0."}, optional="model."),
     left_out=_COPIES,
+    fixed={
+        f"{_NESTED}use_input_layernorm_in_first_layer": True,
+        f"{_NESTED}use_last_layernorm": True,
+        f"{_NESTED}use_mtp_layernorm": False,
+        f"{_NESTED}next_layer_regular": True,
+        f"{_NESTED}eh_proj_before_attn": False,
+        f"{_NESTED}parallel_draft_step": 1,
+    },
+    harmless=(f"{_NESTED}parallel_draft_heads_num_layers", "draft_num_hidden_layers"),
 )
 _DSPARK = Format(
     "dspark",
@@ -130,6 +168,7 @@ _DSPARK = Format(
     },
     defaults={"samples_from_anchor": True},
     left_out=("embed_tokens.weight",),
+    harmless=("sliding_window_non_causal",),  # of windows, which are refused
 )
 _DFLASH = replace(
     _DSPARK,
@@ -142,7 +181,20 @@ EAGLE1 = Format(
     "eagle1",
     {"num_hidden_layers": 1},
     mark="fc.weight",
-    tensors=TensorNames({"fc.": "eh_proj.", "layers.0.": "layer."}),
+    fields={
+        "has_norms": ("add_para_norm",),
+        "has_bias": ("bias", "eagle_fc_bias"),
+        "draft_vocab_size": ("truncated_vocab_size",),
+    },
+    tensors=TensorNames(
+        {
+            "fc.": "eh_proj.",
+            "layers.0.": "layer.",
+            "embedding_layernorm.": "enorm.",
+            "hidden_states_layernorm.": "hnorm.",
+        },
+        optional="model.",
+    ),
     left_out=(*_COPIES, "embed_tokens.weight"),
 )
 FORMATS = (
@@ -169,10 +221,12 @@ FORMATS = (
     _DSPARK,
     _DFLASH,
     replace(_EAGLE3, marks={SPECULATORS: "eagle3"}, layers="transformer_layer_config"),
+    replace(_EAGLE3, marks={SPECULATORS: "peagle"}, layers="transformer_layer_config"),
     _EAGLE3,
     replace(_EAGLE3, marks={}, mark="midlayer.hidden_norm.weight"),
     replace(_EAGLE3, marks={}, mark="layers.0.hidden_norm.weight"),
     EAGLE1,
+    replace(EAGLE1, marks={"model_type": "eagle", "model": ANY}, mark="", nested="model"),
     replace(EAGLE1, marks={"model_type": "eagle"}, mark=""),
 )
 """Formats that are read; the first one that matches is used. Those with marks in `config.json` come first."""
@@ -242,8 +296,11 @@ class StoredHead:
     """Head in a folder, which must be in one of the formats of a kind of drafter."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.folder, self.config = folder, read_config(folder)
-        found = find_format(self.config, lambda name: name in self.tensor_names, kind) or UNMARKED.get(kind)
+        config = read_config(folder)
+        self.folder, self.config = folder, Fields(config)
+        found = find_format(config, lambda name: name in self.tensor_names, kind)
+        if found is None and SPECULATORS not in config:
+            found = UNMARKED.get(kind)
         published, rows = self.config.get(SPECULATORS), _rows(kind)
         readable = [row.marks[SPECULATORS] for row in rows if SPECULATORS in row.marks]
         if readable and (found is None or published not in (None, *readable)):
@@ -262,16 +319,28 @@ class StoredHead:
                 f"got the model_type {self.config.get('model_type')!r}; train one with `secondguess train {kind}`"
             )
         self.format, self.names = found, found.tensors.at(num_layers)
+        if found.nested:
+            outer = {
+                name: value for name, value in config.items() if name not in (found.nested, "model_type")
+            }
+            self.config = Fields({**config[found.nested], **outer})
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of `config.json`; None, or the default, if it is absent or null."""
-        for spelling in self._spellings(name):
-            value: Any = self.config
-            for key in spelling.split("."):
-                value = _child(value, key)
-            if value is not None:
-                return value
-        return self.format.defaults.get(name, default)
+        """Return a field of `config.json`; None, or the default, if it is absent or null.
+
+        Raises:
+            ValueError: another value under another spelling.
+        """
+        found = {
+            spelling: value for spelling in self._spellings(name) if (value := self._at(spelling)) is not None
+        }
+        if not found:
+            return self.format.defaults.get(name, default)
+        (spelling, first), *others = found.items()
+        for other, value in others:
+            if value != first:
+                raise ValueError(f"{other} of {value!r} beside {spelling} of {first!r}")
+        return first
 
     def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return an integer field of at least `least`; call it inside `config_errors`."""
@@ -311,9 +380,9 @@ class StoredHead:
         return {name: path for name, path in self._all_files.items() if name.startswith(self.names.prefix)}
 
     @property
-    def tensor_names(self) -> Container[str]:
+    def tensor_names(self) -> Collection[str]:
         """Names of all tensors in the folder."""
-        return self._all_files or self._tensors
+        return (self._all_files or self._tensors).keys()
 
     @cached_property
     def _all_files(self) -> dict[str, Path]:
@@ -322,6 +391,32 @@ class StoredHead:
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(self.folder)
+
+    def fill(
+        self, head: nn.Module, tensors: Mapping[str, Tensor], name_in_file: Callable[[str], str] = str
+    ) -> None:
+        """Load tensors into the head that was built from this configuration; nothing may be left unread.
+
+        Raises:
+            UnsupportedModelError: a field of `config.json` that is not known.
+            CheckpointError: a tensor that is missing, not known or of another shape; see `load_into`.
+        """
+        for path, value in self.format.fixed.items():
+            found = self._at(path)
+            if found is not None and found != value:
+                raise UnsupportedModelError(
+                    f"expected a drafter whose {path} is {value} in {self.folder / CONFIG}, got {found!r}, which is not "
+                    "supported; use another drafter"
+                )
+        refuse_unread(self.config, self.folder / CONFIG, self.format.harmless)
+        load_into(head, tensors, self.folder, name_in_file)
+
+    def _at(self, path: str) -> Any:
+        """Return the field at a path; None if it is absent."""
+        value: Any = self.config
+        for key in path.split("."):
+            value = _child(value, key)
+        return value
 
     def _spellings(self, name: str) -> Sequence[str]:
         return self.format.fields.get(name, (name,))
@@ -354,31 +449,56 @@ def _child(value: Any, key: str) -> Any:
 def pop_vocabulary(tensors: dict[str, Tensor], stored: StoredHead, target: TargetModel) -> DraftVocabulary:
     """Return the vocabulary of a head, and remove its maps from the tensors; call it inside `config_errors`.
 
-    `d2t` holds, per draft token, the target id minus the draft id; `t2d` marks the target tokens in
-    the draft vocabulary.
+    `d2t` holds, per draft token, the target id minus the draft id; `t2d`, which some formats leave out,
+    marks the target tokens in the draft vocabulary. Embeddings and the LM head of a vocabulary that is
+    padded to another size are cut or extended to the target's.
     """
     folder, vocab_size = stored.folder, whole_number(stored.layers, "vocab_size")
-    require_same("vocabulary", vocab_size, target.vocab_size, folder)
+    if not _differ_by_padding(vocab_size, target.vocab_size):
+        require_same("vocabulary", vocab_size, target.vocab_size, folder)
     size = stored.number("draft_vocab_size", vocab_size)
     check_range("the draft vocabulary", size, 1, vocab_size)
     offsets, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if size == vocab_size:
-        return DraftVocabulary(vocab_size)  # some checkpoints contain maps nevertheless
-    if offsets is None or marks is None:
+    if "embed_tokens.weight" in tensors:
+        tensors["embed_tokens.weight"] = _resized(tensors["embed_tokens.weight"], target.vocab_size)
+    if size == vocab_size:  # some checkpoints contain maps nevertheless
+        if "lm_head.weight" not in tensors or vocab_size == target.vocab_size:
+            return DraftVocabulary(target.vocab_size)
+        num_common = min(vocab_size, target.vocab_size)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:num_common]
+        return DraftVocabulary(
+            target.vocab_size, None if num_common == target.vocab_size else torch.arange(num_common)
+        )
+    if offsets is None:
         raise CheckpointError(
-            f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, "
-            f"got no {'d2t' if offsets is None else 't2d'}"
+            f"expected d2t and t2d in {folder}, whose draft vocabulary is smaller than the target's, got no d2t"
         )
     token_ids = offsets.long() + torch.arange(len(offsets))
-    marked = marks.bool().nonzero()[:, 0]
-    if len(token_ids) != size or len(marks) != vocab_size or not torch.equal(token_ids, marked):
+    if marks is None:
+        marked, num_marks = token_ids.sort().values, vocab_size
+    else:
+        marked, num_marks = marks.bool().nonzero()[:, 0], len(marks)
+    is_consistent = len(token_ids) == size and num_marks == vocab_size and torch.equal(token_ids, marked)
+    if not is_consistent or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < target.vocab_size:
         raise CheckpointError(
             f"expected d2t of {folder} to hold, per draft token, how much larger the target's id is, and t2d to mark "
             f"the same {size} tokens of {vocab_size}, got an inconsistent map"
         )
     if "lm_head.weight" not in tensors:
         raise missing_lm_head(folder)
-    return DraftVocabulary(vocab_size, token_ids)
+    return DraftVocabulary(target.vocab_size, token_ids)
+
+
+def _differ_by_padding(one: int, other: int) -> bool:
+    """Return whether two sizes may be of the same vocabulary, with and without rows that pad a matrix."""
+    smaller, larger = sorted((one, other))
+    return larger % VOCABULARY_MULTIPLE == 0 and larger - smaller < MAX_PADDING
+
+
+def _resized(table: Tensor, num_rows: int) -> Tensor:
+    """Return the first rows of a table; rows that it does not have are zeros."""
+    missing = num_rows - len(table)
+    return table[:num_rows] if missing <= 0 else torch.cat((table, table.new_zeros(missing, table.shape[1])))
 
 
 def missing_lm_head(folder: Path) -> CheckpointError:

@@ -35,15 +35,30 @@ MTP_TYPES = (*DENSE_TYPES, "glm4_moe", *GATED_TYPES, *LATENT_TYPES)
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary positions that do not depend on the length of the text."""
 
+_SAME_TYPES = {"kimi_k2": "deepseek_v3", "phi3": "llama"}
+"""Model type with the same layers, as drafters have them."""
 _TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Model type of the language model by that of a multimodal model."""
+_COMMON_FIELDS = ("attention_bias", "mlp_bias", "max_position_embeddings")
 _FURTHER_FIELDS = (
-    "attention_bias", "use_qk_norm", "max_position_embeddings",
+    "use_qk_norm",
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
     "moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
     "num_experts", "shared_expert_intermediate_size",
 )  # fmt: skip
+_COMMON_ROPE_FIELDS = ("rope_type", "rope_theta", "partial_rotary_factor")
+_YARN_FIELDS = (
+    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate",
+)  # fmt: skip
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": ("mrope_section", "mrope_interleaved"),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": _YARN_FIELDS,
+}
+"""Fields of each scaling of rotary positions."""
 _ATTENTION = "secondguess-head"
 
 
@@ -84,7 +99,12 @@ class LayerConfig:
     @property
     def attention_bias(self) -> bool:
         """True if the query, key and value projections have biases."""
-        return bool(self.more.get("attention_bias", self.model_type == "qwen2"))
+        return self.model_type == "qwen2" or bool(self.more.get("attention_bias"))
+
+    @property
+    def context_length(self) -> int | None:
+        """Largest number of positions; None if there is no limit."""
+        return self.more.get("max_position_embeddings")
 
     @classmethod
     def from_config(
@@ -93,9 +113,14 @@ class LayerConfig:
         kinds: Sequence[str] = DENSE_TYPES + GATED_TYPES,
         *,
         has_experts: bool = False,
+        has_output_bias: bool = True,
     ) -> LayerConfig:
-        """Build a configuration from that of a model, whose type must be one of `kinds`."""
+        """Build a configuration from that of a model, whose type must be one of `kinds`.
+
+        Dense layers with `attention_bias` but without `has_output_bias` have biases like Qwen2's.
+        """
         kind = config.get("model_type", "llama")
+        kind = _SAME_TYPES.get(kind, kind)
         if kind not in kinds:
             raise UnsupportedModelError(
                 f"expected a drafter with layers like those of {', '.join(kinds)}, got {kind}"
@@ -111,18 +136,24 @@ class LayerConfig:
             kind in LATENT_TYPES,
         )
         head_size = config["qk_rope_head_dim"] if is_latent else config.get("head_dim") or width // num_heads
-        if kind == "qwen2" and not config.get("attention_bias", True):
-            kind = "llama"
-        further = {name: config[name] for name in _FURTHER_FIELDS if name in config}
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if is_latent:  # its keys are not shared, and their size is a sum
+            num_kv_heads = num_heads
+            config.get("head_dim")
+        further = {name: config[name] for name in _COMMON_FIELDS if config.get(name) is not None}
+        if kind in DENSE_TYPES:
+            kind = _dense_kind(kind, config, has_output_bias)
+        else:
+            further |= {name: config[name] for name in _FURTHER_FIELDS if name in config}
         return cls(
             width=width,
             num_heads=num_heads,
-            num_kv_heads=num_heads if is_latent else config.get("num_key_value_heads") or num_heads,
+            num_kv_heads=num_kv_heads,
             head_size=head_size,
             mlp_size=config["moe_intermediate_size" if has_experts else "intermediate_size"],
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             model_type=_TEXT_TYPES.get(kind, kind),
-            more={**further, "rope_parameters": _rope_parameters(config)},
+            more={**further, "rope_parameters": _rope_parameters(config, kind)},
             has_experts=has_experts,
         )
 
@@ -142,18 +173,82 @@ class LayerConfig:
         }
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields about rotary positions, which older configurations name otherwise."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.pop("type", "default")
-    rope.setdefault("rope_type", kind)
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    if "partial_rotary_factor" in config:
-        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    if rope["rope_type"] not in SCALINGS:
+def _dense_kind(kind: str, config: Mapping[str, Any], has_output_bias: bool) -> str:
+    """Return the type of dense layers with the biases of a configuration, or raise an error if there is none."""
+    has_bias = config.get("attention_bias", kind == "qwen2")
+    if config.get("mlp_bias") and kind != "llama":
         raise UnsupportedModelError(
-            f"expected rotary positions without scaling or with one of {', '.join(SCALINGS[1:])}, got {rope}; use "
+            f"expected mlp_bias in layers like those of llama only, got it for {kind}"
+        )
+    if kind == "mistral" and has_bias:
+        raise UnsupportedModelError("expected layers like those of mistral without attention_bias, got it")
+    if kind == "qwen2":
+        return "qwen2" if has_bias and config.get("qkv_bias", True) else "llama"
+    only_inputs = config.get("qkv_bias") or (has_bias and not has_output_bias)
+    return "qwen2" if kind == "llama" and only_inputs and not config.get("mlp_bias") else kind
+
+
+def read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, in tokens; None for full attention.
+
+    `layer_types` decides. Without it a window is used by all layers like those of Mistral, and, with
+    `use_sliding_window`, by those from `max_window_layers` on; otherwise it is a field of the target that
+    was copied, which readers and trainers ignore.
+    """
+    window, is_used = config.get("sliding_window"), config.get("use_sliding_window")
+    first = config.get("max_window_layers", 0)
+    if (types := config.get("layer_types")) is None:
+        is_sliding = is_used or (is_used is None and config.get("model_type") == "mistral")
+        types = [
+            "sliding_attention" if is_sliding and window and layer >= first else "full_attention"
+            for layer in range(num_layers)
+        ]
+    if len(types) != num_layers or not {"full_attention", "sliding_attention"}.issuperset(types):
+        raise UnsupportedModelError(
+            f"expected full_attention or sliding_attention for each of {num_layers} layers, got {types}"
+        )
+    if "sliding_attention" not in types:
+        return (None,) * num_layers
+    if is_used is False or not isinstance(window, int) or window < 1:
+        raise UnsupportedModelError(
+            f"expected the sliding_window of layers with sliding_attention, got {window!r} and use_sliding_window of {is_used}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def window_fields(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Return the fields of a configuration that `read_windows` reads; layers with windows must have the same one."""
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {"layer_types": types}
+    (size,) = sizes
+    return {"layer_types": types, "sliding_window": size, "use_sliding_window": True}
+
+
+def _rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """Return the fields about rotary positions, which older configurations name otherwise."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    older = found.get("type")
+    kind = found.get("rope_type", older or "default")
+    if older not in (None, kind):
+        raise ValueError(f"rotary positions of the type {older} beside the rope_type {kind}")
+    if kind not in SCALINGS:
+        raise UnsupportedModelError(
+            f"expected rotary positions without scaling or with one of {', '.join(SCALINGS[1:])}, got {dict(found)}; use "
             "another drafter, or train one with `secondguess train`"
+        )
+    names = (*_COMMON_ROPE_FIELDS, *_ROPE_FIELDS[kind])
+    rope = {"rope_type": kind} | {name: found[name] for name in names if found.get(name) is not None}
+    for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", None)):
+        outside = config.get(name)
+        if outside is not None and rope.setdefault(name, outside) != outside:
+            raise ValueError(f"{name} of {outside} beside one of {rope[name]}")
+        if default is not None:
+            rope.setdefault(name, default)
+    if layer_type in DENSE_TYPES and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            "expected rotary positions over whole attention heads, got a partial_rotary_factor"
         )
     return rope
 
@@ -224,8 +319,11 @@ def _torch_norm(norm: Any) -> nn.RMSNorm:
 
 def widen_attention(layer: Any, width: int) -> None:
     """Let the attention of a layer read an input of another width."""
-    for name in ("q_proj", "k_proj", "v_proj"):
-        linear = getattr(layer.self_attn, name)
+    parts = dict(layer.self_attn.named_children())
+    for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        if name not in parts:
+            continue
+        linear = parts[name]
         setattr(layer.self_attn, name, nn.Linear(width, linear.out_features, bias=linear.bias is not None))
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from secondguess.core import MAX_DRAFT_LENGTH
 from secondguess.errors import BadInputError, CheckpointError
 from secondguess.heads.base import DraftVocabulary, Head, TargetModel
-from secondguess.heads.files import config_errors, load_into, require_same, write_head
+from secondguess.heads.files import config_errors, require_same, write_head
 from secondguess.heads.formats import StoredHead, missing_lm_head
 from secondguess.heads.learning import LAST_HIDDEN, CountedTokens, DepthLosses, Objective, TrainingBatch
 from secondguess.names import check_range
@@ -102,7 +102,7 @@ class MedusaHead(Head):
         with config_errors(folder):
             config, vocabulary, tensors = read(stored, target)
             head = cls(config, target, vocabulary)
-        load_into(head, tensors | vocabulary.state_dict(prefix="vocabulary."), folder)
+        stored.fill(head, tensors | vocabulary.state_dict(prefix="vocabulary."))
         return head
 
     def save(self, folder: Path, target: str = "") -> None:

@@ -11,7 +11,7 @@ folder of its own with DeepSeek's tensor names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -23,7 +23,7 @@ from secondguess.checkpoint.quantised import StoredWeights
 from secondguess.checkpoint.source import FolderSource
 from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
-from secondguess.heads.base import TargetModel
+from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
     DEFAULT_STEPS,
     FeatureHead,
@@ -68,8 +68,17 @@ class MtpHead(FeatureHead):
         has_head: bool = False,
         norm_output: bool = False,
         num_steps: int = DEFAULT_STEPS,
+        vocabulary: DraftVocabulary | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
-        super().__init__(target, layer, norm_output=norm_output, num_steps=num_steps)
+        super().__init__(
+            target,
+            layer,
+            norm_output=norm_output,
+            num_steps=num_steps,
+            vocabulary=vocabulary,
+            windows=windows,
+        )
         width, vocab_size = layer.width, target.vocab_size
         make_norm: Callable[[], nn.Module] = (
             partial(nn.RMSNorm, width, layer.norm_eps) if self.has_norms else nn.Identity
@@ -82,7 +91,7 @@ class MtpHead(FeatureHead):
             self.layer.input_layernorm = nn.Identity()
         self.norm = make_norm()
         self.embed_tokens = nn.Embedding(vocab_size, width) if has_embeddings else None
-        self.lm_head = nn.Linear(width, vocab_size, bias=False) if has_head else None
+        self.lm_head = nn.Linear(width, len(self.vocabulary), bias=False) if has_head else None
 
     @classmethod
     def fresh(cls, target: TargetModel, seed: int = 0, *, num_steps: int = DEFAULT_STEPS) -> Self:

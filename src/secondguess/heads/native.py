@@ -48,10 +48,11 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
 
     The head is in evaluation mode, on the target's device and in its dtype; it is not to be used afterwards.
     """
-    plain = FeatureRuntime(head, target.context_length, target.device)
+    context_length = min(target.context_length, head.context_length or target.context_length)
+    plain = FeatureRuntime(head, context_length, target.device)
     if not isinstance(target, NativeRuntime) or not head.layer_config.is_like_llama:
         return plain
-    native = NativeFeatureRuntime(head, target.decoder, target.context_length)
+    native = NativeFeatureRuntime(head, target.decoder, context_length)
     tokens, dtype = _probe_tokens(head.target), head.target.dtype
     features = _probe_states(*tokens.shape, head.layer_config.width)
 
@@ -360,8 +361,11 @@ class PackedFeatureHead(PackedHead):
             output_is_raw=not head.norm_output,
             token_norm=self._norm(parts.token_norm),
             feature_norm=self._norm(parts.feature_norm),
+            width=head.layer_config.width,
             **fields,
         )
+        for index, window in enumerate(head.windows):
+            self.described.layers[index].window = window or 0
 
 
 class PackedBlockHead(PackedHead):

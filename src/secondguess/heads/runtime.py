@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from secondguess.runtime.base import ForwardOutput, HiddenStates
 from secondguess.runtime.cache import KeyValueCache
 from secondguess.runtime.cached import CachedRuntime
 from secondguess.runtime.slots import CachedRow, SlotTable
-from secondguess.runtime.step import ForwardStep
+from secondguess.runtime.step import ForwardStep, in_window
 
 FEATURE_KEY = 0
 """Key of the drafter head's output in `ForwardOutput.hidden`: the feature of the next node."""
@@ -54,10 +55,14 @@ class FeatureRuntime(CachedRuntime):
         return self.head.features({layer: hidden[layer].to(dtype) for layer in self.head.hidden_layers})
 
     def run(self, tokens: Tensor, step: ForwardStep, num_logits: int, with_hidden: bool) -> ForwardOutput:
-        mask = step.mask
+        masks = {
+            window: step.mask if window is None else step.visible(partial(in_window, window), window)
+            for window in set(self.head.windows)
+        }
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.update(key, value, layer)
+            mask = masks[self.head.windows[layer]]
             return attention(query, keys, values, mask, is_causal=mask is None and query.shape[2] > 1)
 
         embedded = self.head.embed(tokens)
@@ -94,6 +99,16 @@ class FeatureRuntime(CachedRuntime):
             if not draft.num_nodes:
                 self.set_features(row, len(row.tokens), outputs)
         return output
+
+    def score_masks(self, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
+        """Return the logits `[row, draft token, vocab]` of `counts[i]` draft tokens of row i, for a parallel head."""
+        token = self.head.mask_token
+        assert token is not None
+        features = self.features(self.head.mask_states())
+        for row in rows:
+            self.set_features(row, len(row.tokens), features.expand(max(counts) - 1, -1))
+        masks = Draft.chains([[token] * (count - 1) for count in counts], None, self.device)
+        return super().score(rows, masks).logits
 
     def release(self, row: Row) -> None:
         super().release(row)

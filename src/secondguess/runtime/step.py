@@ -64,3 +64,8 @@ class ForwardStep:
         rows = torch.arange(queries.shape[0], device=queries.device)[:, None, None, None]
         allowed = mask_function(rows, torch.zeros_like(rows), queries, keys[:, None, None, :])
         return allowed if self.mask is None else allowed & self.mask
+
+
+def in_window(window: int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return whether queries attend to keys in a sliding window, by their positions; a `MaskFunction` of a window."""
+    return (keys <= queries) & (keys > queries - window)

@@ -23,7 +23,7 @@ from secondguess.runtime.decoder.fused_decoder import FusedDecoder, LayerMask
 from secondguess.runtime.decoder.layered import LayeredRuntime
 from secondguess.runtime.modules.rounding import rounding_error
 from secondguess.runtime.modules.support import context_length_of
-from secondguess.runtime.step import ForwardStep
+from secondguess.runtime.step import ForwardStep, in_window
 from secondguess.runtime.tree import ChainMasks
 
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}
@@ -269,11 +269,6 @@ def probe_passes(runtime: str, found: Tensor, expected: Tensor, tolerance: float
     return passes
 
 
-def _in_window(window: int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether queries attend to keys in a sliding window, by their positions."""
-    return (keys <= queries) & (keys > queries - window)
-
-
 class FusedRuntime(LayeredRuntime):
     """Runtime over a fused decoder.
 
@@ -347,7 +342,7 @@ class FusedRuntime(LayeredRuntime):
         # The kernels of a GPU need masks that are aligned, as views of the table are not.
         if sees_all and step.mask is not None and step.start is not None and self.device.type == "cpu":
             return LayerMask(self._additive_chain_masks.mask(step.start, width, step.num_keys), causal=False)
-        allowed = step.visible(None if window is None else partial(_in_window, window), window)
+        allowed = step.visible(None if window is None else partial(in_window, window), window)
         if allowed is None:
             return LayerMask(None, causal=width > 1)
         mask = torch.where(allowed, self._shown, self._hidden)
