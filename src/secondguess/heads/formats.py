@@ -20,6 +20,7 @@ from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.fields import Fields, refuse_unread
 from secondguess.heads.files import (
     CONFIG,
+    config_file,
     find_tensors,
     load_into,
     read_config,
@@ -405,10 +406,10 @@ class StoredHead:
             found = self._at(path)
             if found is not None and found != value:
                 raise UnsupportedModelError(
-                    f"expected a drafter whose {path} is {value} in {self.folder / CONFIG}, got {found!r}, which is not "
+                    f"expected a drafter whose {path} is {value} in {config_file(self.folder)}, got {found!r}, which is not "
                     "supported; use another drafter"
                 )
-        refuse_unread(self.config, self.folder / CONFIG, self.format.harmless)
+        refuse_unread(self.config, config_file(self.folder), self.format.harmless)
         load_into(head, tensors, self.folder, name_in_file)
 
     def _at(self, path: str) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.checkpoint.quantised import StoredWeights
+from secondguess.checkpoint.resolve import is_gguf
 from secondguess.checkpoint.source import FolderSource
 from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
@@ -41,6 +42,7 @@ from secondguess.heads.files import (
     write_head,
 )
 from secondguess.heads.formats import DEEPSEEK_MTP, StoredHead, find_format, layer_fields, text_config
+from secondguess.heads.gguf import holds_module
 from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
@@ -184,7 +186,7 @@ def module_layer(stored: StoredHead) -> LayerConfig:
 
 def _read_weights(stored: StoredHead) -> dict[str, Tensor]:
     """Read the tensors of a module; those that are quantised as in `config.json` are decoded."""
-    encoding = FolderSource(stored.folder).encoding(CPU)
+    encoding = None if is_gguf(stored.folder) else FolderSource(stored.folder).encoding(CPU)
     if encoding is None:
         return stored.read_tensors()
     weights = StoredWeights(TensorFiles(dict.fromkeys(stored.files.values())), encoding)
@@ -210,7 +212,9 @@ def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
 
 
 def contains_mtp(folder: Path) -> bool:
-    """Return whether a target's checkpoint contains an MTP module."""
+    """Return whether a target's checkpoint, a folder or a GGUF file, contains an MTP module."""
+    if is_gguf(folder):
+        return folder.is_file() and holds_module(folder)
     if not (folder / CONFIG).is_file():
         return False
     return find_format(read_config(folder), find_tensors(folder).__contains__, "mtp") is not None

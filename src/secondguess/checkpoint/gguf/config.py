@@ -52,6 +52,8 @@ OPTIONAL = {
     "expert_count",
     "expert_used_count",
 }
+NUM_MODULES = "nextn_predict_layers"
+"""Field with the number of multi-token-prediction modules."""
 NAMED_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<|endoftext|>",
@@ -125,6 +127,7 @@ def _own_config(file: GgufFile) -> Any:
     if missing := [key for key in names if key not in values and key not in OPTIONAL]:
         raise ValueError(f"a file of {architecture} without {missing[0]}")
     found = {name: values[key] for key, name in names.items() if key in values}
+    found["num_hidden_layers"] = count_layers(file)
     if architecture == "stablelm":
         found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
         found["use_qkv_bias"] = "blk.0.attn_q.bias" in tensors
@@ -148,6 +151,12 @@ def _own_config(file: GgufFile) -> Any:
     )
     config.eos_token_id = _end_tokens(file)
     return config
+
+
+def count_layers(file: GgufFile) -> int:
+    """Return the number of decoder layers; in the file, multi-token-prediction modules count as layers after them."""
+    count: int = file.values["block_count"] - file.values.get(NUM_MODULES, 0)
+    return count
 
 
 def _config_by_transformers(file: GgufFile) -> Any:
@@ -183,11 +192,7 @@ def _end_tokens(file: GgufFile) -> list[int] | None:
 def _complete_config(config: Any, file: GgufFile) -> None:
     """Set sizes, windows and rotary positions, of which configurations have defaults or Transformers reads none."""
     architecture, values, tensors = file.architecture, file.values, file.tensors
-    factors = {
-        name: file.bytes_of(tensors[name]).view(torch.float32).clone()
-        for name in ROPE_TENSORS
-        if name in tensors
-    }
+    factors = _read_rope_factors(file)
     for key, name in SIZES.items():
         if key in values and hasattr(config, name):
             setattr(config, name, values[key] or None)  # a soft cap of 0 is none
@@ -199,6 +204,32 @@ def _complete_config(config: Any, file: GgufFile) -> None:
         _set_rope(config, values, factors)
     else:
         _complete_others(config, architecture, values, factors)
+
+
+def read_rope_parameters(file: GgufFile, **sizes: int) -> dict[str, Any]:
+    """Return the `rope_parameters` of layers like those of Llama or Qwen.
+
+    Args:
+        file: a model or drafter.
+        sizes: sizes of its layers, by their names in the configuration of a Llama.
+
+    Raises:
+        UnsupportedModelError: rotary positions that are not known.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = AutoConfig.for_model("llama", **sizes, rope_parameters=rope)
+    _set_rope(config, file.values, _read_rope_factors(file))
+    found: dict[str, Any] = config.rope_parameters
+    return found
+
+
+def _read_rope_factors(file: GgufFile) -> dict[str, Tensor]:
+    tensors = file.tensors
+    return {
+        name: file.bytes_of(tensors[name]).view(torch.float32).clone()
+        for name in ROPE_TENSORS
+        if name in tensors
+    }
 
 
 def _complete_others(

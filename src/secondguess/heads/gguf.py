@@ -1,0 +1,331 @@
+"""Drafters in GGUF files, as llama.cpp writes them, in the fields and names of tensors of published folders.
+
+A layout is a row of `LAYOUTS`, by the architecture of the file. Fields and tensors that it does not
+list keep their names in the file, by which they are refused as those of `config.json` are.
+
+EAGLE-3 and DFlash number the states of the target as this package does: k is what enters layer k,
+from 0. Rows of queries and keys of EAGLE-3 are reordered as those of Llama. `d2t` holds target ids.
+A multi-token-prediction module is one of the last blocks of a target, or of a file of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondguess.checkpoint.gguf.config import (
+    NUM_MODULES,
+    ROPE_TENSORS,
+    count_layers,
+    read_rope_parameters,
+)
+from secondguess.checkpoint.gguf.file import GgufFile, GgufTensor
+from secondguess.checkpoint.gguf.weights import LAYER_NAMES, ROTATED, decode_tensor, rotary_order
+from secondguess.errors import CheckpointError, UnsupportedModelError
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""Fields of all layouts about the decoder layers."""
+OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
+WINDOW, WINDOWED = "attention.sliding_window", "attention.sliding_window_pattern"
+READ_ELSEWHERE = {"block_count", "vocab_size", "attention.value_length"}
+ROPE_FIELDS = re.compile(r"rope\.(freq_base|dimension_count|scale_linear|scaling\..+)")
+BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<suffix>weight|bias)")
+STATES = "target_layers"
+MAP = "d2t"
+MASK_TOKEN = "tokenizer.ggml.mask_token_id"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of drafters in GGUF files.
+
+    Args:
+        kind: kind of drafter, as in `--drafter`.
+        model_type: type of the decoder layers in Transformers; empty if the layout is not read.
+        fields: fields of the architecture, and their names in `config.json`.
+        required: those that must be there.
+        constants: further fields of `config.json`.
+        nested: field of `config.json` that describes the decoder layers; empty if they are beside the others.
+        tensors: names outside the layers, and those in a folder.
+        parts: names of parts of a layer, and those in a folder, beside those of all models.
+        has_windows: whether layers may have sliding windows.
+        is_rotated: whether rows of queries and keys are in llama.cpp's order.
+        is_module: whether it is a multi-token-prediction module among the blocks of a model.
+    """
+
+    kind: str
+    model_type: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    nested: str = ""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    has_windows: bool = False
+    is_rotated: bool = False
+    is_module: bool = False
+
+
+_MODULE_PARTS = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+    "post_attention_norm": "post_attention_layernorm",
+}
+
+
+def _module(model_type: str, **options: Any) -> Layout:
+    return Layout("mtp", model_type, parts=_MODULE_PARTS, is_module=True, **options)
+
+
+LAYOUTS = {
+    "eagle3": Layout(
+        "eagle",
+        "llama",
+        fields={
+            STATES: "eagle_aux_hidden_state_layer_ids",
+            "extract_layers": "eagle_aux_hidden_state_layer_ids",  # of earlier files
+            "target_hidden_size": "target_hidden_size",
+            "norm_before_residual": "norm_before_residual",
+            "norm_before_fc": "norm_before_fc",
+        },
+        required=("target_hidden_size",),
+        tensors={
+            "fc": "fc",
+            "enc.output_norm": "input_norm",
+            "output_norm": "norm",
+            "output": "lm_head",
+            "token_embd": "embed_tokens",
+        },
+        parts={"attn_norm_2": "hidden_norm"},
+        is_rotated=True,
+    ),
+    "dflash": Layout(
+        "dspark",
+        "qwen3",
+        fields={
+            STATES: "aux_hidden_state_layer_ids",
+            "block_size": "block_size",
+            "sample_from_anchor": "sample_from_anchor",
+        },
+        required=("block_size",),
+        has_windows=True,
+        constants={"speculators_model_type": "dflash"},
+        nested="transformer_layer_config",
+        tensors={
+            "fc": "fc",
+            "enc.output_norm": "hidden_norm",
+            "output_norm": "norm",
+            "output": "lm_head",
+            "token_embd": "embed_tokens",
+        },
+    ),
+    "gemma4-assistant": Layout("gemma4-assistant"),
+    "llama": _module("llama", is_rotated=True),
+    "qwen2": _module("qwen2"),
+    "qwen3": _module("qwen3"),
+    # the file has the norms' weights around 1, not 0
+    "qwen35": _module("qwen3_5_text", constants={"norm_output": True}),
+}
+"""Layouts by `general.architecture`."""
+
+
+def kind_in(path: Path) -> str | None:
+    """Return the kind of the drafter that a GGUF file holds, also one that is not read; None for a model without one.
+
+    Raises:
+        CheckpointError: a broken file.
+    """
+    file = GgufFile(path)
+    layout = LAYOUTS.get(file.architecture)
+    if layout is not None and not layout.is_module:
+        return layout.kind
+    return "mtp" if file.values.get(NUM_MODULES) else None
+
+
+def holds_module(path: Path) -> bool:
+    """Return whether a GGUF file holds a multi-token-prediction module that can be read."""
+    file = GgufFile(path)
+    layout = LAYOUTS.get(file.architecture)
+    if layout is None or not layout.is_module or not file.values.get(NUM_MODULES):
+        return False
+    return f"blk.{count_layers(file)}.nextn.eh_proj.weight" in file.tensors
+
+
+class GgufDrafter:
+    """Drafter in a GGUF file.
+
+    Raises:
+        CheckpointError: a broken file, or one without a drafter.
+        UnsupportedModelError: a layout that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, GgufFile(path)
+        architecture = self._file.architecture
+        layout = LAYOUTS.get(architecture)
+        if layout is None or not layout.model_type:
+            readable = [name for name, row in LAYOUTS.items() if row.model_type]
+            raise UnsupportedModelError(
+                f"expected a drafter in GGUF of the architecture {', '.join(readable)}, got {architecture} in {path}, "
+                "which is not read in GGUF; use its folder in safetensors"
+            )
+        self._layout = layout
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Fields as in the `config.json` of a folder; read-only."""
+        layout, values = self._layout, self._file.values
+        layers = self._layer_fields()
+        if layout.is_module:  # other fields are those of the target
+            return {**layout.constants, **layers}
+        fields = dict(layout.constants)
+        if MASK_TOKEN in self._file.fields:
+            fields["mask_token_id"] = self._file.fields[MASK_TOKEN]
+        for key, value in values.items():
+            is_of_window = layout.has_windows and key in (WINDOW, WINDOWED)
+            if key in SIZES or key in READ_ELSEWHERE or is_of_window or ROPE_FIELDS.fullmatch(key):
+                continue
+            name = layout.fields.get(key, f"{self._file.architecture}.{key}")
+            if name in fields and fields[name] != value:
+                raise self._unfit(f"{key} of {value} beside {name} of {fields[name]}")
+            fields[name] = value
+        missing = [key for key in layout.required if key not in values]
+        if layout.fields[STATES] not in fields:
+            missing.append(STATES)
+        if missing:
+            raise self._missing(missing[0])
+        fields["draft_vocab_size"] = self._draft_vocab_size(layers["vocab_size"])
+        return {**fields, layout.nested: layers} if layout.nested else {**fields, **layers}
+
+    def _layer_fields(self) -> dict[str, Any]:
+        """Return the description of the decoder layers."""
+        file, values = self._file, self._file.values
+        missing = [key for key in ("block_count", *SIZES) if key not in values and key not in OPTIONAL]
+        if missing:
+            raise self._missing(missing[0])
+        found = {name: _of_last(values[key]) for key, name in SIZES.items() if key in values}
+        head_size = found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+        if _of_last(values.get("attention.value_length", head_size)) != head_size:
+            raise UnsupportedModelError(
+                f"expected keys and values of one size in {self.path}, got {head_size} and "
+                f"{values['attention.value_length']}; use its folder in safetensors"
+            )
+        rope = read_rope_parameters(
+            file,
+            hidden_size=found["hidden_size"],
+            num_attention_heads=found["num_attention_heads"],
+            head_dim=head_size,
+            max_position_embeddings=found["max_position_embeddings"],
+        )
+        return {
+            **found,
+            "model_type": self._layout.model_type,
+            "num_hidden_layers": count_layers(file),
+            "vocab_size": self._vocab_size(),
+            "rope_parameters": rope,
+            **self._window_fields(),
+        }
+
+    def _window_fields(self) -> dict[str, Any]:
+        """Return the description of sliding windows, of layouts that have some."""
+        values = self._file.values
+        if not self._layout.has_windows or not values.get(WINDOW):
+            return {}
+        if WINDOWED not in values:
+            raise self._missing(WINDOWED)
+        types = ["sliding_attention" if windowed else "full_attention" for windowed in values[WINDOWED]]
+        return {"sliding_window": values[WINDOW], "layer_types": types}
+
+    def _vocab_size(self) -> int:
+        tokens = self._file.fields.get("tokenizer.ggml.tokens") or []
+        embedding = self._file.tensors.get("token_embd.weight")
+        size: int = self._file.values.get(
+            "vocab_size", len(tokens) if embedding is None else embedding.shape[0]
+        )
+        return size
+
+    def _draft_vocab_size(self, vocab_size: int) -> int:
+        token_ids = self._file.tensors.get(MAP)
+        return vocab_size if token_ids is None else token_ids.num_elements
+
+    @cached_property
+    def _tensors(self) -> dict[str, GgufTensor]:
+        """Tensors by their names in a folder."""
+        return {
+            self._in_folder(name): tensor
+            for name, tensor in self._file.tensors.items()
+            if name not in ROPE_TENSORS
+        }
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        """Names of the tensors as in a folder."""
+        return self._tensors.keys()
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights of the drafter, without those of a model around it."""
+        prefix = f"model.layers.{count_layers(self._file)}." if self._layout.is_module else ""
+        return sum(tensor.num_elements for name, tensor in self._tensors.items() if name.startswith(prefix))
+
+    def _in_folder(self, name: str) -> str:
+        """Return the name of a tensor in a folder; that in the file if it is not known."""
+        stem, _, suffix = name.rpartition(".")
+        if stem in self._layout.tensors:
+            return f"{self._layout.tensors[stem]}.{suffix}"
+        found = BLOCK.fullmatch(name)
+        part = None if found is None else {**LAYER_NAMES, **self._layout.parts}.get(found["part"])
+        if found is None or part is None:
+            return name
+        prefix = "model." if self._layout.is_module else ""
+        return f"{prefix}layers.{found['layer']}.{part}.{found['suffix']}"
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors by their names in a folder; matrices in blocks are decoded in float32."""
+        return {name: self._read(self._tensors[name]) for name in names}
+
+    def _read(self, tensor: GgufTensor) -> Tensor:
+        found = decode_tensor(self._file, tensor)
+        if tensor.name == MAP:
+            if found.dtype != torch.int64:
+                raise self._unfit(f"{MAP} of the type {tensor.type_name}, which should be I64")
+            return found - torch.arange(len(found))  # as in a folder
+        part = tensor.name.split(".")[-2]
+        if self._layout.is_rotated and part in ROTATED:
+            try:
+                return found[rotary_order(len(found), self._layer_fields()["head_dim"])]
+            except ValueError as error:
+                raise self._unfit(f"{tensor.name}: {error}") from error
+        return found.clone()  # of memory that is mapped from the file
+
+    def _missing(self, key: str) -> CheckpointError:
+        return CheckpointError(
+            f"expected the field {self._file.architecture}.{key} in {self.path}, got none; convert the drafter again"
+        )
+
+    def _unfit(self, found: str) -> CheckpointError:
+        return CheckpointError(f"expected a drafter that fits in {self.path}, got: {found}; convert it again")
+
+
+def _of_last(value: Any) -> Any:
+    """Return a field of the last block; some fields have a value for each."""
+    return value[-1] if isinstance(value, list) else value
