@@ -309,8 +309,8 @@ class GgufDrafter:
             if found.dtype != torch.int64:
                 raise self._unfit(f"{MAP} of the type {tensor.type_name}, which should be I64")
             return found - torch.arange(len(found))  # as in a folder
-        part = tensor.name.split(".")[-2]
-        if self._layout.is_rotated and part in ROTATED:
+        block = BLOCK.fullmatch(tensor.name)
+        if self._layout.is_rotated and block is not None and block["part"] in ROTATED:
             try:
                 return found[rotary_order(len(found), self._layer_fields()["head_dim"])]
             except ValueError as error:
