@@ -18,10 +18,14 @@ OUTER = {
     "fc": "fc",
     "input_norm": "enc.output_norm",
     "hidden_norm": "enc.output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
     "norm": "output_norm",
     "lm_head": "output",
     "embed_tokens": "token_embd",
 }
+SHARED = ("shared_expert", "shared_experts")
 PARTS = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
@@ -35,6 +39,9 @@ PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.{name}.{part}_proj": f"ffn_{part}_shexp" for name in SHARED for part in ("gate", "up", "down")},
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "eh_proj": "nextn.eh_proj",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ from secondguess.heads.eagle import load_eagle
 from secondguess.heads.feature import default_layer_config
 from secondguess.heads.files import count_weights
 from secondguess.heads.folders import find_head_folder, find_own, refuse_head
-from secondguess.heads.gguf import GgufDrafter
+from secondguess.heads.gguf import EXPERTS, SIGMOID_EXPERTS, GgufDrafter
 from secondguess.heads.layer import LayerConfig
 from secondguess.heads.mtp import MtpHead, contains_mtp
 from secondguess.names import Name
@@ -356,6 +357,13 @@ def test_positions_of_llama_3_are_known_by_their_factors(tmp_path: Path) -> None
         load(other)
 
 
+def test_the_tokenizer_in_a_file_is_not_read(tmp_path: Path) -> None:
+    fields, tensors = contents("authors")
+    tokens = {"tokenizer.ggml.mask_token_id": 3, "tokenizer.ggml.tokens": ["a", "b"], "general.name": "tiny"}
+    path = write_gguf(tmp_path / "head.gguf", "eagle3", fields, tensors, further=tokens)
+    assert outcome(path) == outcome(write(tmp_path / "plain.gguf", "authors"))
+
+
 def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "head.gguf", "authors", target_hidden_size=64)
     with pytest.raises(CheckpointError, match="a width of 32, got one for 64"):
@@ -402,11 +410,11 @@ def test_a_layout_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         load(path)
 
 
-def dspark(folder: Path, target: TargetModel) -> tuple[DsparkHead, dict[str, Any], Tensors]:
+def dspark(folder: Path, target: TargetModel, **options: Any) -> tuple[DsparkHead, dict[str, Any], Tensors]:
     """Write a DFlash head into a folder; return it with its fields and tensors in GGUF."""
     layer = default_layer_config(WIDTH)
     config = DsparkConfig(
-        replace(layer, model_type="qwen3"), 2, (1, 4), 5, mask_token=7, samples_from_anchor=False
+        replace(layer, model_type="qwen3"), 2, (1, 4), 5, mask_token=7, samples_from_anchor=False, **options
     )
     head = DsparkHead(config, target)
     for weight in head.parameters():
@@ -450,6 +458,7 @@ def test_a_block_drafter_is_that_of_its_folder(tmp_path: Path) -> None:
             r"got dflash\.mask_token_id of 7",
         ),  # of earlier files, which number layers otherwise
         ("target_hidden_size", WIDTH, r"got dflash\.target_hidden_size of 32"),
+        ("attention.causal", True, r"expected dflash\.attention\.causal of False in .*, got True"),
         ("selector_rank", 4, r"got dflash\.selector_rank of 4"),
         ("block_size", None, r"field dflash\.block_size in .*, got none"),
         ("target_layers", None, r"field dflash\.target_layers in .*, got none"),
@@ -468,6 +477,42 @@ def test_a_block_drafter_with_another_key_is_refused(
         DsparkHead.load(path, target)
 
 
+CHANGED_IN_BLOCKS: dict[str, Any] = {
+    "block_size": 4,
+    "target_layers": [1, 3],
+    "sample_from_anchor": True,
+    "attention.layer_norm_rms_epsilon": 0.1,
+    "rope.freq_base": 10.0,
+    "rope.dimension_count": 8,
+    "attention.head_count": 2,
+    "block_count": 3,
+    "context_length": 44,
+    "tokenizer.ggml.mask_token_id": 9,
+}
+
+
+def test_every_key_of_a_block_drafter_has_an_effect(tmp_path: Path) -> None:
+    target = target_parts()
+    _, fields, tensors = dspark(tmp_path / "folder", target)
+
+    def outcome_of(**changes: Any) -> Any:
+        outer = {key: value for key, value in changes.items() if "tokenizer" in key}
+        inner = {key: value for key, value in changes.items() if "tokenizer" not in key}
+        path = write_gguf(
+            tmp_path / "head.gguf", "dflash", fields | inner, tensors, further=FURTHER_OF_BLOCKS | outer
+        )
+        try:
+            return DsparkHead.load(path, target).config
+        except SecondGuessError as error:
+            return str(error)
+
+    original = outcome_of(**{"attention.causal": False})
+    assert isinstance(original, DsparkConfig)
+    assert outcome_of() == original
+    for key, value in CHANGED_IN_BLOCKS.items():
+        assert outcome_of(**{key: value}) != original, key
+
+
 def test_windows_of_a_block_drafter_are_by_layer(tmp_path: Path) -> None:
     _, fields, tensors = dspark(tmp_path / "folder", target_parts())
     windows = {"attention.sliding_window": 5, "attention.sliding_window_pattern": [True, False]}
@@ -477,12 +522,30 @@ def test_windows_of_a_block_drafter_are_by_layer(tmp_path: Path) -> None:
     assert layers["sliding_window"] == 5
 
 
-def test_a_markov_head_in_a_file_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_confidence", [True, False])
+def test_a_markov_head_and_confidences_are_those_of_the_folder(has_confidence: bool, tmp_path: Path) -> None:
     target = target_parts()
-    _, fields, tensors = dspark(tmp_path / "folder", target)
-    tensors["markov_w1.weight"] = torch.ones(VOCAB_SIZE, 2)
-    path = write_gguf(tmp_path / "head.gguf", "dflash", fields, tensors, further=FURTHER_OF_BLOCKS)
-    with pytest.raises(CheckpointError, match=r"got unknown markov_w1\.weight"):
+    head, fields, tensors = dspark(
+        tmp_path / "folder",
+        target,
+        markov_rank=3,
+        has_confidence=has_confidence,
+        confidence_reads_markov=has_confidence,
+    )
+    if has_confidence:
+        tensors["conf_proj.weight"] = tensors["conf_proj.weight"][0]
+    path = write_gguf(
+        tmp_path / "head.gguf",
+        "dflash",
+        fields | {"sample_from_anchor": False},
+        tensors,
+        further=FURTHER_OF_BLOCKS,
+    )
+    found = DsparkHead.load(path, target)
+    assert replace(found.config, layer=head.config.layer) == head.config
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in head.state_dict().items())
+    path = write_gguf(tmp_path / "less.gguf", "dflash", fields, tensors, further=FURTHER_OF_BLOCKS)
+    with pytest.raises(CheckpointError, match=r"the field dflash\.sample_from_anchor in .*, got none"):
         DsparkHead.load(path, target)
 
 
@@ -520,42 +583,117 @@ def test_a_module_among_the_blocks_of_a_model_is_that_of_its_folder(model_type: 
     assert count_weights(path) == count_weights(tmp_path / "folder")
 
 
-def test_a_module_of_qwen_3_5_is_that_of_its_folder(tmp_path: Path) -> None:
-    """Norms have weights around 1 in the file and around 0 in the folder; the rest of a gated layer is the same."""
-    (tmp_path / "folder").mkdir()
-    write_published(tmp_path / "folder", "qwen3.5")
-    stored = load_file(tmp_path / "folder" / "model.safetensors")
-    names = {
-        "pre_fc_norm_embedding": "enorm",
-        "pre_fc_norm_hidden": "hnorm",
-        "fc": "eh_proj",
-        "norm": "shared_head.norm",
-    }
-    tensors: Tensors = {}
-    for name, tensor in stored.items():
-        stem = name.removeprefix("mtp.").removesuffix(".weight").removeprefix("layers.0.")
-        value = tensor + 1 if "norm" in stem else tensor
-        tensors[f"layers.{MODULE_LAYERS}.{names.get(stem, stem)}.weight"] = value
-    tensors = {
-        name.replace("ffn_norm", "post_attention_norm"): tensor
-        for name, tensor in converted(tensors, {}).items()
-    }
-    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+SEPARATE = re.compile(r"(.*mlp\.experts)\.(\d+)\.(\w+)_proj\.weight")
+
+
+def in_file(name: str, tensor: torch.Tensor, joined: dict[str, list[torch.Tensor]]) -> Tensors:
+    """Return a tensor of a module as in a file; those of single experts are collected."""
+    start = f"blk.{MODULE_LAYERS}."
+    if (of_expert := SEPARATE.fullmatch(name)) is not None:
+        joined.setdefault(f"{start}ffn_{of_expert[3]}_exps.weight", []).append(tensor)
+        return {}
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = tensor.chunk(2, 1)
+        return {f"{start}ffn_up_exps.weight": up, f"{start}ffn_gate_exps.weight": gate}
+    if name.endswith("experts.down_proj"):
+        return {f"{start}ffn_down_exps.weight": tensor}
+    if name.endswith("correction_bias"):
+        return {f"{start}exp_probs_b.bias": tensor}
+    ((place, value),) = converted({f"layers.{MODULE_LAYERS}.{name}": tensor}, {}).items()
+    return {place.replace("ffn_norm", "post_attention_norm"): value[0] if "inp_shexp" in place else value}
+
+
+NAMES_OF_QWEN = {
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "eh_proj",
+    "norm": "shared_head.norm",
+}
+MODULES = {"qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe", "glm-4.5": "glm4moe"}
+
+
+def write_module(folder: Path, name: str, path: Path, kind: str = "", **changes: Any) -> Path:
+    """Write a published module into a folder, and in GGUF."""
+    folder.mkdir()
+    write_published(folder, name)
+    is_qwen, tensors, joined = "qwen" in name, {}, {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        short = (
+            key.removeprefix("mtp.").removeprefix("layers.0.").removeprefix(f"model.layers.{MODULE_LAYERS}.")
+        )
+        stem, _, suffix = short.rpartition(".")
+        renamed = f"{NAMES_OF_QWEN.get(stem, stem)}.{suffix}" if is_qwen else short
+        tensors |= in_file(
+            renamed.removeprefix("."), tensor + 1 if is_qwen and "norm" in short else tensor, joined
+        )
+    tensors |= {key: torch.stack(matrices) for key, matrices in joined.items()}
+    config = {"max_position_embeddings": 96, "intermediate_size": 48} | json.loads(
+        (folder / "config.json").read_text()
+    )
     rope = config["rope_parameters"]
-    rotated = int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-    fields = sizes_of({"max_position_embeddings": 96, **config}) | {
+    experts = EXPERTS if is_qwen else SIGMOID_EXPERTS
+    fields = sizes_of(config) | {
         "block_count": MODULE_LAYERS + 1,
         "nextn_predict_layers": 1,
         "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": rotated,
+        "rope.dimension_count": int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)),
         "rope.dimension_sections": [1, 1, 0, 0],
+        **{key: config.get(field) for key, field in experts.items()},
     }
-    path = write_gguf(tmp_path / "module.gguf", "qwen35", fields, tensors)
-    said = [
-        drafted_logits(MtpHead.load(folder, target_of()).double(), TEXT[:6], TEXT[6:9])
-        for folder in (path, tmp_path / "folder")
-    ]
+    return write_gguf(path, MODULES[name], fields | changes, tensors, kind=kind)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_published_module_is_that_of_its_folder(name: str, tmp_path: Path) -> None:
+    """Qwen's norms have weights around 1 in the file and around 0 in the folder; experts are joined."""
+    path = write_module(tmp_path / "folder", name, tmp_path / "module.gguf")
+    heads = [MtpHead.load(place, target_of()).double() for place in (path, tmp_path / "folder")]
+    assert heads[0].layer_config.has_experts == heads[1].layer_config.has_experts == (name != "qwen3.5")
+    said = [drafted_logits(head, TEXT[:6], TEXT[6:9]) for head in heads]
     torch.testing.assert_close(*said, atol=1e-5, rtol=0)
+    assert count_weights(path) == sum(weight.numel() for weight in heads[0].state_dict().values())
+
+
+CHANGED_IN_MODULES: dict[str, Any] = {
+    "expert_used_count": 1,
+    "expert_weights_scale": 3.0,
+    "expert_weights_norm": False,
+    "expert_group_count": 2,
+    "expert_group_used_count": 2,
+    "expert_gating_func": 1,
+    "expert_count": 6,
+    "expert_feed_forward_length": 24,
+    "attention.layer_norm_rms_epsilon": 0.1,
+    "rope.freq_base": 10.0,
+    "rope.dimension_count": 4,
+    "attention.head_count": 2,
+    "block_count": MODULE_LAYERS + 2,
+}
+
+
+def test_every_key_of_a_module_has_an_effect(tmp_path: Path) -> None:
+    def outcome_of(index: int, **changes: Any) -> Any:
+        changes = {"expert_group_used_count": 1, **changes}
+        path = write_module(tmp_path / f"{index}", "glm-4.5", tmp_path / f"{index}.gguf", **changes)
+        try:
+            return drafted_logits(MtpHead.load(path, target_of()).double(), TEXT[:6], TEXT[6:9]).tolist()
+        except SecondGuessError as error:
+            return str(error)
+
+    original = outcome_of(0)
+    assert isinstance(original, list)
+    for index, (key, value) in enumerate(CHANGED_IN_MODULES.items()):
+        assert outcome_of(index + 1, **{key: value}) != original, key
+
+
+def test_quantised_experts_are_decoded_one_by_one(tmp_path: Path) -> None:
+    path = write_module(tmp_path / "folder", "glm-4.5", tmp_path / "coded.gguf", "Q8_0")
+    said = [
+        drafted_logits(MtpHead.load(place, target_of()).double(), TEXT[:6], TEXT[6:9])
+        for place in (path, tmp_path / "folder")
+    ]
+    assert not torch.equal(*said)
+    torch.testing.assert_close(*said, atol=0.1, rtol=0)
 
 
 def test_a_module_of_a_layer_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -564,7 +702,7 @@ def test_a_module_of_a_layer_that_is_not_read_is_refused_by_name(tmp_path: Path)
     assert not contains_mtp(path)
     assert find(path, "mtp") == path
     with pytest.raises(
-        UnsupportedModelError, match=r"qwen35, got deepseek2 in .*, which is not read in GGUF"
+        UnsupportedModelError, match=r"glm4moe, got deepseek2 in .*, which is not read in GGUF"
     ):
         MtpHead.load(path, target_of())
 

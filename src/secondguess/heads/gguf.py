@@ -41,9 +41,32 @@ SIZES = {
 }
 """Fields of all layouts about the decoder layers."""
 OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+SIGMOID_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}
+"""Fields about experts, and their names in `config.json`, for two ways to choose them."""
 WINDOW, WINDOWED = "attention.sliding_window", "attention.sliding_window_pattern"
+CHOICE, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
+"""Field about the function by which experts are chosen, and its values."""
 READ_ELSEWHERE = {"block_count", "vocab_size", "attention.value_length"}
 ROPE_FIELDS = re.compile(r"rope\.(freq_base|dimension_count|scale_linear|scaling\..+)")
+MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+FROM_ANCHOR = "sample_from_anchor"
+VECTORS = ("ffn_gate_inp_shexp.weight", CONFIDENCE)
+"""Endings of the names of matrices of one row, of which files have vectors."""
 BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<suffix>weight|bias)")
 STATES = "target_layers"
 MAP = "d2t"
@@ -63,7 +86,8 @@ class Layout:
         nested: field of `config.json` that describes the decoder layers; empty if they are beside the others.
         tensors: names outside the layers, and those in a folder.
         parts: names of parts of a layer, and those in a folder, beside those of all models.
-        has_windows: whether layers may have sliding windows.
+        neutral: the values that fields must have if they are there.
+        is_block: whether it is a block drafter, which has a mask token and may have sliding windows.
         is_rotated: whether rows of queries and keys are in llama.cpp's order.
         is_module: whether it is a multi-token-prediction module among the blocks of a model.
     """
@@ -76,7 +100,8 @@ class Layout:
     nested: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
-    has_windows: bool = False
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    is_block: bool = False
     is_rotated: bool = False
     is_module: bool = False
 
@@ -89,11 +114,19 @@ _MODULE_PARTS = {
     "nextn.shared_head_norm": "shared_head.norm",
     "nextn.shared_head_head": "shared_head.head",
     "post_attention_norm": "post_attention_layernorm",
+    # of all experts, gates before values
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+WITHOUT_SUFFIX = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.e_score_correction_bias")
+"""Parts whose names in a folder do not end with `weight` or `bias`."""
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 
 
-def _module(model_type: str, **options: Any) -> Layout:
-    return Layout("mtp", model_type, parts=_MODULE_PARTS, is_module=True, **options)
+def _module(model_type: str, parts: Mapping[str, str] | None = None, **options: Any) -> Layout:
+    return Layout("mtp", model_type, parts={**_MODULE_PARTS, **(parts or {})}, is_module=True, **options)
 
 
 LAYOUTS = {
@@ -107,7 +140,7 @@ LAYOUTS = {
             "norm_before_residual": "norm_before_residual",
             "norm_before_fc": "norm_before_fc",
         },
-        required=("target_hidden_size",),
+        required=(STATES, "target_hidden_size"),
         tensors={
             "fc": "fc",
             "enc.output_norm": "input_norm",
@@ -124,10 +157,11 @@ LAYOUTS = {
         fields={
             STATES: "aux_hidden_state_layer_ids",
             "block_size": "block_size",
-            "sample_from_anchor": "sample_from_anchor",
+            FROM_ANCHOR: "sample_from_anchor",
         },
-        required=("block_size",),
-        has_windows=True,
+        required=(STATES, "block_size"),
+        neutral={"attention.causal": False},
+        is_block=True,
         constants={"speculators_model_type": "dflash"},
         nested="transformer_layer_config",
         tensors={
@@ -136,6 +170,9 @@ LAYOUTS = {
             "output_norm": "norm",
             "output": "lm_head",
             "token_embd": "embed_tokens",
+            "markov_w1": "markov_head.markov_w1",
+            "markov_w2": "markov_head.markov_w2",
+            "conf_proj": "confidence_head.proj",
         },
     ),
     "gemma4-assistant": Layout("gemma4-assistant"),
@@ -144,6 +181,22 @@ LAYOUTS = {
     "qwen3": _module("qwen3"),
     # the file has the norms' weights around 1, not 0
     "qwen35": _module("qwen3_5_text", constants={"norm_output": True}),
+    "qwen35moe": _module(
+        "qwen3_5_moe_text",
+        {**_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        fields=EXPERTS,
+        neutral={CHOICE: SOFTMAX},
+        constants={"norm_output": True},
+    ),
+    "glm4moe": _module(
+        "glm4_moe",
+        {
+            **{name: part.replace("shared_expert", "shared_experts") for name, part in _SHARED.items()},
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+        },
+        fields=SIGMOID_EXPERTS,
+        neutral={CHOICE: SIGMOID},
+    ),
 }
 """Layouts by `general.architecture`."""
 
@@ -193,33 +246,58 @@ class GgufDrafter:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Fields as in the `config.json` of a folder; read-only."""
+        layers, outer = self._layer_fields(), self._layout.nested
+        self._require_neutral()
+        if self._layout.is_module:
+            return layers | self._module_fields()
+        fields = self._outer_fields() | {"draft_vocab_size": self._draft_vocab_size(layers["vocab_size"])}
+        return fields | ({outer: layers} if outer else layers)
+
+    def _module_fields(self) -> dict[str, Any]:
+        """Return the fields of a module's layer; others are those of the target."""
+        values, prefix = self._file.values, f"blk.{count_layers(self._file)}."
+        return {
+            **self._layout.constants,
+            **{name: values[key] for key, name in self._layout.fields.items() if key in values},
+            "attention_bias": f"{prefix}attn_q.bias" in self._file.tensors,
+            "use_qk_norm": f"{prefix}attn_q_norm.weight" in self._file.tensors,
+        }
+
+    def _outer_fields(self) -> dict[str, Any]:
+        """Return the fields that are not about the layers; those that are not known with their names in the file."""
         layout, values = self._layout, self._file.values
-        layers = self._layer_fields()
-        if layout.is_module:  # other fields are those of the target
-            return {**layout.constants, **layers}
-        fields = dict(layout.constants)
-        if MASK_TOKEN in self._file.fields:
+        fields = {**layout.constants, **self._markov_fields()}
+        if layout.is_block and MASK_TOKEN in self._file.fields:
             fields["mask_token_id"] = self._file.fields[MASK_TOKEN]
+        read = {*SIZES, *READ_ELSEWHERE, *layout.neutral, *((WINDOW, WINDOWED) if layout.is_block else ())}
         for key, value in values.items():
-            is_of_window = layout.has_windows and key in (WINDOW, WINDOWED)
-            if key in SIZES or key in READ_ELSEWHERE or is_of_window or ROPE_FIELDS.fullmatch(key):
+            if key in read or ROPE_FIELDS.fullmatch(key):
                 continue
             name = layout.fields.get(key, f"{self._file.architecture}.{key}")
-            if name in fields and fields[name] != value:
+            if fields.get(name, value) != value:
                 raise self._unfit(f"{key} of {value} beside {name} of {fields[name]}")
             fields[name] = value
-        missing = [key for key in layout.required if key not in values]
-        if layout.fields[STATES] not in fields:
-            missing.append(STATES)
-        if missing:
-            raise self._missing(missing[0])
-        fields["draft_vocab_size"] = self._draft_vocab_size(layers["vocab_size"])
-        return {**fields, layout.nested: layers} if layout.nested else {**fields, **layers}
+        required = layout.required if MARKOV not in self._file.tensors else (*layout.required, FROM_ANCHOR)
+        missing = next((key for key in required if layout.fields[key] not in fields), None)
+        if missing is not None:
+            raise self._missing(missing)
+        return fields
+
+    def _require_neutral(self) -> None:
+        """Refuse other values of fields that must have one."""
+        for key, value in self._layout.neutral.items():
+            found = self._file.values.get(key, value)
+            if found != value:
+                raise UnsupportedModelError(
+                    f"expected {self._file.architecture}.{key} of {value} in {self.path}, got {found}, which is not supported; "
+                    "use another drafter"
+                )
 
     def _layer_fields(self) -> dict[str, Any]:
         """Return the description of the decoder layers."""
         file, values = self._file, self._file.values
-        missing = [key for key in ("block_count", *SIZES) if key not in values and key not in OPTIONAL]
+        optional = OPTIONAL | ({"feed_forward_length"} if "expert_count" in self._layout.fields else set())
+        missing = [key for key in ("block_count", *SIZES) if key not in values and key not in optional]
         if missing:
             raise self._missing(missing[0])
         found = {name: _of_last(values[key]) for key, name in SIZES.items() if key in values}
@@ -245,10 +323,23 @@ class GgufDrafter:
             **self._window_fields(),
         }
 
+    def _markov_fields(self) -> dict[str, Any]:
+        """Return the description of the Markov head of a block drafter, if it has one."""
+        table = self._file.tensors.get(MARKOV)
+        if table is None:
+            return {}
+        has_confidence = CONFIDENCE in self._file.tensors
+        return {
+            "speculators_model_type": "dspark",
+            "markov_rank": table.shape[-1],
+            "enable_confidence_head": has_confidence,
+            "confidence_head_with_markov": has_confidence,
+        }
+
     def _window_fields(self) -> dict[str, Any]:
         """Return the description of sliding windows, of layouts that have some."""
         values = self._file.values
-        if not self._layout.has_windows or not values.get(WINDOW):
+        if not self._layout.is_block or not values.get(WINDOW):
             return {}
         if WINDOWED not in values:
             raise self._missing(WINDOWED)
@@ -268,13 +359,12 @@ class GgufDrafter:
         return vocab_size if token_ids is None else token_ids.num_elements
 
     @cached_property
-    def _tensors(self) -> dict[str, GgufTensor]:
-        """Tensors by their names in a folder."""
-        return {
-            self._in_folder(name): tensor
-            for name, tensor in self._file.tensors.items()
-            if name not in ROPE_TENSORS
-        }
+    def _tensors(self) -> dict[str, list[GgufTensor]]:
+        """Tensors that make up those of a folder, by their names there, in the order of their rows."""
+        found: dict[str, list[GgufTensor]] = {}
+        for name in sorted(self._file.tensors.keys() - set(ROPE_TENSORS)):
+            found.setdefault(self._in_folder(name), []).append(self._file.tensors[name])
+        return found
 
     @property
     def tensor_names(self) -> Collection[str]:
@@ -285,7 +375,12 @@ class GgufDrafter:
     def num_weights(self) -> int:
         """Number of weights of the drafter, without those of a model around it."""
         prefix = f"model.layers.{count_layers(self._file)}." if self._layout.is_module else ""
-        return sum(tensor.num_elements for name, tensor in self._tensors.items() if name.startswith(prefix))
+        return sum(
+            tensor.num_elements
+            for name, tensors in self._tensors.items()
+            for tensor in tensors
+            if name.startswith(prefix)
+        )
 
     def _in_folder(self, name: str) -> str:
         """Return the name of a tensor in a folder; that in the file if it is not known."""
@@ -297,14 +392,19 @@ class GgufDrafter:
         if found is None or part is None:
             return name
         prefix = "model." if self._layout.is_module else ""
-        return f"{prefix}layers.{found['layer']}.{part}.{found['suffix']}"
+        suffix = "" if part in WITHOUT_SUFFIX else f".{found['suffix']}"
+        return f"{prefix}layers.{found['layer']}.{part}{suffix}"
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors by their names in a folder; matrices in blocks are decoded in float32."""
-        return {name: self._read(self._tensors[name]) for name in names}
+        read = {}
+        for name in names:
+            parts = [self._read(tensor) for tensor in self._tensors[name]]
+            read[name] = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return read
 
     def _read(self, tensor: GgufTensor) -> Tensor:
-        found = decode_tensor(self._file, tensor)
+        found = self._decode(tensor)
         if tensor.name == MAP:
             if found.dtype != torch.int64:
                 raise self._unfit(f"{MAP} of the type {tensor.type_name}, which should be I64")
@@ -315,7 +415,15 @@ class GgufDrafter:
                 return found[rotary_order(len(found), self._layer_fields()["head_dim"])]
             except ValueError as error:
                 raise self._unfit(f"{tensor.name}: {error}") from error
+        if tensor.name.endswith(VECTORS) and found.dim() == 1:
+            found = found[None]
         return found.clone()  # of memory that is mapped from the file
+
+    def _decode(self, tensor: GgufTensor) -> Tensor:
+        if len(tensor.shape) < 3:
+            return decode_tensor(self._file, tensor)
+        matrices = [decode_tensor(self._file, tensor, expert=index) for index in range(tensor.shape[0])]
+        return torch.stack(matrices)
 
     def _missing(self, key: str) -> CheckpointError:
         return CheckpointError(
