@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.gguf.config import (
+    DRAFTERS,
     NUM_MODULES,
     ROPE_TENSORS,
     count_layers,
@@ -131,7 +132,7 @@ def _module(model_type: str, parts: Mapping[str, str] | None = None, **options: 
 
 LAYOUTS = {
     "eagle3": Layout(
-        "eagle",
+        DRAFTERS["eagle3"],
         "llama",
         fields={
             STATES: "eagle_aux_hidden_state_layer_ids",
@@ -152,7 +153,7 @@ LAYOUTS = {
         is_rotated=True,
     ),
     "dflash": Layout(
-        "dspark",
+        DRAFTERS["dflash"],
         "qwen3",
         fields={
             STATES: "aux_hidden_state_layer_ids",
@@ -175,7 +176,7 @@ LAYOUTS = {
             "conf_proj": "confidence_head.proj",
         },
     ),
-    "gemma4-assistant": Layout("gemma4-assistant"),
+    "gemma4-assistant": Layout(DRAFTERS["gemma4-assistant"]),
     "llama": _module("llama", is_rotated=True),
     "qwen2": _module("qwen2"),
     "qwen3": _module("qwen3"),

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     GPT_OSS: "gpt_oss",
 }
 """Architectures of GGUF files among the families of the kernels, and their model types."""
+DRAFTERS = {"eagle3": "eagle", "dflash": "dspark", "gemma4-assistant": "gemma4-assistant"}
+"""Architectures of GGUF files with drafters that are no models of their own, and the kinds of these drafters."""
 FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -161,6 +163,11 @@ def count_layers(file: GgufFile) -> int:
 
 def _config_by_transformers(file: GgufFile) -> Any:
     """Return the configuration of another architecture, as Transformers reads it."""
+    if kind := DRAFTERS.get(file.architecture):
+        raise UnsupportedModelError(
+            f"expected a model, got {file.path}, which holds a drafter of the kind {kind}; use it with its target, as the "
+            f"drafter {kind}:{file.path}"
+        )
     try:
         config = AutoConfig.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, local_files_only=True, trust_remote_code=False
