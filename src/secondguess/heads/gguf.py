@@ -59,11 +59,11 @@ SIGMOID_EXPERTS = {
     "expert_weights_norm": "norm_topk_prob",
 }
 """Fields about experts, and their names in `config.json`, for two ways to choose them."""
-WINDOW, WINDOWED = "attention.sliding_window", "attention.sliding_window_pattern"
 CHOICE, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 """Field about the function by which experts are chosen, and its values."""
 READ_ELSEWHERE = {"block_count", "vocab_size", "attention.value_length"}
-ROPE_FIELDS = re.compile(r"rope\.(freq_base|dimension_count|scale_linear|scaling\..+)")
+ROPE_FIELDS = re.compile(r"rope\.(freq_base|dimension_count|dimension_sections|scale_linear|scaling\..+)")
+"""Fields about rotary positions; those of all sections are equal in text."""
 MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 FROM_ANCHOR = "sample_from_anchor"
 VECTORS = ("ffn_gate_inp_shexp.weight", CONFIDENCE)
@@ -88,7 +88,7 @@ class Layout:
         tensors: names outside the layers, and those in a folder.
         parts: names of parts of a layer, and those in a folder, beside those of all models.
         neutral: the values that fields must have if they are there.
-        is_block: whether it is a block drafter, which has a mask token and may have sliding windows.
+        is_block: whether it is a block drafter, which has a mask token.
         is_rotated: whether rows of queries and keys are in llama.cpp's order.
         is_module: whether it is a multi-token-prediction module among the blocks of a model.
     """
@@ -270,7 +270,7 @@ class GgufDrafter:
         fields = {**layout.constants, **self._markov_fields()}
         if layout.is_block and MASK_TOKEN in self._file.fields:
             fields["mask_token_id"] = self._file.fields[MASK_TOKEN]
-        read = {*SIZES, *READ_ELSEWHERE, *layout.neutral, *((WINDOW, WINDOWED) if layout.is_block else ())}
+        read = {*SIZES, *READ_ELSEWHERE, *layout.neutral}
         for key, value in values.items():
             if key in read or ROPE_FIELDS.fullmatch(key):
                 continue
@@ -321,7 +321,6 @@ class GgufDrafter:
             "num_hidden_layers": count_layers(file),
             "vocab_size": self._vocab_size(),
             "rope_parameters": rope,
-            **self._window_fields(),
         }
 
     def _markov_fields(self) -> dict[str, Any]:
@@ -336,16 +335,6 @@ class GgufDrafter:
             "enable_confidence_head": has_confidence,
             "confidence_head_with_markov": has_confidence,
         }
-
-    def _window_fields(self) -> dict[str, Any]:
-        """Return the description of sliding windows, of layouts that have some."""
-        values = self._file.values
-        if not self._layout.is_block or not values.get(WINDOW):
-            return {}
-        if WINDOWED not in values:
-            raise self._missing(WINDOWED)
-        types = ["sliding_attention" if windowed else "full_attention" for windowed in values[WINDOWED]]
-        return {"sliding_window": values[WINDOW], "layer_types": types}
 
     def _vocab_size(self) -> int:
         tokens = self._file.fields.get("tokenizer.ggml.tokens") or []
