@@ -22,6 +22,7 @@ from secondguess.drafters.mtp import MtpDrafter
 from secondguess.drafters.self import SelfDrafter
 from secondguess.drafters.trees import TreeShape
 from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.block_layers import BlockAttention, ConvolutionConfig
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
@@ -128,11 +129,50 @@ def mtp_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
 
 def dspark_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
     """Of two layers, and with a Markov head that matters."""
+    return block_drafter(target, shape, markov_rank=2)
+
+
+def windowed_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter with windows that are shorter than the texts, and a gated Markov head."""
+    attention = (BlockAttention(window=5, is_causal=True), BlockAttention(window=3, from_anchor=True))
+    return block_drafter(target, shape, attention=attention, markov_rank=2, markov_kind="gated")
+
+
+def recurrent_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    return block_drafter(target, shape, markov_rank=2, markov_kind="rnn", samples_from_anchor=False)
+
+
+def dflash2_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    """Return a drafter that draws among few candidates."""
+    top_k = min(5, target.vocab_size)
+    kind = {
+        "markov_rank": 2,
+        "markov_kind": "selector",
+        "selector_top_k": top_k,
+        "samples_from_anchor": False,
+    }
+    return block_drafter(target, shape, convolutions=ConvolutionConfig(2, 4), **kind)
+
+
+def xpress_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    kind = {"markov_rank": 2, "markov_kind": "refiner", "refiner_mlp_size": 4, "samples_from_anchor": False}
+    return block_drafter(target, shape, **kind)
+
+
+def domino_drafter(target: Runtime, shape: TreeShape | None) -> Drafter:
+    kind = {"markov_rank": 2, "markov_kind": "gru", "gru_size": 3, "num_uncorrected": 1}
+    return block_drafter(target, shape, **kind)
+
+
+def block_drafter(target: Runtime, shape: TreeShape | None, **options: Any) -> Drafter:
+    model = TargetModel.from_runtime(target)
 
     def make() -> DsparkHead:
-        head = DsparkHead.fresh(
-            TargetModel.from_runtime(target), hidden_layers=(0, 1, 2), block_size=4, markov_rank=2
-        )
+        config = DsparkHead.fresh(model, hidden_layers=(0, 1, 2), block_size=4).config
+        config = replace(config, **{"markov_rank": 0, "confidence_reads_markov": False, **options})
+        if config.markov_kind == "vanilla" and config.markov_rank:
+            config = replace(config, confidence_reads_markov=True)
+        head = DsparkHead(config, model)
         for weight in head.parameters():
             nn.init.normal_(weight, std=0.5)
         return head
@@ -152,6 +192,11 @@ HEADS: dict[str, Callable[[Runtime, TreeShape | None], Drafter]] = {
     "medusa": medusa_drafter,
     "mtp": mtp_drafter,
     "dspark": dspark_drafter,
+    "dspark-windows": windowed_drafter,
+    "dspark-rnn": recurrent_drafter,
+    "dflash2": dflash2_drafter,
+    "xpress": xpress_drafter,
+    "domino": domino_drafter,
 }
 """Kind -> a drafter with a random head for a target, in chains (None) or trees of a shape."""
 

@@ -124,6 +124,7 @@ FORMATS = {
     "eagle, dialects": "heads/test_eagle_dialects.py::test_a_dialect_has_the_logits_of_its_publisher",
     "mtp in a target or a folder": "heads/test_mtp.py::test_a_published_module_has_the_logits_of_its_paper",
     "dspark and dflash": "heads/test_dspark.py::test_every_published_format_drafts_as_in_the_paper",
+    "other block drafters": "heads/test_block_formats.py::test_the_logits_are_those_of_the_publishers_code",
     "heads written for speculators": "heads/test_speculators.py::test_speculators_reads_written_heads",
 }
 

@@ -53,11 +53,13 @@ from secondguess.drafters.trees import StaticTree
 from secondguess.drafters.vocabulary.drafter import TranslatingDrafter
 from secondguess.heads import feature
 from secondguess.heads.base import DraftVocabulary, TargetModel
+from secondguess.heads.block_layers import BlockAttention
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead, TrainingTimeAttention
 from secondguess.heads.formats import checkpoint_tensors
 from secondguess.heads.layer import RotaryPositions
 from secondguess.heads.learning import TrainingBatch
+from secondguess.heads.markov import RecurrentMarkovHead
 from secondguess.heads.medusa import MedusaConfig, MedusaHead
 from secondguess.heads.runtime import BlockRuntime, FeatureRuntime
 from secondguess.proof.enumeration import EnumeratingNoise, enumerate_rounds
@@ -279,6 +281,19 @@ def heads_draft_as_they_learn(kind: str) -> bool:
     return max(float(error.abs().max()) for error in errors) < 1e-5
 
 
+WINDOWED = (BlockAttention(window=3, is_causal=True), BlockAttention(window=2, from_anchor=True))
+BLOCK_KINDS = {
+    "dspark": {},
+    "dspark-windows": {"attention": WINDOWED},
+    "dspark-rnn": {"markov_kind": "rnn"},
+    "xpress": {
+        "markov_kind": "refiner", "refiner_mlp_size": 4, "block_size": 3, "samples_from_anchor": False,
+        "has_confidence": False, "confidence_reads_markov": False,
+    },
+}  # fmt: skip
+"""Options of each kind of block drafter."""
+
+
 def head_drafter(kind, target, shape):
     model = TargetModel.from_runtime(target)
     with torch.random.fork_rng():
@@ -287,10 +302,10 @@ def head_drafter(kind, target, shape):
             head = MedusaHead(MedusaConfig(num_heads=2, num_layers=1, has_bias=True), model)
         else:
             sizes = {"hidden_layers": (0, 1), "block_size": 2, "markov_rank": 3, "num_layers": 2}
-            head = DsparkHead.fresh(model, **sizes)
+            head = DsparkHead(replace(DsparkHead.fresh(model, **sizes).config, **BLOCK_KINDS[kind]), model)
         for weight in head.parameters():
             torch.nn.init.normal_(weight, std=0.7)
-    make = {"medusa": MedusaDrafter, "dspark": DsparkDrafter}[kind]
+    make = MedusaDrafter if kind == "medusa" else DsparkDrafter
     return make(head.to(model.dtype), target, kind, shape)
 
 
@@ -977,6 +992,34 @@ def dspark_bias_of_a_neighbours_parent(patch: Patch) -> None:
     )
 
 
+def dspark_reads_beyond_its_windows(patch: Patch) -> None:
+    original = BlockRuntime._attend
+
+    def attend(self, rows, width):
+        self.config = replace(self.config, attention=())
+        return original(self, rows, width)
+
+    patch.setattr(BlockRuntime, "_attend", attend)
+
+
+def dspark_forgets_earlier_tokens_of_the_block(patch: Patch) -> None:
+    patch.setattr(
+        RecurrentMarkovHead,
+        "last_latent",
+        lambda self, states, previous: self.latents(states, previous[..., -1:])[..., -1, :],
+    )
+
+
+def xpress_takes_pending_for_the_token_before_it(patch: Patch) -> None:
+    original = DsparkDrafter.start
+
+    def start(self, rows, longest):
+        original(self, rows, longest)
+        self._previous[0] = self._previous[1]
+
+    patch.setattr(DsparkDrafter, "start", start)
+
+
 def vocabulary_map_read_as_ids(patch: Patch) -> None:
     original = DraftVocabulary.to_target
 
@@ -1168,6 +1211,9 @@ MUTANTS = [
     Mutant(dspark_hears_rejected_nodes, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_keeps_keys_of_the_last_block, check(heads_draft_as_they_learn, "dspark")),
     Mutant(dspark_bias_of_a_neighbours_parent, check(heads_draft_as_they_learn, "dspark")),
+    Mutant(dspark_reads_beyond_its_windows, check(heads_draft_as_they_learn, "dspark-windows")),
+    Mutant(dspark_forgets_earlier_tokens_of_the_block, check(heads_draft_as_they_learn, "dspark-rnn")),
+    Mutant(xpress_takes_pending_for_the_token_before_it, check(heads_draft_as_they_learn, "xpress")),
     Mutant(streams_share_numbers, check(keyed_dist_holds, "block")),
     # Worse drafts keep the output distribution; the check is that a head drafts as it was trained.
     Mutant(vocabulary_map_read_as_ids, check(head_says_its_words)),

@@ -14,7 +14,8 @@ from secondguess.core import Draft, Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.heads import native
 from secondguess.heads.base import DraftVocabulary, TargetModel
-from secondguess.heads.dspark import DsparkConfig, DsparkHead
+from secondguess.heads.block_config import DsparkConfig
+from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.eagle import Eagle1Head, EagleConfig, EagleHead
 from secondguess.heads.early_exit import EarlyExitHead
 from secondguess.heads.feature import FeatureHead
@@ -271,6 +272,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "dspark": {"markov_rank": 6, "has_confidence": True, "confidence_reads_markov": True},
     "dspark without a Markov head": {"has_confidence": True},
     "dflash with an output matrix": {"samples_from_anchor": False, "has_output": True, "mask_token": 3},
+    "a gated Markov head and embeddings": {"markov_rank": 6, "markov_kind": "gated", "has_embeddings": True},
+    "a recurrent Markov head": {"markov_rank": 6, "markov_kind": "rnn"},
 }
 
 
@@ -317,11 +320,11 @@ def test_native_block_drafters_compute_the_logits_of_the_module(name: str) -> No
                 rows, [{k: v.to(dtype) for k, v in each.items()} for each in received_by(rows, 2, width)]
             )
             block = runtime.run(rows, 3)
-            logits = runtime.add_markov_bias(block.base, previous)
-            scores = runtime.confidence(block.hidden, previous) if head.config.has_confidence else None
-            outputs.append((block.hidden, logits, scores))
-    (hidden, logits, scores), (found_hidden, found_logits, found_scores) = outputs
-    assert relative_error(hidden, found_hidden) < 0.03
+            logits = runtime.logits(block, previous)
+            scores = runtime.confidence(block, previous) if head.config.has_confidence else None
+            outputs.append((block.states, logits, scores))
+    (states, logits, scores), (found_states, found_logits, found_scores) = outputs
+    assert relative_error(states, found_states) < 0.03
     assert relative_error(logits, found_logits) < 0.03
     assert (scores is None) == (found_scores is None)
     if scores is not None and found_scores is not None:
@@ -339,8 +342,11 @@ def test_blocks_have_the_same_bits_alone_and_in_a_batch() -> None:
             runtime.append(rows, received_by(rows, 0, width))
             block = runtime.run(rows, 5)
             previous = torch.tensor([[1, 2, 3, 4, 5]] * len(rows))
-            logits = runtime.add_markov_bias(block.base, previous)
-            return torch.cat((logits, runtime.confidence(block.hidden, previous)[..., None]), -1)
+            parts = [
+                torch.cat((runtime.logits(block, before), runtime.confidence(block, before)[:, None]), -1)
+                for before in (previous[:, : length + 1] for length in range(5))
+            ]
+            return torch.stack(parts, 1)
 
     together = run([0, 1])
     assert torch.equal(together[:1], run([0]))

@@ -236,7 +236,8 @@ def _latent_attention(weights: Tensors, prefix: str, read: Tensor) -> Tensor:
 def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     generator = torch.Generator().manual_seed(len(shapes))
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        name: 0.6
+        * torch.randn(shape, generator=generator, dtype=torch.float64)
         / (shape[-1] if len(shape) > 1 else 10) ** 0.5
         + float("norm" in name)
         for name, shape in shapes.items()

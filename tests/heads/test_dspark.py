@@ -369,6 +369,25 @@ def test_candidates_report_the_unread_tokens(tmp_path: Path) -> None:
     assert (after.longest, after.num_uncached) == (2, 0)
 
 
+@pytest.mark.parametrize("format", ["dspark", "dflash"])
+def test_drafts_end_with_the_context_that_a_head_was_made_for(format: str, tmp_path: Path) -> None:
+    folder, _ = FORMATS[format](tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["max_position_embeddings"] = len(TEXT) + 2
+    (folder / "config.json").write_text(json.dumps(config))
+    drafter = named(f"dspark:{folder}")
+    first, row = FIRST.get(format, 0), ready(drafter, TARGET, TEXT)
+    for longest in (3 - first, 2 - first, 1 - first, 0, 0):
+        (candidate,) = drafter.candidates([row])[0]
+        assert (candidate.longest, draft_for(drafter, row, 9).num_nodes) == (max(0, longest),) * 2
+        with torch.inference_mode():
+            hidden = TARGET.score([row], Draft.empty(1)).hidden
+            TARGET.keep([row], [[]])
+            row.commit([], 6)
+            drafter.observe([row], Verdict([[]], [6]), hidden)
+    assert candidate.num_uncached == 0
+
+
 @every_format
 def test_training_logits_equal_draft_logits(format: str, tmp_path: Path) -> None:
     """Each depth's logits at a position are those of drafting there, after the same tokens."""
@@ -498,14 +517,17 @@ def of_a_smaller_vocabulary(config: dict[str, object], tensors: Parts) -> None:
         (with_layer_field(hidden_size=64), "width of 32, got one for 64"),
         (of_another_vocabulary, "vocabulary of 31, got one for 300"),
         (with_layer_field(model_type="mamba"), "layers like those of llama, .* got mamba"),
-        (
-            with_layer_field(layer_types=["sliding_attention"] * 2),
-            "whole text in .* got .'sliding_attention'",
-        ),
+        (with_layer_field(layer_types=["sliding_attention"] * 2), "the field 'sliding_window'"),
+        (with_layer_field(layer_types=["linear_attention"] * 2), "2 layers of the types full_attention and"),
+        (with_layer_field(layer_types=["full_attention"]), "2 layers of the types full_attention and"),
         (with_layer_field(num_attention_heads=3), "share key heads evenly"),
-        (with_field(speculators_model_type="eagle3"), "dspark or dflash in .* got 'eagle3'"),
-        (with_field(markov_head_type="rnn"), "of the type vanilla in .* got 'rnn'"),
-        (with_field(markov_head_type="gated"), "of the type vanilla in .* got 'gated'"),
+        (
+            with_field(speculators_model_type="eagle3"),
+            "dspark or dflash or dflash2 or xpress in .* got 'eagle3'",
+        ),
+        (with_field(markov_head_type="other"), "of the type vanilla, gated, rnn.* in .* got 'other'"),
+        (with_field(markov_head_type="gated"), "missing markov_head.gate_proj.bias"),
+        (with_field(logit_scale=0.5), "whose logit_scale is 1 in .* got 0.5"),
         (with_field(block_size=0), "block_size of 0"),
         (with_field(block_size=99), "between 1 and 64, got 99"),
         (with_field(block_size=1, sample_from_anchor=False), "draft tokens of a block drafter between 1"),
@@ -551,7 +573,7 @@ def test_inconsistent_vocabulary_maps_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds_are_reported_as_unsupported(tmp_path: Path) -> None:
-    write_folder(tmp_path, DSPARK | {"markov_head_type": "rnn"}, random_tensors(backbone() | heads()))
+    write_folder(tmp_path, DSPARK | {"markov_head_type": "other"}, random_tensors(backbone() | heads()))
     with pytest.raises(UnsupportedModelError):
         named(f"dspark:{tmp_path}")
 

@@ -248,9 +248,9 @@ class EagleHead(FeatureHead):
             "embed_requires_grad": False,
             _COPIES: sorted(copies),
             "transformer_layer_config": {
+                **{key: value for key, value in target_config.items() if key == "max_position_embeddings"},
                 **layer_fields(self.layer_config, self.target.vocab_size, self.num_layers),
                 **(window_fields(self.windows) if any(self.windows) else {}),
-                **{key: value for key, value in target_config.items() if key == "max_position_embeddings"},
                 "attention_bias": self.layer_config.attention_bias,
                 "tie_word_embeddings": False,
             },

@@ -34,6 +34,9 @@ from secondguess.heads.gguf import GgufDrafter
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File beside the weights of a block drafter, with the embedding of the mask token."""
+
 NAMED = {"draft": "model"}
 """Drafter kind to write in `--drafter` by trained kind, for kinds whose two names differ."""
 
@@ -131,13 +134,19 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = read_named_tensors(find_tensors(folder))
     pickles = [] if tensors else sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     for path in pickles:
-        try:
-            tensors |= torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise _unreadable(folder, path, error) from error
+        if path.name != MASK_EMBEDDING:
+            tensors |= read_pickle(path)
     if not tensors:
         raise CheckpointError(f"expected weights (safetensors, .pt or .bin) in {folder}, got none")
     return tensors
+
+
+def read_pickle(path: Path) -> Any:
+    """Return the content of a pickle of tensors, on the CPU."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise _unreadable(path.parent, path, error) from error
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:

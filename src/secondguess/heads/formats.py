@@ -1,7 +1,7 @@
 """Formats in which heads are published: a table of the names of their fields and tensors, its reader and writer.
 
 A new format is a row of `FORMATS`. A head reads fields of `config.json` under the names of this
-package, and its tensors under the names of its module.
+package, and its tensors under the names of its module; `StoredHead.fill` refuses what was not read.
 """
 
 from __future__ import annotations
@@ -116,8 +116,20 @@ class Format:
         names = {mark, self.tensors.optional + mark}
         return found == self.marks and (not mark or any(has_tensor(name) for name in names))
 
+    def spelled(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of `config.json` for values by the name of this package."""
+        config: dict[str, Any] = {}
+        for name, value in values.items():
+            *outer, last = self.fields.get(name, (name,))[0].split(".")
+            inner = config
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        return config
 
-_COPIES = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+_COPIES = ("rotary_emb.inv_freq", *_VERIFIER)
 _EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _NESTED = "eagle_config."
 _EAGLE3 = Format(
@@ -155,6 +167,29 @@ _EAGLE3 = Format(
     },
     harmless=(f"{_NESTED}parallel_draft_heads_num_layers", "draft_num_hidden_layers"),
 )
+NESTED = "dflash_config"
+"""Field of z-lab, SpecForge and Model-Optimizer with the fields of a block drafter."""
+
+
+def _anywhere(*names: str) -> tuple[str, ...]:
+    """Return the spellings of a field that is nested in `dflash_config`, or not."""
+    return (*(f"{NESTED}.{name}" for name in names), *names)
+
+
+_NEUTRAL = {
+    "use_aux_hidden_state": True,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": 1,
+    "logit_scale": 1,
+    "output_multiplier": 1,
+    "final_logit_softcapping": 0,
+    "input_embedding_scale": 1,
+    "is_neox_style": True,
+}
+_FIXED = {path: value for name, value in _NEUTRAL.items() for path in _anywhere(name)}
+"""Values at which fields of block drafters that are not supported change nothing."""
+_SELECTOR = {"projector": "dflash2", "markov_kind": "selector", "has_confidence": False}
 _DSPARK = Format(
     "dspark",
     "dspark",
@@ -164,19 +199,144 @@ _DSPARK = Format(
         "hidden_layers": ("aux_hidden_state_layer_ids",),
         "mask_token": ("mask_token_id",),
         "samples_from_anchor": ("sample_from_anchor",),
+        "markov_kind": ("markov_head_type",),
         "has_confidence": ("enable_confidence_head",),
         "confidence_reads_markov": ("confidence_head_with_markov",),
+        "window_is_bidirectional": ("sliding_window_non_causal",),
+        "target_width": ("target_hidden_size",),
     },
-    defaults={"samples_from_anchor": True},
-    left_out=("embed_tokens.weight",),
-    harmless=("sliding_window_non_causal",),  # of windows, which are refused
+    defaults={"samples_from_anchor": True, "window_from_anchor": True, "window_is_bidirectional": False},
+    left_out=_VERIFIER,
+    fixed=_FIXED,
+    harmless=("max_window_layers", "num_anchors", "num_jacobi_passes"),
 )
 _DFLASH = replace(
     _DSPARK,
     name="dflash",
     marks={SPECULATORS: "dflash"},
-    defaults={"samples_from_anchor": False, "markov_rank": 0},
+    defaults={**_DSPARK.defaults, "samples_from_anchor": False, "markov_rank": 0},
 )
+_DFLASH2 = replace(
+    _DFLASH,
+    name="dflash2",
+    marks={SPECULATORS: "dflash2"},
+    fields={**_DSPARK.fields, "markov_rank": ("selector_rank",)},
+    defaults={**_DFLASH.defaults, **_SELECTOR, "window_is_bidirectional": True},
+    tensors=TensorNames({"candidate_selector.": "markov_head."}),
+)
+_XPRESS = replace(
+    _DFLASH,
+    name="xpress",
+    marks={SPECULATORS: "xpress"},
+    fields={
+        **_DSPARK.fields,
+        "markov_rank": ("xpress_rank",),
+        "refiner_mlp_ratio": ("xpress_mlp_ratio",),
+    },
+    defaults={**_DFLASH.defaults, "markov_kind": "refiner"},
+    tensors=TensorNames({"refiner_head.": "markov_head."}),
+)
+_ZLAB = Format(
+    "dspark",
+    "z-lab",
+    {NESTED: ANY},
+    fields={
+        "hidden_layers": _anywhere("target_layer_ids"),
+        "mask_token": _anywhere("mask_token_id"),
+        "block_size": _anywhere("block_size"),
+        "samples_from_anchor": _anywhere("sample_from_anchor", "shift_label"),
+        "markov_rank": _anywhere("markov_rank"),
+        "markov_kind": _anywhere("markov_head_type"),
+        "has_confidence": _anywhere("enable_confidence_head", "use_confidence_head"),
+        "confidence_reads_markov": _anywhere("confidence_head_with_markov"),
+        "is_causal": ("is_causal", f"{NESTED}.causal"),
+        "slides_everywhere": _anywhere("use_swa"),
+        "window": _anywhere("swa_window_size"),
+        "projector": _anywhere("projector_type"),
+        "target_width": ("target_hidden_size",),
+    },
+    defaults={"first_layer": 1, "markov_rank": 0, "has_confidence": False},
+    left_out=("rotary_emb.inv_freq",),
+    fixed=_FIXED,
+    harmless=("max_window_layers", *_anywhere("num_anchors", "confidence_head_alpha", "attention_mode")),
+)
+_SPECFORGE = replace(
+    _ZLAB,
+    name="specforge",
+    marks={"architectures": ["DSparkDraftModel"]},
+    defaults={**_ZLAB.defaults, "projector": "dspark"},
+)
+_ZLAB2 = replace(
+    _ZLAB,
+    name="z-lab-2",
+    marks={"architectures": ["DFlash2DraftModel"]},
+    fields={
+        **_ZLAB.fields,
+        "markov_rank": _anywhere("selector_rank"),
+        "selector_top_k": _anywhere("selector_top_k"),
+        "conv_kernel_size": _anywhere("conv_kernel_size"),
+        "conv_group_size": _anywhere("conv_group_size"),
+    },
+    defaults={"first_layer": 1, **_SELECTOR},
+    tensors=_DFLASH2.tensors,
+)
+_DOMINO = replace(
+    _ZLAB,
+    name="domino",
+    marks={"architectures": ["DominoDraftModel"]},
+    fields={
+        **_ZLAB.fields,
+        "markov_rank": _anywhere("emb_dim"),
+        "gru_size": _anywhere("gru_hidden_dim"),
+        "num_uncorrected": _anywhere("pure_draft_prefix_len"),
+        "samples_from_anchor": _anywhere("shift_label"),
+    },
+    defaults={"first_layer": 1, "projector": "domino", "markov_kind": "gru", "has_confidence": False},
+    tensors=TensorNames(
+        {
+            **{f"logit_head.{part}.": f"markov_head.{part}." for part in ("prefix_gru", "embed_proj")},
+            **{f"{part}.": f"markov_head.{part}." for part in ("prefix_gru", "embed_proj")},
+        }
+    ),
+)
+_MODEL_OPTIMIZER = replace(
+    _ZLAB,
+    name="model-optimizer",
+    mark="markov_w1.weight",
+    defaults={**_ZLAB.defaults, "confidence_reads_markov": True},
+    tensors=TensorNames(
+        {
+            **{
+                f"{part}.": f"markov_head.{part}."
+                for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
+            },
+            "confidence_proj.": "confidence_head.proj.",
+        }
+    ),
+)
+_DEEPSPEC = replace(
+    _ZLAB,
+    name="deepspec",
+    marks={"architectures": ["Qwen3DSparkModel"]},
+    defaults={**_ZLAB.defaults, "samples_from_anchor": True},
+)
+_BLOCK_FORMATS = (
+    _DSPARK,
+    _DFLASH,
+    _DFLASH2,
+    _XPRESS,
+    _MODEL_OPTIMIZER,
+    _SPECFORGE,
+    _ZLAB2,
+    _DOMINO,
+    _DEEPSPEC,
+    replace(_DEEPSPEC, marks={"architectures": ["Gemma4DSparkModel"]}),
+    _ZLAB,
+)
+"""Formats of block drafters. Windows of speculators begin before the block, those of others before each position."""
+SPECULATORS_BLOCKS = {"vanilla": _DSPARK, "selector": _DFLASH2, "refiner": _XPRESS}
+ZLAB_BLOCKS = {"vanilla": _SPECFORGE, "selector": _ZLAB2, "gru": _DOMINO}
+"""Formats in which block drafters are written, by the kind of their Markov head."""
 EAGLE1 = Format(
     "eagle",
     "eagle1",
@@ -219,8 +379,7 @@ FORMATS = (
         },
         tensors=TensorNames({"medusa_heads.": ""}),
     ),
-    _DSPARK,
-    _DFLASH,
+    *_BLOCK_FORMATS,
     replace(_EAGLE3, marks={SPECULATORS: "eagle3"}, layers="transformer_layer_config"),
     replace(_EAGLE3, marks={SPECULATORS: "peagle"}, layers="transformer_layer_config"),
     _EAGLE3,

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from secondguess.core import Row
 from secondguess.heads.base import TargetModel
@@ -67,14 +66,15 @@ def feature_runtime(head: FeatureHead, target: Runtime) -> FeatureRuntime:
 def block_runtime(head: DsparkHead, target: Runtime) -> BlockRuntime:
     """Return the fastest runtime of a block drafter that reproduces its logits; see `feature_runtime`."""
     plain = BlockRuntime(head, target.device)
-    if not isinstance(target, NativeRuntime):
+    if not isinstance(target, NativeRuntime) or not head.config.is_plain:
         return plain
     native = NativeBlockRuntime(head, target.decoder, target.context_length)
     tokens, width = _probe_tokens(head.target), head.config.layer.width
     states = {layer: _probe_states(*tokens.shape, width) for layer in head.hidden_layers}
     logits = partial(_probe_block, tokens=tokens, states=states, head=head)
     has_own = head.config.has_output
-    return _faster("block drafter", plain, native, logits, head, target, has_own_lm_head=has_own)
+    packed = head.packed_parts()
+    return _faster("block drafter", plain, native, logits, packed, target, has_own_lm_head=has_own)
 
 
 def medusa_logits(head: MedusaHead, target: Runtime) -> MedusaLogits:
@@ -159,10 +159,11 @@ def _probe_block(runtime: BlockRuntime, *, tokens: Tensor, states: HiddenStates,
         for index, length in enumerate(lengths)
     ]
     runtime.append(rows, received)
-    base = runtime.run(rows, head.config.num_drafted).base
-    logits = runtime.add_markov_bias(base, tokens[:, : base.shape[1]])
+    block, size = runtime.run(rows, head.config.num_drafted), head.config.block_size
+    first = head.config.first_drafted
+    logits = [runtime.logits(block, tokens[:, : position + 1]) for position in range(first, size)]
     runtime.forget()
-    return logits
+    return torch.stack(logits, 1)
 
 
 class NativeFeatureRuntime(KernelRuntime, FeatureRuntime):
@@ -214,9 +215,8 @@ class NativeBlockRuntime(BlockRuntime):
         # a block may extend beyond the context
         longest = context_length + head.config.block_size
         self._forward = KernelForward(PackedBlockHead(head, target), longest)
-        if head.config.markov_rank:
-            self._markov_embedding = head.markov_head.markov_w1.weight.detach().bfloat16()
-            self._markov_bias = PackedLinear(head.markov_head.markov_w2, target)
+        if head.markov_head is not None:
+            self._bias = PackedLinear(head.markov_head.output, target)
         if head.config.has_confidence:
             self._confidence = PackedLinear(head.confidence_head.proj, target)
 
@@ -235,22 +235,17 @@ class NativeBlockRuntime(BlockRuntime):
         starts, num_keys = self._place(rows, size)
         tokens = torch.full((len(rows), size), self.config.mask_token)
         tokens[:, 0] = torch.tensor([row.pending for row in rows])
-        first = size - self.config.num_drafted
+        first = self.config.first_drafted
         layout = even_layout(len(rows), size, longest, first)
         step = kernel_step(starts, num_keys)
         output = self._forward(self.cache, KernelInputs(tokens, layout, step, self._layers, (last,)))
-        hidden = in_rows(output, tokens).hidden[last][:, first : first + longest]
-        return Block(hidden, output.logits)
+        return Block(in_rows(output, tokens).hidden[last], output.logits)
 
-    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
-        if not self.config.markov_rank:
-            return base
-        return base + self._markov_bias(functional.embedding(previous, self._markov_embedding))
+    def _biased(self, base: Tensor, latents: Tensor) -> Tensor:
+        return base + self._bias(latents)
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        if self.config.confidence_reads_markov:
-            hidden = torch.cat((hidden, functional.embedding(previous, self._markov_embedding)), -1)
-        return self._confidence(hidden)[..., 0]
+    def _confidence_of(self, inputs: Tensor) -> Tensor:
+        return self._confidence(inputs)[..., 0]
 
 
 def release_matrices(head: nn.Module) -> None:
@@ -286,6 +281,15 @@ class PackedHead(PackedDecoder):
         }
         array = (library.Layer * len(layers))(*layers)
         return library.Decoder(layers=array, num_layers=len(layers), **{**shared, **fields})
+
+    def _own_embeddings(self, table: nn.Embedding) -> dict[str, Any]:
+        """Use embeddings of the head itself; return their fields of the description."""
+        self.embedding = table.weight.detach().bfloat16()
+        return {
+            "embedding": self.embedding.data_ptr(),
+            "num_embedded": len(self.embedding),
+            "embedding_scale": 1.0,
+        }
 
     def _describe_attention(
         self, layers: Sequence[Any], config: LayerConfig, rotary: RotaryPositions, **fields: Any
@@ -341,12 +345,7 @@ class PackedFeatureHead(PackedHead):
         parts = head.parts
         fields: dict[str, Any] = {}
         if head.embed_tokens is not None:
-            self.embedding = head.embed_tokens.weight.detach().bfloat16()
-            fields = {
-                "embedding": self.embedding.data_ptr(),
-                "num_embedded": len(self.embedding),
-                "embedding_scale": 1.0,
-            }
+            fields = self._own_embeddings(head.embed_tokens)
         if head.lm_head is not None:
             fields |= {"head": self._linear(head.lm_head), "logit_divisor": 0, "logit_cap": 0}
         if parts.projection is not None:
@@ -373,7 +372,9 @@ class PackedBlockHead(PackedHead):
 
     def __init__(self, head: DsparkHead, target: NativeDecoder) -> None:
         super().__init__(target)
-        fields = {"head": self._linear(head.lm_head)} if head.lm_head is not None else {}
+        fields: dict[str, Any] = {"head": self._linear(head.lm_head)} if head.lm_head is not None else {}
+        if head.embed_tokens is not None:
+            fields |= self._own_embeddings(head.embed_tokens)
         self.described = self._describe_attention(
             list(head.layers),
             head.config.layer,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Draft, Row
+from secondguess.heads.block_layers import BlockAttention
 from secondguess.heads.dspark import DsparkHead
 from secondguess.heads.feature import FeatureHead
 from secondguess.heads.layer import AttentionFunction, attention
@@ -131,9 +132,13 @@ class FeatureRuntime(CachedRuntime):
 
 
 class Block(NamedTuple):
-    """Output of the backbone for one block per row: states, and logits before the Markov head, at the draft positions."""
+    """Output of the backbone for one block per row.
 
-    hidden: Tensor
+    The states are those of all positions of the block, `[row, position, width]`; the logits are those of draft
+    positions before the bias by the preceding tokens, `[row, depth, draft_vocab]`.
+    """
+
+    states: Tensor
     base: Tensor
 
 
@@ -176,30 +181,63 @@ class BlockRuntime:
         attend = self._attend(rows, self.config.block_size)
         anchors = torch.tensor([row.pending for row in rows], device=self.device)
         positions = torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device)
-        outputs = self.head.run_backbone(anchors[:, None], positions[:, None], attend)
-        hidden = outputs[:, 0, :longest]
-        return Block(hidden, self.head.base_logits(hidden))
+        states = self.head.run_backbone(anchors[:, None], positions[:, None], attend)[:, 0]
+        first = self.config.first_drafted
+        return Block(states, self.head.base_logits(states[:, first : first + longest]))
 
-    def add_markov_bias(self, base: Tensor, previous: Tensor) -> Tensor:
-        """Return base logits plus the bias for the tokens before them (`DsparkHead`)."""
-        return self.head.add_markov_bias(base, previous)
+    def logits(self, block: Block, previous: Tensor) -> Tensor:
+        """Return draft logits `[row, draft_vocab]`, or `[row, path, draft_vocab]` for several paths.
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits `[...]` of acceptance probabilities (`DsparkHead.confidence`)."""
-        return self.head.confidence(hidden, previous)
+        Args:
+            block: output of `run`.
+            previous: token before each position of the block, up to that of the logits, `[row, position]`
+                or `[row, path, position]`.
+        """
+        depth = previous.shape[-1] - 1 - self.config.first_drafted
+        base, states = block.base[:, depth], block.states
+        if previous.dim() > 2:
+            base, states = base[:, None].expand(*previous.shape[:2], -1), states[:, None]
+            states = states.expand(*previous.shape[:2], *states.shape[2:])
+        if self.head.markov_head is None:
+            return base
+        return self._biased(base, self.head.markov_head.last_latent(states, previous))
+
+    def confidence(self, block: Block, previous: Tensor) -> Tensor:
+        """Return the logits `[row]` of acceptance probabilities, with arguments as of `logits`."""
+        last = previous.shape[-1] - 1
+        return self._confidence_of(self.head.confidence_inputs(block.states[:, last], previous[:, last]))
+
+    def _biased(self, base: Tensor, latents: Tensor) -> Tensor:
+        markov_head = self.head.markov_head
+        assert markov_head is not None
+        return markov_head.biased(base, latents)
+
+    def _confidence_of(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head.confidence_head.proj(inputs)
+        return logits[..., 0]
 
     def _attend(self, rows: Sequence[Row], width: int) -> AttentionFunction:
-        """Return the attention function of blocks, whose positions attend to the cached tokens and to the whole block."""
+        """Return the attention function of blocks, whose positions attend to the cached tokens and to their block.
+
+        Layers with a window read no keys before those of the row whose window begins first.
+        """
         starts, num_keys = self._place(rows, width)
-        ends = [start + width for start in starts]
-        mask: Tensor | None = None
-        if min(ends) < num_keys:
-            positions = torch.arange(num_keys, device=self.device)
-            mask = (positions < torch.tensor(ends, device=self.device)[:, None])[:, None, None]
+        anchors = torch.tensor(starts, device=self.device)[:, None, None]
+        queries = anchors + torch.arange(width, device=self.device)[:, None]
+        kinds: dict[BlockAttention, tuple[int, Tensor | None]] = {}
+        for kind in set(self.config.layer_attention):
+            oldest = max(0, min(starts) - kind.window) if kind.window else 0
+            positions = torch.arange(oldest, num_keys, device=self.device)
+            mask = kind.mask(anchors, queries, positions)
+            if min(starts) + width < num_keys:
+                cached = positions < anchors + width
+                mask = cached if mask is None else cached & mask
+            kinds[kind] = oldest, None if mask is None else mask[:, None]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.update(key, value, layer)
-            return attention(query, keys, values, mask)
+            oldest, mask = kinds[self.config.layer_attention[layer]]
+            return attention(query, keys[:, :, oldest:], values[:, :, oldest:], mask)
 
         return attend
 
