@@ -43,6 +43,7 @@ from secondguess.core import Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
+from secondguess.heads.block_layers import BlockAttention
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import load_eagle
 from secondguess.heads.feature import default_layer_config
@@ -424,7 +425,8 @@ def dspark(folder: Path, target: TargetModel, **options: Any) -> tuple[DsparkHea
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.5)
     head.save(folder)
-    written = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    written = json.loads((folder / "config.json").read_text())
+    written = written.get("transformer_layer_config", written)
     fields = sizes_of({"max_position_embeddings": 96, **written}) | {"target_layers": [1, 4], "block_size": 5}
     return head, fields, converted(load_file(folder / "model.safetensors"), {})
 
@@ -462,11 +464,10 @@ def test_a_block_drafter_is_that_of_its_folder(tmp_path: Path) -> None:
             r"got dflash\.mask_token_id of 7",
         ),  # of earlier files, which number layers otherwise
         ("target_hidden_size", WIDTH, r"got dflash\.target_hidden_size of 32"),
-        ("attention.causal", True, r"expected dflash\.attention\.causal of False in .*, got True"),
         ("selector_rank", 4, r"got dflash\.selector_rank of 4"),
         ("block_size", None, r"field dflash\.block_size in .*, got none"),
         ("target_layers", None, r"field dflash\.target_layers in .*, got none"),
-        ("attention.sliding_window", 5, r"got dflash\.attention\.sliding_window of 5"),
+        ("attention.sliding_window", 5, r"field dflash\.attention\.sliding_window_pattern in .*, got none"),
     ],
 )
 def test_a_block_drafter_with_another_key_is_refused(
@@ -491,6 +492,7 @@ CHANGED_IN_BLOCKS: dict[str, Any] = {
     "attention.head_count": 2,
     "block_count": 3,
     "context_length": 44,
+    "attention.causal": True,
     "tokenizer.ggml.mask_token_id": 9,
 }
 
@@ -515,6 +517,21 @@ def test_every_key_of_a_block_drafter_has_an_effect(tmp_path: Path) -> None:
     assert outcome_of() == original
     for key, value in CHANGED_IN_BLOCKS.items():
         assert outcome_of(**{key: value}) != original, key
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_windows_of_a_block_drafter_are_by_layer(is_causal: bool, tmp_path: Path) -> None:
+    target = target_parts()
+    attention = (BlockAttention(5, is_causal), BlockAttention(0, is_causal))
+    head, fields, tensors = dspark(tmp_path / "folder", target, attention=attention)
+    fields |= {"attention.sliding_window": 5, "attention.sliding_window_pattern": [True, False]}
+    path = write_gguf(tmp_path / "less.gguf", "dflash", fields, tensors, further=FURTHER_OF_BLOCKS)
+    with pytest.raises(CheckpointError, match=r"the field dflash\.attention\.causal in .*, got none"):
+        DsparkHead.load(path, target)
+    fields |= {"attention.causal": is_causal}
+    path = write_gguf(tmp_path / "head.gguf", "dflash", fields, tensors, further=FURTHER_OF_BLOCKS)
+    found = DsparkHead.load(path, target).config
+    assert replace(found, layer=head.config.layer) == head.config
 
 
 @pytest.mark.parametrize("has_confidence", [True, False])

@@ -70,6 +70,8 @@ VECTORS = ("ffn_gate_inp_shexp.weight", CONFIDENCE)
 """Endings of the names of matrices of one row, of which files have vectors."""
 BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<suffix>weight|bias)")
 STATES = "target_layers"
+WINDOW, WINDOWED = "attention.sliding_window", "attention.sliding_window_pattern"
+CAUSAL = "attention.causal"
 MAP = "d2t"
 MASK_TOKEN = "tokenizer.ggml.mask_token_id"
 
@@ -84,11 +86,11 @@ class Layout:
         fields: fields of the architecture, and their names in `config.json`.
         required: those that must be there.
         constants: further fields of `config.json`.
-        nested: field of `config.json` that describes the decoder layers; empty if they are beside the others.
         tensors: names outside the layers, and those in a folder.
         parts: names of parts of a layer, and those in a folder, beside those of all models.
         neutral: the values that fields must have if they are there.
-        is_block: whether it is a block drafter, which has a mask token.
+        is_block: whether it is a block drafter, in z-lab's fields, which count layers from the first output; it has a
+            mask token and may have sliding windows.
         is_rotated: whether rows of queries and keys are in llama.cpp's order.
         is_module: whether it is a multi-token-prediction module among the blocks of a model.
     """
@@ -98,7 +100,6 @@ class Layout:
     fields: Mapping[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
-    nested: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
@@ -156,15 +157,14 @@ LAYOUTS = {
         DRAFTERS["dflash"],
         "qwen3",
         fields={
-            STATES: "aux_hidden_state_layer_ids",
+            STATES: "target_layer_ids",
             "block_size": "block_size",
             FROM_ANCHOR: "sample_from_anchor",
+            CAUSAL: "is_causal",
         },
         required=(STATES, "block_size"),
-        neutral={"attention.causal": False},
         is_block=True,
-        constants={"speculators_model_type": "dflash"},
-        nested="transformer_layer_config",
+        constants={"dflash_config": {}},
         tensors={
             "fc": "fc",
             "enc.output_norm": "hidden_norm",
@@ -247,12 +247,12 @@ class GgufDrafter:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Fields as in the `config.json` of a folder; read-only."""
-        layers, outer = self._layer_fields(), self._layout.nested
+        layers = self._layer_fields()
         self._require_neutral()
         if self._layout.is_module:
             return layers | self._module_fields()
-        fields = self._outer_fields() | {"draft_vocab_size": self._draft_vocab_size(layers["vocab_size"])}
-        return fields | ({outer: layers} if outer else layers)
+        draft_vocab_size = self._draft_vocab_size(layers["vocab_size"])
+        return self._outer_fields() | layers | {"draft_vocab_size": draft_vocab_size}
 
     def _module_fields(self) -> dict[str, Any]:
         """Return the fields of a module's layer; others are those of the target."""
@@ -268,13 +268,17 @@ class GgufDrafter:
         """Return the fields that are not about the layers; those that are not known with their names in the file."""
         layout, values = self._layout, self._file.values
         fields = {**layout.constants, **self._markov_fields()}
-        if layout.is_block and MASK_TOKEN in self._file.fields:
-            fields["mask_token_id"] = self._file.fields[MASK_TOKEN]
-        read = {*SIZES, *READ_ELSEWHERE, *layout.neutral}
+        if layout.is_block:
+            fields |= self._window_fields()
+            if MASK_TOKEN in self._file.fields:
+                fields["mask_token_id"] = self._file.fields[MASK_TOKEN]
+        read = {*SIZES, *READ_ELSEWHERE, *layout.neutral, *((WINDOW, WINDOWED) if layout.is_block else ())}
         for key, value in values.items():
             if key in read or ROPE_FIELDS.fullmatch(key):
                 continue
             name = layout.fields.get(key, f"{self._file.architecture}.{key}")
+            if layout.is_block and key == STATES:
+                value = [layer - 1 for layer in value]
             if fields.get(name, value) != value:
                 raise self._unfit(f"{key} of {value} beside {name} of {fields[name]}")
             fields[name] = value
@@ -330,11 +334,21 @@ class GgufDrafter:
             return {}
         has_confidence = CONFIDENCE in self._file.tensors
         return {
-            "speculators_model_type": "dspark",
             "markov_rank": table.shape[-1],
             "enable_confidence_head": has_confidence,
             "confidence_head_with_markov": has_confidence,
         }
+
+    def _window_fields(self) -> dict[str, Any]:
+        """Return the description of sliding windows, as of z-lab; what their positions attend to must be in the file."""
+        values = self._file.values
+        if not values.get(WINDOW):
+            return {}
+        missing = next((key for key in (WINDOWED, CAUSAL) if key not in values), None)
+        if missing is not None:
+            raise self._missing(missing)
+        types = ["sliding_attention" if windowed else "full_attention" for windowed in values[WINDOWED]]
+        return {"sliding_window": values[WINDOW], "layer_types": types}
 
     def _vocab_size(self) -> int:
         tokens = self._file.fields.get("tokenizer.ggml.tokens") or []
