@@ -21,6 +21,7 @@ OUTER = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
     "norm": "output_norm",
     "lm_head": "output",
     "embed_tokens": "token_embd",
@@ -42,6 +43,8 @@ PARTS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.{name}.{part}_proj": f"ffn_{part}_shexp" for name in SHARED for part in ("gate", "up", "down")},
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "eh_proj": "nextn.eh_proj",
@@ -52,6 +55,11 @@ PARTS = {
 def in_gguf(name: str) -> str:
     """Return llama.cpp's name of a tensor of a published folder."""
     stem, _, suffix = name.rpartition(".")
+    if suffix.endswith("_codebook"):
+        return f"selector_{suffix.removesuffix('_codebook')}.weight"
+    if suffix == "base_kernel":
+        _, index, part = stem.split(".")
+        return f"blk.{index}.{part.replace('attention', 'attn').replace('mlp', 'ffn')}_base"
     if stem in OUTER:
         return f"{OUTER[stem]}.{suffix}"
     first, _, rest = stem.removeprefix("model.").partition(".")

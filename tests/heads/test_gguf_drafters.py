@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ from secondguess.core import Row
 from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
-from secondguess.heads.block_layers import BlockAttention
+from secondguess.heads.block_layers import BlockAttention, ConvolutionConfig
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import load_eagle
 from secondguess.heads.feature import default_layer_config
@@ -464,7 +465,7 @@ def test_a_block_drafter_is_that_of_its_folder(tmp_path: Path) -> None:
             r"got dflash\.mask_token_id of 7",
         ),  # of earlier files, which number layers otherwise
         ("target_hidden_size", WIDTH, r"got dflash\.target_hidden_size of 32"),
-        ("selector_rank", 4, r"got dflash\.selector_rank of 4"),
+        ("selector_rank", 4, r"got selector_rank of 4"),
         ("block_size", None, r"field dflash\.block_size in .*, got none"),
         ("target_layers", None, r"field dflash\.target_layers in .*, got none"),
         ("attention.sliding_window", 5, r"field dflash\.attention\.sliding_window_pattern in .*, got none"),
@@ -532,6 +533,24 @@ def test_windows_of_a_block_drafter_are_by_layer(is_causal: bool, tmp_path: Path
     path = write_gguf(tmp_path / "head.gguf", "dflash", fields, tensors, further=FURTHER_OF_BLOCKS)
     found = DsparkHead.load(path, target).config
     assert replace(found, layer=head.config.layer) == head.config
+
+
+def test_a_selector_and_convolutions_are_those_of_the_folder(tmp_path: Path) -> None:
+    target, convolutions = target_parts(), ConvolutionConfig(2, 8)
+    options = {"markov_rank": 3, "markov_kind": "selector", "selector_top_k": 4, "convolutions": convolutions}
+    head, fields, tensors = dspark(tmp_path / "folder", target, **options)
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
+    path = write_gguf(tmp_path / "head.gguf", "dflash", fields | sizes, tensors, further=FURTHER_OF_BLOCKS)
+    found = DsparkHead.load(path, target)
+    assert replace(found.config, layer=head.config.layer) == head.config
+    assert found.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in head.state_dict().items())
+    for key in sizes:
+        changed = write_gguf(
+            tmp_path / f"{key}.gguf", "dflash", fields | sizes | {key: 1}, tensors, further=FURTHER_OF_BLOCKS
+        )
+        with suppress(SecondGuessError):
+            assert DsparkHead.load(changed, target).config != found.config, key
 
 
 @pytest.mark.parametrize("has_confidence", [True, False])

@@ -65,10 +65,11 @@ READ_ELSEWHERE = {"block_count", "vocab_size", "attention.value_length"}
 ROPE_FIELDS = re.compile(r"rope\.(freq_base|dimension_count|dimension_sections|scale_linear|scaling\..+)")
 """Fields about rotary positions; those of all sections are equal in text."""
 MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+SELECTOR = "selector_hidden.weight"
 FROM_ANCHOR = "sample_from_anchor"
 VECTORS = ("ffn_gate_inp_shexp.weight", CONFIDENCE)
 """Endings of the names of matrices of one row, of which files have vectors."""
-BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<suffix>weight|bias)")
+BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?P<suffix>\.(weight|bias))?")
 STATES = "target_layers"
 WINDOW, WINDOWED = "attention.sliding_window", "attention.sliding_window_pattern"
 CAUSAL = "attention.causal"
@@ -122,7 +123,14 @@ _MODULE_PARTS = {
     "ffn_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-WITHOUT_SUFFIX = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.e_score_correction_bias")
+_SELECTOR = "candidate_selector."
+WITHOUT_SUFFIX = (
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+    "mlp.gate.e_score_correction_bias",
+    f"{_SELECTOR}predecessor_codebook",
+    f"{_SELECTOR}successor_codebook",
+)
 """Parts whose names in a folder do not end with `weight` or `bias`."""
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 
@@ -161,6 +169,10 @@ LAYOUTS = {
             "block_size": "block_size",
             FROM_ANCHOR: "sample_from_anchor",
             CAUSAL: "is_causal",
+            "conv_kernel_size": "conv_kernel_size",
+            "conv_group_size": "conv_group_size",
+            "selector_rank": "selector_rank",
+            "selector_top_k": "selector_top_k",
         },
         required=(STATES, "block_size"),
         is_block=True,
@@ -174,6 +186,15 @@ LAYOUTS = {
             "markov_w1": "markov_head.markov_w1",
             "markov_w2": "markov_head.markov_w2",
             "conf_proj": "confidence_head.proj",
+            "selector_predecessor": f"{_SELECTOR}predecessor_codebook",
+            "selector_successor": f"{_SELECTOR}successor_codebook",
+            "selector_hidden": f"{_SELECTOR}hidden_projection",
+        },
+        parts={
+            "attn_conv_base": "attention_conv.base_kernel",
+            "attn_conv_proj": "attention_conv.kernel_projection",
+            "ffn_conv_base": "mlp_conv.base_kernel",
+            "ffn_conv_proj": "mlp_conv.kernel_projection",
         },
     ),
     "gemma4-assistant": Layout(DRAFTERS["gemma4-assistant"]),
@@ -328,7 +349,9 @@ class GgufDrafter:
         }
 
     def _markov_fields(self) -> dict[str, Any]:
-        """Return the description of the Markov head of a block drafter, if it has one."""
+        """Return the description of the Markov head or the selector (DFlash2) of a block drafter, if it has one."""
+        if SELECTOR in self._file.tensors:
+            return {"architectures": ["DFlash2DraftModel"]}
         table = self._file.tensors.get(MARKOV)
         if table is None:
             return {}
@@ -390,13 +413,14 @@ class GgufDrafter:
         """Return the name of a tensor in a folder; that in the file if it is not known."""
         stem, _, suffix = name.rpartition(".")
         if stem in self._layout.tensors:
-            return f"{self._layout.tensors[stem]}.{suffix}"
+            outer = self._layout.tensors[stem]
+            return outer if outer in WITHOUT_SUFFIX else f"{outer}.{suffix}"
         found = BLOCK.fullmatch(name)
         part = None if found is None else {**LAYER_NAMES, **self._layout.parts}.get(found["part"])
         if found is None or part is None:
             return name
         prefix = "model." if self._layout.is_module else ""
-        suffix = "" if part in WITHOUT_SUFFIX else f".{found['suffix']}"
+        suffix = "" if part in WITHOUT_SUFFIX else found["suffix"] or ""
         return f"{prefix}layers.{found['layer']}.{part}{suffix}"
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
