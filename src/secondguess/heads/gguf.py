@@ -298,6 +298,8 @@ class GgufDrafter:
             if key in read or ROPE_FIELDS.fullmatch(key):
                 continue
             name = layout.fields.get(key, f"{self._file.architecture}.{key}")
+            if name == layout.fields[STATES] and not (value and isinstance(value, list)):
+                raise self._unfit(f"{key} of {value!r}, which should be a list of layers")
             if layout.is_block and key == STATES:
                 value = [layer - 1 for layer in value]
             if fields.get(name, value) != value:
@@ -327,19 +329,16 @@ class GgufDrafter:
         if missing:
             raise self._missing(missing[0])
         found = {name: _of_last(values[key]) for key, name in SIZES.items() if key in values}
+        for name, size in found.items():
+            if name != "rms_norm_eps" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise self._unfit(f"{name} of {size!r}, which should be a whole number from 1 on")
         head_size = found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
         if _of_last(values.get("attention.value_length", head_size)) != head_size:
             raise UnsupportedModelError(
                 f"expected keys and values of one size in {self.path}, got {head_size} and "
                 f"{values['attention.value_length']}; use its folder in safetensors"
             )
-        rope = read_rope_parameters(
-            file,
-            hidden_size=found["hidden_size"],
-            num_attention_heads=found["num_attention_heads"],
-            head_dim=head_size,
-            max_position_embeddings=found["max_position_embeddings"],
-        )
+        rope = read_rope_parameters(file, head_size, found["max_position_embeddings"])
         return {
             **found,
             "model_type": self._layout.model_type,

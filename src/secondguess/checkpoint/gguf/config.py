@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.gguf.file import GgufFile
-from secondguess.errors import UnsupportedModelError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.system.quiet import quiet
 
 with quiet():
@@ -157,8 +157,13 @@ def _own_config(file: GgufFile) -> Any:
 
 def count_layers(file: GgufFile) -> int:
     """Return the number of decoder layers; in the file, multi-token-prediction modules count as layers after them."""
-    count: int = file.values["block_count"] - file.values.get(NUM_MODULES, 0)
-    return count
+    num_blocks, num_modules = file.values.get("block_count"), file.values.get(NUM_MODULES, 0)
+    if not isinstance(num_blocks, int) or not isinstance(num_modules, int):
+        raise CheckpointError(
+            f"expected whole numbers of blocks and modules in {file.path}, got {num_blocks!r} and {num_modules!r}; copy or "
+            "download it again"
+        )
+    return num_blocks - num_modules
 
 
 def _config_by_transformers(file: GgufFile) -> Any:
@@ -213,18 +218,20 @@ def _complete_config(config: Any, file: GgufFile) -> None:
         _complete_others(config, architecture, values, factors)
 
 
-def read_rope_parameters(file: GgufFile, **sizes: int) -> dict[str, Any]:
+def read_rope_parameters(file: GgufFile, head_size: int, context_length: int) -> dict[str, Any]:
     """Return the `rope_parameters` of layers like those of Llama or Qwen.
-
-    Args:
-        file: a model or drafter.
-        sizes: sizes of its layers, by their names in the configuration of a Llama.
 
     Raises:
         UnsupportedModelError: rotary positions that are not known.
     """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    config = AutoConfig.for_model("llama", **sizes, rope_parameters=rope)
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=head_size,
+        num_attention_heads=1,
+        max_position_embeddings=context_length,
+        rope_parameters=rope,
+    )
     _set_rope(config, file.values, _read_rope_factors(file))
     found: dict[str, Any] = config.rope_parameters
     return found
