@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.checkpoint.weight_files import count_parameters
 from secondguess.controllers import make_controller
 from secondguess.controllers.base import Controller
 from secondguess.drafters.base import Drafter
@@ -28,6 +27,7 @@ from secondguess.errors import (
     UnsupportedModelError,
 )
 from secondguess.heads.discovery import FoundDrafter, find_trained
+from secondguess.heads.files import count_weights
 from secondguess.heads.folders import find_head_folder
 from secondguess.names import Name
 from secondguess.runtime.base import Runtime
@@ -161,7 +161,7 @@ def _fit(part: PartSpec, target: Checkpoint) -> PartSpec:
         folder = find_head_folder(part.name, target.name, target.path)
         required = part.drafter.requirements(part.name, folder)
         if folder != Path(target.path):
-            head_bytes = count_parameters(folder) * target.dtype.itemsize
+            head_bytes = count_weights(folder) * target.dtype.itemsize
     if required.target_copy is not None:
         head_bytes = target.copy_bytes(required.target_copy)
     if target.num_layers < required.num_target_layers:

@@ -12,9 +12,9 @@ from typing import Any
 from secondguess.checkpoint.memory import available_memory, head_memory, peak_memory
 from secondguess.checkpoint.plan import Checkpoint
 from secondguess.checkpoint.resolve import cached_folders, repository_of
-from secondguess.checkpoint.weight_files import count_parameters, hash_weights
+from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import CheckpointError, SecondGuessError
-from secondguess.heads.files import CONFIG, NAMED, config_errors, read_config, read_provenance
+from secondguess.heads.files import CONFIG, NAMED, config_errors, count_weights, read_config, read_provenance
 from secondguess.heads.folders import find_own, kind_of
 from secondguess.heads.formats import StoredHead, differ_by_padding, find_spelled
 
@@ -127,7 +127,7 @@ def _describe(kind: str, folder: Path, target: Checkpoint) -> FoundDrafter:
 
 def _count_bytes(folder: Path, target: Checkpoint) -> int:
     """Return the bytes of a drafter's weights in the target's dtype; of pickles, those of their files."""
-    if num_weights := count_parameters(folder):
+    if num_weights := count_weights(folder):
         return num_weights * target.dtype.itemsize
     return sum(path.stat().st_size for pattern in ("*.pt", "*.bin") for path in folder.glob(pattern))
 

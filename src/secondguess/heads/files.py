@@ -20,9 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from secondguess.checkpoint.weight_files import LFS_ADVICE, LFS_POINTER, is_lfs_pointer, tensor_files
+from secondguess.checkpoint.resolve import is_gguf
+from secondguess.checkpoint.weight_files import (
+    LFS_ADVICE,
+    LFS_POINTER,
+    count_parameters,
+    is_lfs_pointer,
+    tensor_files,
+)
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.files import write_atomically
+from secondguess.heads.gguf import GgufDrafter
 
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "secondguess.json"
 
@@ -59,8 +67,16 @@ def read_provenance(folder: Path) -> Provenance | None:
         raise CheckpointError(f"expected a readable {PROVENANCE} in {folder}, got: {error}") from error
 
 
+def config_file(folder: Path) -> Path:
+    """Return the file with the configuration of a drafter: that of a folder, or a GGUF file itself."""
+    return folder if is_gguf(folder) else folder / CONFIG
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed `config.json` of a folder, which must be a JSON object."""
+    """Return the parsed `config.json` of a folder, which must be a JSON object, or what a GGUF file has in its place."""
+    if is_gguf(folder):
+        with config_errors(folder):
+            return GgufDrafter(folder).config
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -78,11 +94,13 @@ def config_errors(folder: Path) -> Iterator[None]:
     except UnsupportedModelError as error:
         if str(folder) in str(error):
             raise
-        raise UnsupportedModelError(f"{folder / CONFIG}: {error}") from error
+        raise UnsupportedModelError(f"{config_file(folder)}: {error}") from error
     except KeyError as error:
-        raise CheckpointError(f"expected the field {error} in {folder / CONFIG}, got none") from error
+        raise CheckpointError(f"expected the field {error} in {config_file(folder)}, got none") from error
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"expected a drafter that fits in {folder / CONFIG}, got: {error}") from error
+        raise CheckpointError(
+            f"expected a drafter that fits in {config_file(folder)}, got: {error}"
+        ) from error
 
 
 def whole_number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
@@ -132,7 +150,9 @@ def read_pickle(path: Path) -> Any:
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor in a folder, without reading the tensors."""
+    """Return the safetensors file of each tensor in a folder, without reading the tensors; or the GGUF file."""
+    if is_gguf(folder):
+        return dict.fromkeys(GgufDrafter(folder).tensor_names, folder)
     files: dict[str, Path] = {}
     loaded = tensor_files(folder)  # by the target; they come last and replace those of other files
     for path in sorted(folder.glob("*.safetensors"), key=lambda path: (path in loaded, path)):
@@ -142,6 +162,11 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         except (OSError, SafetensorError) as error:
             raise _unreadable(folder, path, error) from error
     return files
+
+
+def count_weights(folder: Path) -> int:
+    """Return the number of weights of a drafter, from headers."""
+    return GgufDrafter(folder).num_weights if is_gguf(folder) else count_parameters(folder)
 
 
 def tensor_names(folder: Path) -> set[str]:
@@ -170,6 +195,9 @@ def read_named_tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
     """Read the named tensors from the files that `find_tensors` returned."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(files.values())):
+        if is_gguf(path):
+            tensors |= GgufDrafter(path).read(files.keys())
+            continue
         with safe_open(path, "pt") as file:
             tensors |= {
                 name: file.get_tensor(name) for name, tensor_path in files.items() if tensor_path == path
@@ -196,7 +224,8 @@ def load_into(
         if name in tensors and wanted[name].shape != tensors[name].shape
     ]
     if problems:
-        raise CheckpointError(f"expected the weights that {CONFIG} describes in {folder}, got {problems[0]}")
+        source = "the header" if is_gguf(folder) else CONFIG
+        raise CheckpointError(f"expected the weights that {source} describes in {folder}, got {problems[0]}")
     module.load_state_dict(dict(tensors))
 
 

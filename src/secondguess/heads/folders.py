@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from secondguess.builtin import head_path
-from secondguess.checkpoint.resolve import find_in_cache
+from secondguess.checkpoint.resolve import find_in_cache, is_gguf
 from secondguess.checkpoint.weight_files import hash_weights, weight_files
 from secondguess.errors import BadInputError, CheckpointError, MismatchWarning
-from secondguess.heads.files import CONFIG, NAMED, read_config, read_provenance, tensor_names
+from secondguess.heads.files import CONFIG, NAMED, config_file, read_config, read_provenance, tensor_names
 from secondguess.heads.formats import find_format
+from secondguess.heads.gguf import kind_in
 from secondguess.heads.mtp import contains_mtp
 from secondguess.names import Name
 
@@ -29,9 +30,10 @@ def find_head_folder(name: Name, target_name: str, target_path: str) -> Path:
         raise BadInputError(
             f"expected {name.kind}:PATH for the target {target_name}, which has no built-in one, got no path; {how_to_train}"
         )
-    if name.argument and not (folder / CONFIG).is_file():
+    if name.argument and not config_file(folder).is_file():
         raise CheckpointError(
-            f"expected the folder of a trained {name.kind} drafter with a {CONFIG}, got {folder}; {how_to_train}"
+            f"expected the folder of a trained {name.kind} drafter with a {CONFIG}, or a GGUF file, got {folder}; "
+            f"{how_to_train}"
         )
     _require_kind(folder, name.kind)
     return folder
@@ -59,6 +61,9 @@ def _contains_drafter(kind: str, folder: Path) -> bool:
 
 def _require_kind(folder: Path, kind: str) -> None:
     """Raise a `CheckpointError` if the folder was trained as another kind, and its model contains none of this kind."""
+    if is_gguf(folder):
+        _require_kind_in_file(folder, kind)
+        return
     provenance = read_provenance(folder)
     if provenance is None or provenance.kind == kind or _contains_drafter(kind, folder):
         return
@@ -69,6 +74,16 @@ def _require_kind(folder: Path, kind: str) -> None:
     )
 
 
+def _require_kind_in_file(path: Path, kind: str) -> None:
+    """Raise a `CheckpointError` if a GGUF file holds no drafter of a kind."""
+    found = kind_in(path)
+    if found != kind:
+        described = "a model" if found is None else f"a drafter of the kind {found}"
+        raise CheckpointError(
+            f"expected a GGUF file with a drafter of the kind {kind}, got {path}, which holds {described}"
+        )
+
+
 def refuse_head(model: str) -> None:
     """Refuse a draft model whose folder holds a drafter of another kind, which is no model of its own.
 
@@ -76,13 +91,13 @@ def refuse_head(model: str) -> None:
     The message has the name to write instead.
     """
     folder = Path(model)
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         found = find_in_cache(model)
         folder = folder if found is None else found.parent
     kind = kind_of(folder)
     if kind is not None:
         raise CheckpointError(
-            f"expected the folder of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
+            f"expected the folder or GGUF file of a draft model, got {folder}, which holds a drafter of the kind {kind}; write "
             f"{kind}:{folder}"
         )
 
@@ -90,6 +105,9 @@ def refuse_head(model: str) -> None:
 def kind_of(folder: Path) -> str | None:
     """Return the kind of the drafter in a folder, as in `--drafter`; None for a model, and for what is not known."""
     with suppress(CheckpointError):
+        if is_gguf(folder):
+            found_kind = kind_in(folder)
+            return None if found_kind == "mtp" else found_kind  # a module is part of a model
         provenance, config = read_provenance(folder), read_config(folder)
         if provenance is not None:
             return None if provenance.kind in NAMED else provenance.kind

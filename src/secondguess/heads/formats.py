@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from secondguess.checkpoint.quantised import Encoding, StoredWeights
+from secondguess.checkpoint.resolve import is_gguf
 from secondguess.checkpoint.source import FolderSource
 from secondguess.checkpoint.weight_files import TensorFiles
 from secondguess.errors import CheckpointError, UnsupportedModelError
@@ -25,6 +26,7 @@ from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.fields import Fields, refuse_unread
 from secondguess.heads.files import (
     CONFIG,
+    config_file,
     find_tensors,
     load_into,
     read_config,
@@ -661,7 +663,7 @@ class StoredHead:
         Raises:
             UnsupportedModelError: an encoding that is not decoded.
         """
-        return FolderSource(self.folder).encoding(torch.device("cpu"))
+        return None if is_gguf(self.folder) else FolderSource(self.folder).encoding(torch.device("cpu"))
 
     def in_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name in the module, without those that are not read."""
@@ -702,11 +704,11 @@ class StoredHead:
             found = self._at(path)
             if found is not None and found != value:
                 raise UnsupportedModelError(
-                    f"expected a drafter whose {path} is {value} in {self.folder / CONFIG}, got {found!r}, which is not "
+                    f"expected a drafter whose {path} is {value} in {config_file(self.folder)}, got {found!r}, which is not "
                     "supported; use another drafter"
                 )
         decoded = QUANTIZATION_FIELDS if self.encoding is not None else ()
-        refuse_unread(self.config, self.folder / CONFIG, (*self.format.harmless, *decoded))
+        refuse_unread(self.config, config_file(self.folder), (*self.format.harmless, *decoded))
         load_into(head, tensors, self.folder, name_in_file)
 
     def _at(self, path: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from secondguess.checkpoint.resolve import is_gguf
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.heads.base import DraftVocabulary, TargetModel
 from secondguess.heads.feature import (
@@ -45,6 +46,7 @@ from secondguess.heads.formats import (
     layer_fields,
     text_config,
 )
+from secondguess.heads.gguf import holds_module
 from secondguess.heads.layer import GATED_TYPES, LATENT_TYPES, MTP_TYPES, LayerConfig, make_layers
 from secondguess.heads.learning import LAST_HIDDEN
 from secondguess.runtime.base import HiddenStates
@@ -256,7 +258,9 @@ def join_experts(tensors: dict[str, Tensor], prefix: str) -> None:
 
 
 def contains_mtp(folder: Path) -> bool:
-    """Return whether a target's checkpoint contains an MTP module."""
+    """Return whether a target's checkpoint, a folder or a GGUF file, contains an MTP module."""
+    if is_gguf(folder):
+        return folder.is_file() and holds_module(folder)
     if not (folder / CONFIG).is_file():
         return False
     config, has_tensor = read_config(folder), find_tensors(folder).__contains__

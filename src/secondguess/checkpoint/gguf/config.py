@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from secondguess.checkpoint.gguf.file import GgufFile
-from secondguess.errors import UnsupportedModelError
+from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.system.quiet import quiet
 
 with quiet():
@@ -33,6 +33,8 @@ ARCHITECTURES = {
     GPT_OSS: "gpt_oss",
 }
 """Architectures of GGUF files among the families of the kernels, and their model types."""
+DRAFTERS = {"eagle3": "eagle", "dflash": "dspark", "gemma4-assistant": "gemma4-assistant"}
+"""Architectures of GGUF files with drafters that are no models of their own, and the kinds of these drafters."""
 FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -52,6 +54,8 @@ OPTIONAL = {
     "expert_count",
     "expert_used_count",
 }
+NUM_MODULES = "nextn_predict_layers"
+"""Field with the number of multi-token-prediction modules."""
 NAMED_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<|endoftext|>",
@@ -125,6 +129,7 @@ def _own_config(file: GgufFile) -> Any:
     if missing := [key for key in names if key not in values and key not in OPTIONAL]:
         raise ValueError(f"a file of {architecture} without {missing[0]}")
     found = {name: values[key] for key, name in names.items() if key in values}
+    found["num_hidden_layers"] = count_layers(file)
     if architecture == "stablelm":
         found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
         found["use_qkv_bias"] = "blk.0.attn_q.bias" in tensors
@@ -150,8 +155,24 @@ def _own_config(file: GgufFile) -> Any:
     return config
 
 
+def count_layers(file: GgufFile) -> int:
+    """Return the number of decoder layers; in the file, multi-token-prediction modules count as layers after them."""
+    num_blocks, num_modules = file.values.get("block_count"), file.values.get(NUM_MODULES, 0)
+    if not isinstance(num_blocks, int) or not isinstance(num_modules, int):
+        raise CheckpointError(
+            f"expected whole numbers of blocks and modules in {file.path}, got {num_blocks!r} and {num_modules!r}; copy or "
+            "download it again"
+        )
+    return num_blocks - num_modules
+
+
 def _config_by_transformers(file: GgufFile) -> Any:
     """Return the configuration of another architecture, as Transformers reads it."""
+    if kind := DRAFTERS.get(file.architecture):
+        raise UnsupportedModelError(
+            f"expected a model, got {file.path}, which holds a drafter of the kind {kind}; use it with its target, as the "
+            f"drafter {kind}:{file.path}"
+        )
     try:
         config = AutoConfig.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, local_files_only=True, trust_remote_code=False
@@ -183,11 +204,7 @@ def _end_tokens(file: GgufFile) -> list[int] | None:
 def _complete_config(config: Any, file: GgufFile) -> None:
     """Set sizes, windows and rotary positions, of which configurations have defaults or Transformers reads none."""
     architecture, values, tensors = file.architecture, file.values, file.tensors
-    factors = {
-        name: file.bytes_of(tensors[name]).view(torch.float32).clone()
-        for name in ROPE_TENSORS
-        if name in tensors
-    }
+    factors = _read_rope_factors(file)
     for key, name in SIZES.items():
         if key in values and hasattr(config, name):
             setattr(config, name, values[key] or None)  # a soft cap of 0 is none
@@ -199,6 +216,34 @@ def _complete_config(config: Any, file: GgufFile) -> None:
         _set_rope(config, values, factors)
     else:
         _complete_others(config, architecture, values, factors)
+
+
+def read_rope_parameters(file: GgufFile, head_size: int, context_length: int) -> dict[str, Any]:
+    """Return the `rope_parameters` of layers like those of Llama or Qwen.
+
+    Raises:
+        UnsupportedModelError: rotary positions that are not known.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=head_size,
+        num_attention_heads=1,
+        max_position_embeddings=context_length,
+        rope_parameters=rope,
+    )
+    _set_rope(config, file.values, _read_rope_factors(file))
+    found: dict[str, Any] = config.rope_parameters
+    return found
+
+
+def _read_rope_factors(file: GgufFile) -> dict[str, Tensor]:
+    tensors = file.tensors
+    return {
+        name: file.bytes_of(tensors[name]).view(torch.float32).clone()
+        for name in ROPE_TENSORS
+        if name in tensors
+    }
 
 
 def _complete_others(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondguess.checkpoint.gguf.config import ROPE_TENSORS
+from secondguess.checkpoint.gguf.config import NUM_MODULES, ROPE_TENSORS, count_layers
 from secondguess.checkpoint.gguf.file import GgufFile, GgufTensor
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cpu import library
@@ -32,11 +32,15 @@ FORMATS = {
 READ_BY_KERNELS = frozenset([0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 30, 39])
 """Types that the kernels read (`stored.h`)."""
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
+INTEGERS = {24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}
 ANGLES = ".attn_rot_embd.inv_freq"
 """Rotary frequencies in old files, which follow from the configuration."""
 EMBEDDING, HEAD = "token_embd", "output"
+ROTATED = ("attn_q", "attn_k")
+"""Parts whose rows llama.cpp reorders in models like Llama."""
 TENSOR = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>\w+)\.(?P<suffix>weight|bias)")
 """Names of the tensors of a layer."""
+BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """Weights of all experts of a layer, `[expert, output, input]`, and their biases: gates, values and outputs."""
 LAYER_NAMES = {
@@ -106,6 +110,8 @@ class GgufWeights:
         if stem in OUTER_NAMES:
             yield f"{OUTER_NAMES[stem]}.{suffix}", None
             return
+        if self._is_of_module(name):
+            return
         found = TENSOR.fullmatch(name)
         layer = "" if found is None else f"model.layers.{found['layer']}"
         part = "" if found is None else found["name"]
@@ -128,6 +134,12 @@ class GgufWeights:
                 "safetensors checkpoint of the model"
             )
 
+    def _is_of_module(self, name: str) -> bool:
+        """Return whether a tensor is of a multi-token-prediction module, which the target does not run."""
+        block = BLOCK.match(name)
+        num_modules = self._file.values.get(NUM_MODULES, 0)
+        return block is not None and num_modules > 0 and int(block["layer"]) >= count_layers(self._file)
+
     def has(self, name: str) -> bool:
         return name in self._sources
 
@@ -142,17 +154,10 @@ class GgufWeights:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a weight."""
-        tensor, _ = self._sources[name]
+        tensor, expert = self._sources[name]
         with self._naming(name):
             order = self._order(name)
-            if tensor.kind in FLOATS:
-                found = self._bytes(name).reshape(-1).view(FLOATS[tensor.kind]).view(*self.shape(name))
-            elif library.units() and tensor.kind in READ_BY_KERNELS and len(self.shape(name)) > 1:
-                found = decode_rows(
-                    self._stored_rows(name), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-                )
-            else:
-                found = self._dequantised(name)
+            found = decode_tensor(self._file, tensor, dtype, expert)
             found = found if order is None else found[order]
             if found.dim() == 1 and "gemma" in self._config.model_type:
                 found = found.float() - 1
@@ -161,51 +166,15 @@ class GgufWeights:
     def rows(self, name: str) -> WeightRows:
         """Return the rows of the weight `[output, input]` of a linear layer for the kernels."""
         with self._naming(name):
-            rows, order = self._stored_rows(name), self._order(name)
+            rows, order = _stored_rows(self._file, *self._sources[name]), self._order(name)
             return rows if order is None else rows[order]
 
-    def _stored_rows(self, name: str) -> WeightRows:
-        """Return rows in the order of the file."""
-        tensor, _ = self._sources[name]
-        weight_format = FORMATS.get(tensor.type_name, INT8) if tensor.is_quantised else None
-        if tensor.kind in READ_BY_KERNELS:
-            held = self._bytes(name)
-            return WeightRows.of_memory(
-                held, tensor.bytes_per_row, tensor.shape[-1], tensor.kind, weight_format
-            )
-        return replace(WeightRows.of_tensor(self._dequantised(name)), weight_format=weight_format)
-
-    def _bytes(self, name: str) -> Tensor:
-        """Return the bytes `[output, byte]` of a weight; a vector is one row."""
-        tensor, expert = self._sources[name]
-        held = self._file.bytes_of(tensor)
-        return held if expert is None else held[expert]
-
-    def _dequantised(self, name: str) -> Tensor:
-        """Return a weight that is decoded by the library of llama.cpp, in float32."""
-        try:
-            from gguf import GGMLQuantizationType
-            from gguf.quants import dequantize
-        except ImportError as error:
-            raise UnsupportedModelError(
-                f"cannot read weights in {self._sources[name][0].type_name}: the package gguf is not installed. Run "
-                "`pip install secondguess[gguf]`."
-            ) from error
-        kind = GGMLQuantizationType(self._sources[name][0].kind)
-        return torch.from_numpy(dequantize(self._bytes(name).numpy(), kind)).view(*self.shape(name))
-
     def _order(self, name: str) -> Tensor | None:
-        """Return the rows of the file in the order of Transformers; None if it is that of the file.
-
-        llama.cpp puts the two numbers that are rotated together next to each other, in Llama's queries and keys.
-        """
+        """Return the rows of the file in the order of Transformers; None if it is that of the file."""
         part = self._sources[name][0].name.split(".")[-2]
-        if self._config.model_type != "llama" or part not in ("attn_q", "attn_k"):
+        if self._config.model_type != "llama" or part not in ROTATED:
             return None
-        size, count = head_size_of(self._config), self.shape(name)[0]
-        if count % size:
-            raise ValueError(f"{count} outputs are no heads of {size} numbers")
-        return torch.arange(count).view(-1, size // 2, 2).transpose(1, 2).flatten()
+        return rotary_order(self.shape(name)[0], head_size_of(self._config))
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -217,3 +186,61 @@ class GgufWeights:
                 f"expected a GGUF file whose weights have the shapes that its fields say, got {self._file.path} with "
                 f"{self._sources[name][0].name} that does not fit: {error}; copy or download it again"
             ) from error
+
+
+def rotary_order(count: int, size: int) -> Tensor:
+    """Return the rows, in the order of Transformers, of llama.cpp's queries or keys of Llama with heads of a size.
+
+    llama.cpp puts the two numbers that are rotated together next to each other.
+
+    Raises:
+        ValueError: the rows are no whole heads.
+    """
+    if count % size:
+        raise ValueError(f"{count} outputs are no heads of {size} numbers")
+    return torch.arange(count).view(-1, size // 2, 2).transpose(1, 2).flatten()
+
+
+def decode_tensor(
+    file: GgufFile, tensor: GgufTensor, dtype: torch.dtype | None = None, expert: int | None = None
+) -> Tensor:
+    """Return a tensor, or that of one expert; quantised ones in float32, or in bfloat16 if that is wanted, others as stored."""
+    shape = tensor.shape if expert is None else tensor.shape[1:]
+    if tensor.kind in FLOATS | INTEGERS:
+        found = _bytes_of(file, tensor, expert).reshape(-1)
+        return found.view((FLOATS | INTEGERS)[tensor.kind]).view(*shape)
+    if library.units() and tensor.kind in READ_BY_KERNELS and len(shape) > 1:
+        wanted = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return decode_rows(_stored_rows(file, tensor, expert), wanted)
+    return _dequantised(file, tensor, expert)
+
+
+def _stored_rows(file: GgufFile, tensor: GgufTensor, expert: int | None) -> WeightRows:
+    """Return rows in the order of the file."""
+    weight_format = FORMATS.get(tensor.type_name, INT8) if tensor.is_quantised else None
+    if tensor.kind in READ_BY_KERNELS:
+        held = _bytes_of(file, tensor, expert)
+        return WeightRows.of_memory(held, tensor.bytes_per_row, tensor.shape[-1], tensor.kind, weight_format)
+    rows = WeightRows.of_tensor(_dequantised(file, tensor, expert))
+    return replace(rows, weight_format=weight_format)
+
+
+def _bytes_of(file: GgufFile, tensor: GgufTensor, expert: int | None) -> Tensor:
+    """Return the bytes `[output, byte]` of a tensor; a vector is one row."""
+    held = file.bytes_of(tensor)
+    return held if expert is None else held[expert]
+
+
+def _dequantised(file: GgufFile, tensor: GgufTensor, expert: int | None) -> Tensor:
+    """Return a tensor that is decoded by the library of llama.cpp, in float32."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"cannot read weights in {tensor.type_name}: the package gguf is not installed. Run "
+            "`pip install secondguess[gguf]`."
+        ) from error
+    kind = GGMLQuantizationType(tensor.kind)
+    found = torch.from_numpy(dequantize(_bytes_of(file, tensor, expert).numpy(), kind))
+    return found.view(*(tensor.shape if expert is None else tensor.shape[1:]))
