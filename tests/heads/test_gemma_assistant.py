@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_a_target_without_such_keys_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_in_another_runtime_is_refused(tmp_path: Path) -> None:
     write_assistant(tmp_path)
-    target = Named(FusedRuntime(fuse(target_model(), packed=False)))
+    target = Named(FusedRuntime(fuse(deepcopy(target_model()), packed=False)))
     with pytest.raises(UnsupportedModelError, match="provides its keys and values, got a FusedRuntime"):
         named(f"gemma4-assistant:{tmp_path}", target)
 
