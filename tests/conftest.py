@@ -6,7 +6,7 @@ import gc
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,8 +120,10 @@ def llava_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_vision_model(llava(), tmp_path_factory.mktemp("llava"))
 
 
-@pytest.fixture(autouse=True)
-def no_drafters_beside_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def no_drafters_beside_targets() -> Iterator[None]:
     """Folders of other tests, beside a test's target, have drafters that would be found."""
-    monkeypatch.setattr("secondguess.heads.discovery.MAX_FOLDERS", 0)
-    monkeypatch.setattr("secondguess.heads.discovery.cached_folders", list)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("secondguess.heads.discovery.MAX_FOLDERS", 0)
+        patched.setattr("secondguess.heads.discovery.cached_folders", list)
+        yield
