@@ -1,13 +1,15 @@
-"""The wheels' tags and files, without building them; `make wheel` builds and checks them."""
+"""Packaging without building: the wheels' tags and files, and the workflows; `make wheel` builds and checks wheels."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -44,3 +46,16 @@ def test_wheels_serve_every_python(settings, tag, kernels):
     found_tag, names = done.stdout.splitlines()
     assert found_tag == tag
     assert set(names.split()) == {f"secondguess/runtime/cpu/_{kind}.so" for kind in kernels}
+
+
+def test_workflows_call_targets_of_make_that_exist():
+    targets = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = {target for line in targets for target in line.split()}
+    called = set()
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(file.read_text())["jobs"]
+        text = str(jobs)
+        called |= set(re.findall(r"make ([a-z-]+)", text)) | set(
+            re.findall(r"'target': '(test-[a-z]+)'", text)
+        )
+    assert {"check", "test", "test-transformers", "test-oldest", "wheel"} <= called <= targets
