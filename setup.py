@@ -8,6 +8,7 @@ another processor (`tools/build_wheels.py`).
 """
 
 import os
+import re
 import sysconfig
 from glob import glob
 from pathlib import Path
@@ -27,6 +28,7 @@ X86 = {
 }
 ARM = {"neon": ["arch=armv8.2-a+dotprod"]}
 INSTRUCTIONS = {"linux-x86_64": X86, "linux-aarch64": ARM}
+PAGES = "https://github.com/secondguess/secondguess"
 SOURCES = run_path(f"{FOLDER}/sources.py")["hash_sources"](Path(FOLDER))
 
 
@@ -42,6 +44,13 @@ class WheelForEveryPython(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
+
+
+def readme() -> str:
+    """Return the README with links that lead somewhere outside the repository, too."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{PAGES}/raw/main/", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?!https?:|#)", rf"\1{PAGES}/blob/main/", text)
 
 
 def kernels() -> list[Extension]:
@@ -76,6 +85,8 @@ def kernels() -> list[Extension]:
 
 
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=kernels(),
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": WheelForEveryPython},
 )

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-import setuptools
+import json, setuptools
 from distutils.core import run_setup
 distribution = run_setup("setup.py", script_args=[], stop_after="config")
-for name in ("bdist_wheel", "build_ext"):
-    distribution.get_command_obj(name).ensure_finalized()
-print("-".join(distribution.get_command_obj("bdist_wheel").get_tag()))
-print(*sorted(distribution.get_command_obj("build_ext").get_ext_filename(kernels.name)
-              for kernels in distribution.ext_modules or ()))
+wheel, libraries = (distribution.get_command_obj(name) for name in ("bdist_wheel", "build_ext"))
+wheel.ensure_finalized()
+libraries.ensure_finalized()
+files = [libraries.get_ext_filename(kernels.name) for kernels in distribution.ext_modules or ()]
+text = distribution.metadata.get_long_description()
+print(json.dumps({"tag": wheel.get_tag(), "files": files, "readme": text}))
 """
+
+
+def package(settings: dict[str, str]) -> dict[str, Any]:
+    """Return what a wheel would be called and contain if it were built with these settings."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -34,18 +52,21 @@ print(*sorted(distribution.get_command_obj("build_ext").get_ext_filename(kernels
     ],
 )
 def test_wheels_serve_every_python(settings, tag, kernels):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found_tag, names = done.stdout.splitlines()
-    assert found_tag == tag
-    assert set(names.split()) == {f"secondguess/runtime/cpu/_{kind}.so" for kind in kernels}
+    found = package(settings)
+    assert "-".join(found["tag"]) == tag
+    assert set(found["files"]) == {f"secondguess/runtime/cpu/_{kind}.so" for kind in kernels}
+
+
+def test_links_of_the_readme_lead_somewhere_outside_the_repository():
+    text = package({})["readme"]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    in_repository = [
+        link.partition("/blob/main/")[2].partition("#")[0] for link in links if "/blob/main/" in link
+    ]
+    assert len(in_repository) > 20
+    assert all((ROOT / path).exists() for path in in_repository)
 
 
 def test_workflows_call_targets_of_make_that_exist():
