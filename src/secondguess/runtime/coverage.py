@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,9 +14,6 @@ from secondguess.runtime.decoder.families import undescribed_reason
 
 MAX_HEAD_SIZE = 512
 """Largest size of heads that the compiled kernels take."""
-MISSING_KERNELS = (
-    "the kernels were not built (no C++ compiler?), or this processor has neither AVX2 nor ARM dot products"
-)
 
 
 def unsupported_reason(runtime: str, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -49,9 +48,21 @@ def _kernels_reason(config: Any, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not library.units():
-        return MISSING_KERNELS
+        return missing_kernels_reason()
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_size % 2 or head_size > MAX_HEAD_SIZE:
         return f"heads of {head_size} numbers; the kernels take even sizes up to {MAX_HEAD_SIZE}"
     return None
+
+
+def missing_kernels_reason() -> str:
+    """Return why there are no compiled kernels, and how to get them where they exist."""
+    if sys.platform != "linux":
+        return f"the kernels need Linux, got {platform.system()}"
+    if not any(library.processor_supports(kind) for kind in library.INSTRUCTIONS):
+        return "this processor has neither AVX2 nor ARM dot products"
+    return (
+        f"this installation of secondguess has no kernels for {platform.machine()}; install its wheel for this processor "
+        "(glibc 2.31 or newer), or install it from source with a C++ compiler"
+    )

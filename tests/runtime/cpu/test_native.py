@@ -40,7 +40,7 @@ from secondguess.errors import (
     SecondGuessError,
     UnsupportedModelError,
 )
-from secondguess.runtime.coverage import unsupported_reason
+from secondguess.runtime.coverage import missing_kernels_reason, unsupported_reason
 from secondguess.runtime.cpu import library
 from secondguess.runtime.cpu.decoder import NativeDecoder, PackedDecoder
 from secondguess.runtime.cpu.forward import KernelForward
@@ -763,10 +763,22 @@ def test_without_kernels_torch_is_used_with_a_warning(llama, monkeypatch, caplog
     monkeypatch.setattr(library, "units", lambda: ())
     assert load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu")).kind == "fused"
     (warning,) = caplog.messages
-    assert "the kernels were not built" in warning
-    assert "install secondguess again" in warning
+    assert "this installation of secondguess has no kernels" in warning
+    assert "install its wheel for this processor" in warning
     with pytest.raises(UnsupportedModelError, match="native runtime covers"):
         load_model(Checkpoint.resolve(llama, dtype="bfloat16", device="cpu", runtime="native"))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "expected"),
+    [
+        ("sys.platform", "darwin", "the kernels need Linux"),
+        ("secondguess.runtime.cpu.library.processor_supports", lambda kind: False, "has neither AVX2"),
+    ],
+)
+def test_missing_kernels_are_explained_by_the_system(attribute, value, expected, monkeypatch):
+    monkeypatch.setattr(attribute, value)
+    assert expected in missing_kernels_reason()
 
 
 def test_kernels_with_other_results_are_not_used(llama, monkeypatch):

@@ -8,7 +8,6 @@ runtime computes with torch instead.
 from __future__ import annotations
 
 import ctypes
-import sysconfig
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -225,7 +224,7 @@ def _has_tiles() -> bool:
 def _open(kind: str) -> ctypes.CDLL | None:
     """Return the kernels of a kind, or None if they were not built; refuse those built from other sources."""
     folder = Path(__file__).parent
-    built = folder / f"_{kind}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built = folder / f"_{kind}.so"
     if not built.exists():
         return None
     try:

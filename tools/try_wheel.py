@@ -1,0 +1,64 @@
+"""Install a wheel into an empty environment, and generate there without a compiler: `python tools/try_wheel.py WHEEL`.
+
+Dependencies come from pip's index; `PIP_EXTRA_INDEX_URL` and `PIP_CONSTRAINT` choose others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+PROGRAM = """
+import sys, time
+start = time.time()
+import secondguess
+llm = secondguess.load()
+text = llm.generate("def add(a, b):", max_tokens=5).text
+from secondguess.runtime.cpu.library import units
+print(f"{secondguess.__version__} on Python {sys.version.split()[0]}: {text!r} in {time.time() - start:.1f} s")
+print("kernels:", *(unit.name for unit in units()))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    wheel: Path = parser.parse_args().wheel.resolve(strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        programs = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
+        start = time.monotonic()
+        pip = [str(programs / "python"), "-m", "pip"]
+        subprocess.run([*pip, "install", "--quiet", str(wheel)], check=True)
+        subprocess.run([*pip, "check"], check=True)
+        print(f"installed in {time.monotonic() - start:.0f} s", flush=True)
+        # No PYTHONPATH, no compiler, no verdicts of earlier checks
+        kept = {
+            name: value for name, value in os.environ.items() if name.upper() in ("SYSTEMROOT", "TEMP", "TMP")
+        }
+        environment = {**kept, "PATH": str(programs), "SECONDGUESS_CACHE": ""}
+        command = [str(programs / "python"), "-c", PROGRAM]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+    print(done.stdout + done.stderr, end="")
+    if done.returncode:
+        return done.returncode
+    has_kernels = "kernels: " in done.stdout
+    if has_kernels == ("any" in wheel.stem.split("-")):
+        print(f"expected {'no ' if has_kernels else ''}kernels in {wheel.name}", file=sys.stderr)
+        return 1
+    if not has_kernels and "several times slower" not in done.stderr:
+        print("expected a warning that there are no kernels", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
