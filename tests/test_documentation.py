@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from released_models import RELEASES
 
 from families import needs_kernels
 from secondguess.cli import app
+from secondguess.train.training_texts import read_documents
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -108,3 +110,31 @@ def test_extras_that_the_pages_install_exist():
     }
     assert "serve" in named
     assert named <= set(project["optional-dependencies"])
+
+
+def block_of(page: str, kind: str) -> str:
+    """Return the first block of a kind of a page."""
+    return next(code for found, code in BLOCK.findall((ROOT / "docs" / page).read_text()) if found == kind)
+
+
+def test_queries_of_the_page_on_serving_name_metrics_of_the_server():
+    names = set(re.findall(r"vllm:\w+", (ROOT / "docs" / "howto-serve.md").read_text()))
+    source = (ROOT / "src/secondguess/server/metrics.py").read_text()
+    assert len(names) > 5
+    assert [name for name in names if f'"{re.sub(r"_(total|bucket)$", "", name)}"' not in source] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_the_unit_of_systemd_is_valid(tmp_path):
+    unit = tmp_path / "secondguess.service"
+    unit.write_text(
+        block_of("howto-serve.md", "ini").replace("/opt/secondguess/bin/secondguess", "/bin/true")
+    )
+    run = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_prompts_of_the_page_on_training_can_be_read(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(block_of("howto-train-a-head.md", "json"))
+    assert [bool(document.messages) for document in read_documents([file], as_is=False)] == [True, False]
