@@ -16,6 +16,7 @@ import pytest
 import typer
 from released_models import RELEASES
 
+from docs_site import indent_lists, link_to_repository
 from families import needs_kernels
 from secondguess.cli import app
 from secondguess.train.training_texts import read_documents
@@ -138,3 +139,23 @@ def test_prompts_of_the_page_on_training_can_be_read(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(block_of("howto-train-a-head.md", "json"))
     assert [bool(document.messages) for document in read_documents([file], as_is=False)] == [True, False]
+
+
+def test_lists_of_the_site_are_those_of_the_pages():
+    """Formulas outside of lists are indented by four spaces; a fence in a list keeps the indentation inside it."""
+    page = (
+        "text\n- item\n  more\n\n  | a |\n- next\n  - inner\n    rest\n  ```\n    code\n  ```\n"
+        "1. one\n   more\n\ntext\n\n    y = x\n```\n  - z\n- z\n```"
+    )
+    site = (
+        "text\n\n- item\n    more\n\n    | a |\n\n- next\n    - inner\n        rest\n    ```\n      code\n    ```\n"
+        "1. one\n    more\n\ntext\n\n    y = x\n```\n  - z\n- z\n```"
+    )
+    assert indent_lists(page) == site
+
+
+def test_links_out_of_docs_lead_to_the_repository():
+    links = "[a](../src/secondguess/core.py) [b](../benchmarks/results/) [c](faq.md) [d](../nothing.py)"
+    assert link_to_repository(links, "", ROOT / "docs", "URL") == (
+        "[a](URL/blob/main/src/secondguess/core.py) [b](URL/tree/main/benchmarks/results) [c](faq.md) [d](../nothing.py)"
+    )
