@@ -75,6 +75,16 @@ format: setup
 bench: setup
 	$(BIN)/secondguess bench --against transformers --output benchmarks/results
 
+# The documentation as a site, in site/; a dead link ends the build.
+.PHONY: docs
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: constraints.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	touch $@
+
 fuzz: setup
 	$(BIN)/python tests/fuzz_kernels.py --minutes 10
 
