@@ -23,7 +23,7 @@ from secondguess.verifiers import make_verifier
 from unrolled_cases import TEXT
 
 HAS_ORACLE = "MtpModel" in vars(modeling_layers)
-"""Whether this release of Transformers runs MTP modules."""
+"""True if this release of Transformers runs MTP modules."""
 NUM_LAYERS, NUM_MODULES, VOCAB_SIZE = 2, 3, 31
 
 

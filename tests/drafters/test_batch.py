@@ -60,6 +60,10 @@ def native_decoder() -> NativeDecoder:
     return NativeDecoder(fuse(tiny_target(VOCAB_SIZE).bfloat16(), packed=False))
 
 
+SHORT = "eagle3-narrow"
+"""Drafter with a context that is shorter than the prompts of these tests."""
+
+
 def target_of(drafter: str) -> CachedRuntime:
     """Return a new target that supports the drafter."""
     if drafter in NEEDS_GEMMA:
@@ -207,7 +211,11 @@ def test_only_the_unshared_part_of_a_prompt_is_prefilled(drafter, is_live, monke
     while batch:
         batch.step()
     assert max(counter.widths) <= 16
-    assert of_drafter is None or max(of_drafter.widths, default=0) <= 16
+    if drafter == SHORT:  # the prompt is longer than its context
+        assert of_drafter is not None
+        assert not of_drafter.widths
+    else:
+        assert of_drafter is None or max(of_drafter.widths) <= 16
     assert [first.output, second.output] == [plain_text(first, drafter), plain_text(second, drafter)]
     fresh, alone = components_of(drafter), row_of([*text(54), *text(6, seed=1)])
     for _ in decode(fresh, [alone]):

@@ -38,7 +38,7 @@ def target_model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a head computes.
+    """Description of what a head computes.
 
     Args:
         states: states of the target that are joined; 0 is the embeddings, k the output of layer k.

@@ -619,7 +619,7 @@ def test_a_module_among_the_blocks_of_a_model_is_that_of_its_folder(model_type: 
     assert find_own("mtp", "tiny", str(path)) == find(path, "mtp") == path
     refuse_head(str(path))  # it may be a draft model, too
     assert head.layer_config.model_type == expected.layer_config.model_type == model_type
-    said = [drafted_logits(each.double(), TEXT[:6], TEXT[6:9]) for each in (head, expected)]
+    said = [drafted_logits(found.double(), TEXT[:6], TEXT[6:9]) for found in (head, expected)]
     torch.testing.assert_close(*said, atol=1e-5, rtol=0)
     assert count_weights(path) == count_weights(tmp_path / "folder")
 

@@ -220,8 +220,8 @@ class TransformersRuntime(CachedRuntime):
 
 def remember(model: Any) -> Callable[[], None]:
     """Return a function that restores the present attention implementations and modes of a model."""
-    attentions = [(each, each._attn_implementation) for each in configurations(model)]
-    modes = [(each, each.training) for each in model.modules()]
+    attentions = [(config, config._attn_implementation) for config in configurations(model)]
+    modes = [(module, module.training) for module in model.modules()]
 
     def restore() -> None:
         for config, implementation in attentions:
@@ -235,13 +235,13 @@ def remember(model: Any) -> Callable[[], None]:
 def configurations(model: Any) -> list[Any]:
     """Return the configurations of a model and its parts, each after the one that contains it."""
     found: dict[int, Any] = {}
-    waiting = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     while waiting:
         config = waiting.pop(0)
         if id(config) not in found:
             found[id(config)] = config
             parts = [getattr(config, name, None) for name in config.sub_configs]
-            waiting[:0] = [each for each in parts if each is not None]
+            waiting[:0] = [part for part in parts if part is not None]
     return list(found.values())
 
 
