@@ -35,7 +35,7 @@ def zeros():
 
 def norm_of(size, dtype):
     weight = torch.rand(size, device="cuda").to(dtype) + 0.5
-    return Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6))
+    return Norm(SimpleNamespace(weight=weight), 1e-6)
 
 
 def assert_same(monkeypatch, compute, tolerance):
