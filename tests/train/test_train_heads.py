@@ -235,6 +235,16 @@ def test_an_empty_folder_name_is_not_the_current_folder(
     assert "'--out': expected a folder, got ''" in done.err
 
 
+def test_a_head_with_its_own_lm_head_learns_from_packed_weights_and_keeps_its_window(
+    secondguess_command, tiny_checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    changes = ("--set", "draft_vocab_size=64", "--set", "window=8")
+    command = ["train", "eagle", "--out", tmp_path, "--model", tiny_checkpoint, "--data", prompts, *OPTIONS]
+    assert secondguess_command(*command, "--steps", 2, "--dtype", "bfloat16", *changes).code == 0
+    layer = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    assert layer["sliding_window"] == 8
+
+
 @pytest.mark.parametrize(
     ("cost_ratio", "advice"), [(0.5, "train for longer"), (1.2, "train a smaller drafter")]
 )

@@ -171,16 +171,18 @@ class EagleHead(FeatureHead):
         *,
         vocabulary: DraftVocabulary | None = None,
         num_steps: int = DEFAULT_STEPS,
+        window: int | None = None,
     ) -> EagleHead:
         """Build an untrained drafter head.
 
         For the whole vocabulary it uses the target's LM head, for a reduced one its own, which
         starts with the target's weights. A reduced vocabulary should be that of the most frequent
-        tokens (`DraftVocabulary.most_frequent`).
+        tokens (`DraftVocabulary.most_frequent`). With a `window` it attends to that many tokens, the last ones.
         """
         config = EagleConfig(
             layer=default_layer_config(target.width),
             hidden_layers=default_layers(target.num_layers),
+            windows=(window,),
             # The target's raw states vary widely in magnitude; the first layer trains faster on
             # normalised ones.
             norm_before_residual=True,

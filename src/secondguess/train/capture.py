@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from secondguess.core import Row
-from secondguess.errors import BadInputError, UnsupportedModelError
+from secondguess.errors import BadInputError
 from secondguess.files import write_atomically
 from secondguess.heads.learning import LAST_HIDDEN, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead, HiddenStates, Runtime
@@ -178,9 +178,4 @@ def frozen_float32_embedding_and_head(target: Runtime) -> EmbeddingAndHead:
         with torch.no_grad():
             return embedding_and_head.embed(tokens).float()
 
-    probe = torch.zeros(1, embedding_and_head.width, device=target.device, requires_grad=True)
-    if not unembed(probe).requires_grad:
-        raise UnsupportedModelError(
-            "cannot train through the LM head: its weights are packed. Use --dtype float32."
-        )
     return EmbeddingAndHead(embedding_and_head.width, torch.float32, embed, normalise, unembed)

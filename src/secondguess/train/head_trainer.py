@@ -5,7 +5,7 @@ minimises the losses of the depths with Muon for matrices and AdamW for the rest
 with the recipe's weights as probabilities: the gradient is that of the weighted sum on average, at
 the cost of fewer depths. The learning rate warms up and decays along a cosine. With a budget of
 steps, a step is a function of the seed, the step and the weights: a run that was killed and resumed
-from its checkpoint writes the same log as an uninterrupted one, bit by bit (float32, one machine).
+from its checkpoint writes the same log as an uninterrupted one, bit by bit (one machine).
 With a budget of minutes, the learning rate depends on the elapsed time.
 """
 
@@ -16,7 +16,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +31,7 @@ from secondguess.errors import BadInputError, CheckpointError
 from secondguess.files import write_atomically
 from secondguess.heads.learning import Objective, TrainableHead, TrainingBatch
 from secondguess.runtime.base import EmbeddingAndHead
+from secondguess.runtime.system.machine import has_bfloat16
 from secondguess.train.capture import Capture
 from secondguess.train.muon import Muon
 from secondguess.train.recipes import Recipe
@@ -160,7 +163,8 @@ class HeadTrainer:
             # Random numbers (dropout, anchors) depend on the step alone, not on earlier draws.
             torch.manual_seed(self.settings.seed * 1_000_003 + self.state.step)
             training_batch = self._thinned(self.capture.training_batch(batch))
-            depth_losses = self.trainable.learn(training_batch, self.target, self.settings.objective)
+            with self._mixed_precision():
+                depth_losses = self.trainable.learn(training_batch, self.target, self.settings.objective)
             loss = torch.stack(depth_losses.losses).sum()
             if depth_losses.extra is not None:
                 loss = loss + depth_losses.extra
@@ -175,7 +179,8 @@ class HeadTrainer:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._recipe.learning_rate * self._rate()
-            optimizer.step()
+            with self._mixed_precision():
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         num_tokens = sum(batch.lengths)
@@ -190,6 +195,19 @@ class HeadTrainer:
             f"{' '.join(f'{share:.2f}' for share in accepted[:SHOWN_DEPTHS])}, {num_tokens / seconds:.0f} tokens/s, "
             f"{seconds_left:.0f} s left",
         )
+
+    @contextmanager
+    def _mixed_precision(self) -> Iterator[None]:
+        """Compute products in bfloat16 where these are fast; weights and sums stay in float32."""
+        device = self._parameters[0].device
+        with (
+            warnings.catch_warnings(),
+            torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)),
+        ):
+            warnings.filterwarnings(
+                "ignore", "Mismatch dtype"
+            )  # norms of such products, with weights in float32
+            yield
 
     def _thinned(self, training_batch: TrainingBatch) -> TrainingBatch:
         """Return a batch with a random share of its counted positions and a random number of depths."""

@@ -23,7 +23,7 @@ from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import BadInputError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.files import NAMED, Provenance
-from secondguess.heads.learning import TrainableHead
+from secondguess.heads.learning import LAST_HIDDEN, TrainableHead, TrainingBatch
 from secondguess.names import check_range
 from secondguess.train.capture import Capture, LiveCapture, StoredCapture, frozen_float32_embedding_and_head
 from secondguess.train.head_card import write_card
@@ -118,7 +118,7 @@ class HeadJob:
 
     @property
     def load_dtype(self) -> str:
-        """Dtype of the target; gradients pass through its LM head, which packed weights do not support."""
+        """Dtype of the target. Gradients of heads without an LM head of their own pass through its, which must not be packed."""
         on_cpu = pick_device(self.device).type == "cpu"
         return "float32" if self.dtype == "auto" and on_cpu else self.dtype
 
@@ -225,7 +225,21 @@ def _untrained(job: HeadJob, llm: LLM, token_counts: torch.Tensor) -> tuple[Targ
     target = TargetModel.from_runtime(runtime, frozen_float32_embedding_and_head(runtime))
     config = llm.target.checkpoint.config.to_dict()
     facts = TargetInfo(config=config, model=target, token_counts=token_counts, seed=job.seed)
-    return target, job.recipe.fresh(facts).float().to(runtime.device)
+    trainable = job.recipe.fresh(facts).float().to(runtime.device)
+    require_gradients(trainable, target)
+    return target, trainable
+
+
+def require_gradients(trainable: TrainableHead, target: TargetModel) -> None:
+    """Check that losses have gradients, which packed weights of the target's LM head do not pass on."""
+    states = torch.ones(1, 4, target.width, device=target.device)
+    layers = {*trainable.hidden_layers, LAST_HIDDEN}
+    tokens = torch.zeros(1, 4, dtype=torch.long, device=target.device)
+    batch = TrainingBatch(tokens, tokens == 0, dict.fromkeys(layers, states))
+    if not any(loss.requires_grad for loss in trainable.learn(batch, target, objective("kl")).losses):
+        raise UnsupportedModelError(
+            "cannot train through the target's LM head: its weights are packed. Use --dtype float32."
+        )
 
 
 def _learn(

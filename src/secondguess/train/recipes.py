@@ -142,6 +142,7 @@ class EagleRecipe(DecayingRecipe):
 
     num_steps: int = 7  # draft steps in training
     draft_vocab_size: int = 32_000  # most frequent tokens of the training texts; 0 for all tokens
+    window: int = _within(0, 100_000_000, 0)  # tokens that the head attends to, the last ones; 0 for all
 
     kind = "eagle"
     has_authors_layout = True
@@ -149,7 +150,13 @@ class EagleRecipe(DecayingRecipe):
     def fresh(self, target: TargetInfo) -> TrainableHead:
         size = min(self.draft_vocab_size or target.model.vocab_size, target.model.vocab_size)
         vocabulary = DraftVocabulary.most_frequent(target.token_counts.cpu(), size)
-        return EagleHead.fresh(target.model, target.seed, vocabulary=vocabulary, num_steps=self.num_steps)
+        return EagleHead.fresh(
+            target.model,
+            target.seed,
+            vocabulary=vocabulary,
+            num_steps=self.num_steps,
+            window=self.window or None,
+        )
 
 
 @dataclass(frozen=True)
