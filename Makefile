@@ -75,6 +75,11 @@ format: setup
 bench: setup
 	$(BIN)/secondguess bench --against transformers --output benchmarks/results
 
+# The pages of docs/ that list commands and routes, after a change of them.
+.PHONY: reference
+reference: setup
+	$(BIN)/python tools/reference_pages.py
+
 # The documentation as a site, in site/; a dead link ends the build.
 .PHONY: docs
 docs: .venv-docs/.ready
@@ -82,7 +87,7 @@ docs: .venv-docs/.ready
 
 .venv-docs/.ready: constraints.txt
 	$(PYTHON) -m venv --clear .venv-docs
-	.venv-docs/bin/python -m pip install -q -c constraints.txt mkdocs-material
+	.venv-docs/bin/python -m pip install -q -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
 
 fuzz: setup

@@ -10,19 +10,27 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 from released_models import RELEASES
 
-from docs_site import indent_lists, link_to_repository
+import secondguess
+from docs_site import indent_lists, link_to_repository, on_page_markdown
 from families import needs_kernels
+from reference_pages import PAGES as GENERATED_PAGES
 from secondguess.cli import app
 from secondguess.train.training_texts import read_documents
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PINNED = (ROOT / "constraints.txt").read_text().splitlines()
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED_PAGES),
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TUTORIAL = [(kind, code) for kind, code in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())]
 COMMANDS = typer.main.get_command(app)
@@ -159,3 +167,37 @@ def test_links_out_of_docs_lead_to_the_repository():
     assert link_to_repository(links, "", ROOT / "docs", "URL") == (
         "[a](URL/blob/main/src/secondguess/core.py) [b](URL/tree/main/benchmarks/results) [c](faq.md) [d](../nothing.py)"
     )
+
+
+def test_comments_become_directives_of_the_site():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    config = {"docs_dir": "docs", "repo_url": "URL"}
+    text = "<!-- ::: secondguess.load -->\n<!-- ::: secondguess.LLM -->\n<!-- tree -->"
+    site = on_page_markdown(text, page=page, config=config)
+    assert site.split("\n") == [
+        "",
+        "::: secondguess.load",
+        "",
+        "",
+        "::: secondguess.LLM",
+        "",
+        "<!-- tree -->",
+    ]
+
+
+@pytest.mark.skipif(
+    any(f"{package}=={version(package)}" not in PINNED for package in ("typer", "fastapi", "pydantic")),
+    reason="the pages are made by the pinned releases",
+)
+@pytest.mark.parametrize("name", GENERATED_PAGES)
+def test_generated_pages_are_up_to_date(name):
+    is_same = (ROOT / "docs" / name).read_text() == GENERATED_PAGES[name]()
+    assert is_same, "run `make reference`"
+
+
+def test_the_page_of_the_python_api_has_the_public_names():
+    page = (ROOT / "docs" / "reference-python.md").read_text()
+    assert sorted(re.findall(r"^<!-- ::: secondguess\.(\w+) -->$", page, re.MULTILINE)) == sorted(
+        secondguess.__all__
+    )
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(secondguess.__all__)

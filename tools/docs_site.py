@@ -1,7 +1,7 @@
 """Hook of MkDocs: pages are written for GitHub, and this makes the two readings agree.
 
-Links from a page to files outside docs/ lead to the repository. Text below an item of a list is indented by four spaces,
-as Python-Markdown reads it.
+Links from a page to files outside docs/ lead to the repository. Directives of mkdocstrings are comments, which GitHub does
+not show. Text below an item of a list is indented by four spaces, as Python-Markdown reads it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 
 LINK = re.compile(r"\]\((\.\./[^)\s]+)\)")
 ITEM = re.compile(r"(-|\d+\.) ")
+DIRECTIVE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 FENCE = "```"
 BRANCH = "main"
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Return the Markdown of a page as the site is built from it."""
+    markdown = DIRECTIVE.sub(r"\n\1\n", markdown)
     folder = posixpath.dirname(page.file.src_uri)
     return indent_lists(link_to_repository(markdown, folder, Path(config["docs_dir"]), config["repo_url"]))
 

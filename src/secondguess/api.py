@@ -167,6 +167,11 @@ class LLM(Models):
     ) -> Iterator[Piece]:
         """Yield text as it is generated; each piece reports which of its tokens were drafted.
 
+        Args:
+            prompt: text, token ids, or a conversation, as for `generate`.
+            params: sampling settings.
+            settings: fields of `SamplingParams`, which override those of `params`.
+
         Raises:
             BadInputError: as in `generate`, and for more than one sample. Raised by the call
                 itself, not by the first `next`.
@@ -241,6 +246,10 @@ class LLM(Models):
     @staticmethod
     def sampling(params: SamplingParams | None = None, **settings: object) -> SamplingParams:
         """Return sampling settings made of a base and changes to it.
+
+        Args:
+            params: the base; None for the defaults.
+            settings: fields of `SamplingParams`, which override those of the base.
 
         Raises:
             BadInputError: `params` of another type, an unknown name, or an invalid value.

@@ -193,7 +193,7 @@ class Commit:
 class TokenLogprob:
     """Natural log-probability of a token under the target, before any sampling setting.
 
-    Args:
+    Attributes:
         token: token id.
         logprob: its log-probability.
         alternatives: log-probability by token id of the most probable tokens, in descending order.

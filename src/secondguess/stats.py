@@ -23,7 +23,7 @@ Clock = Callable[[], float]
 class Stats:
     """Counters of one row, or the sum over several rows.
 
-    Args:
+    Attributes:
         num_rounds: number of target passes.
         num_tokens: number of committed tokens.
         num_drafted: number of drafted nodes; in a tree, over all branches.
@@ -34,8 +34,8 @@ class Stats:
             `drafted_per_position`, the acceptance rate by position.
         seconds: wall-clock seconds per phase, over the rounds in which the row took part; the rows
             of a batch share them.
-        accepted_prediction_tokens, rejected_prediction_tokens: number of nodes drafted from the
-            request's `prediction`, by whether they were accepted.
+        accepted_prediction_tokens: number of accepted nodes drafted from the request's `prediction`.
+        rejected_prediction_tokens: number of rejected nodes drafted from it.
         drafting_seconds: seconds of phase `draft` in rounds that drafted for the row. In other
             rounds this phase only updates the drafter's state.
         num_reused: number of prompt tokens that were in the target's KV cache already.

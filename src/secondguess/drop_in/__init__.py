@@ -74,20 +74,21 @@ def custom_generate(
     Args:
         model: the user's model; restored to its original state afterwards.
         input_ids: `[row, position]`, left-padded where rows differ in length.
-        logits_processor, stopping_criteria: the objects that Transformers made from the settings,
-            and the user's own. Those with an equivalent setting are applied with their values;
-            others are refused.
+        logits_processor: the objects that Transformers made from the settings, and the user's own.
+            Those with an equivalent setting are applied with their values; others are refused.
+        stopping_criteria: likewise.
         generation_config: the `GenerationConfig`; unsupported fields that are set are refused.
-        drafter, verifier, controller: names as for `secondguess.load`. The default drafter is
-            `suffix+self:int4` for a model on a CPU that is not in training mode, if memory holds its
-            copy, else `suffix`, as under `torch.autocast`. A draft model, a copy, and the controller's state for this model and
-            drafter are kept for later calls. A drafter head trained for the model is loaded again by
+        drafter: name as for `secondguess.load`. The default is `suffix+self:int4` for a model on a CPU that is not in
+            training mode, if memory holds its copy, else `suffix`, as under `torch.autocast`. A draft model and a copy
+            are kept for later calls. A drafter head trained for the model is loaded again by
             every call, since it is attached to a model that is borrowed for one call only.
+        verifier: name as for `secondguess.load`.
+        controller: name as for `secondguess.load`. Its state for this model and drafter is kept for later calls.
         seed: makes sampled text reproducible and, with the default verifier, independent of the
             drafter. The text of a prompt does not depend on the other prompts of the batch;
             samples of one prompt (`num_return_sequences`) differ.
-        stop_strings, tokenizer: as for `generate`: a row ends with the token that completes one
-            of the strings.
+        stop_strings: as for `generate`: a row ends with the token that completes one of the strings.
+        tokenizer: as for `generate`; needed for `stop_strings`.
         streamer: as for `generate`: receives each token once it is final.
         model_kwargs: `attention_mask` `[row, position]`, 0 at padding, and the inputs that
             Transformers always adds.

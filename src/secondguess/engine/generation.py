@@ -32,7 +32,7 @@ from secondguess.verifiers.base import Exactness, Verifier
 class Output:
     """Generated text of one sample of one prompt.
 
-    Args:
+    Attributes:
         text: generated text without the prompt, cut at a stop string.
         token_ids: generated tokens, up to and including the one that ended the row.
         drafted: per token, True if the drafter proposed it.

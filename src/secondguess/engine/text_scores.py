@@ -14,7 +14,7 @@ from secondguess.errors import BadInputError
 class TextScore:
     """Log-probabilities of a text under the target.
 
-    Args:
+    Attributes:
         token_ids: tokens of the text.
         logprobs: per token from the second on, after the tokens before it in its window.
     """

@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 class Piece:
     """Text that one commit adds to a row.
 
-    Args:
+    Attributes:
         text: whole characters; empty while they are held back. The pieces of a row concatenate to
             its text.
         tokens: the committed tokens. Text that was held back can be in a later piece than its

@@ -29,6 +29,11 @@ from secondguess.server.sleep import ServerEngine
 
 logger = logging.getLogger(__name__)
 
+ROUTERS = tuple(
+    module.router for module in (completion_routes, infill_routes, chat_routes, response_routes, model_routes)
+)
+"""Routers of the described routes, in the order of the reference."""
+
 
 def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> FastAPI:
     """Return the ASGI application of a running engine, which the caller closes after the application has ended."""
@@ -36,8 +41,8 @@ def create_app(engine: ServerEngine, settings: ServerSettings | None = None) -> 
     service = Service(engine, settings)
     app = FastAPI(title="secondguess", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for module in (completion_routes, infill_routes, chat_routes, response_routes, model_routes):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.include_router(playground_routes(), include_in_schema=False)
     app.add_route("/docs", show_reference)
     app.add_middleware(

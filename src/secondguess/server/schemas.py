@@ -62,6 +62,10 @@ def _check_size(value: object) -> object:
     return value
 
 
+def _none_for_minus_one(value: object) -> object:
+    return None if value == -1 else value
+
+
 Item = TypeVar("Item")
 Values = Annotated[list[Item], Field(fail_fast=True)]
 """List of which the first invalid item is reported alone: a large body must not cost an error per item."""
@@ -71,12 +75,16 @@ Map = Annotated[dict[str, Item], BeforeValidator(_check_size)]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
 Metadata = Annotated[Map[str], AfterValidator(_check_json)]
 
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 Limit = Annotated[
-    Annotated[int, Field(ge=1)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+    Positive | None,
+    BeforeValidator(_none_for_minus_one, json_schema_input_type=Literal[-1] | Positive | None),
 ]
 """Number of tokens; none for null and, as in llama.cpp and Ollama, for -1."""
 LimitOrZero = Annotated[
-    Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda value: None if value == -1 else value)
+    NotNegative | None,
+    BeforeValidator(_none_for_minus_one, json_schema_input_type=Literal[-1] | NotNegative | None),
 ]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]

@@ -47,7 +47,7 @@ VALUE = 0
 class Forecast:
     """Sampled forecasts.
 
-    Args:
+    Attributes:
         sequences: `[series, sample, step]`, or `[series, sample, step, dim]` for several values per
             step; the name and shape of the output of the model's `generate`.
         num_passes: number of decoder passes. Rows (a sample of a series each) take part until they
@@ -80,8 +80,12 @@ def forecast(
 
     Args:
         model: TimeSeriesTransformerForPrediction or InformerForPrediction, in evaluation mode.
-        past_values, past_time_features, future_time_features, past_observed_mask,
-            static_categorical_features, static_real_features: as for the model's `generate`.
+        past_values: as for the model's `generate`, like the five arguments after it.
+        past_time_features: as for `generate`.
+        future_time_features: as for `generate`.
+        past_observed_mask: as for `generate`.
+        static_categorical_features: as for `generate`.
+        static_real_features: as for `generate`.
         num_samples: samples per series; None for the `num_parallel_samples` of the model's configuration.
         drafter: `autoregression`, `trend` (local linear trend), `level` (local level), a smaller
             forecaster with the same inputs, a drafter object, or None to draft nothing.
