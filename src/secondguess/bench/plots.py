@@ -112,8 +112,12 @@ def _setting_name(temperature: float, batch_size: int, first: str, second: str) 
 
 
 def _drafting(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results of systems that drafted."""
-    return [found for found in results if found["rounds"] and any(found["rounds"]["drafted_by_position"])]
+    """Return the results of systems that drafted often enough."""
+    return [
+        found
+        for found in results
+        if found["rounds"] and max(found["rounds"]["drafted_by_position"], default=0) >= MIN_DRAFTED
+    ]
 
 
 def _conditions(data: dict[str, Any], *words: str) -> str:
@@ -170,7 +174,10 @@ def _speed(data: dict[str, Any], results: Sequence[dict[str, Any]]) -> Figure:
     kinds = dict.fromkeys(tasks)
     panels = ["all texts", *kinds] if len(kinds) > 1 else [tasks[0]]
     title = _setting_name(temperature, size, "Tokens/s at temperature {:g}", ", {} texts at a time")
-    words = (f"{bench['num_prompts']} prompts, {bench['num_tokens']} new tokens", "dots: single texts")
+    words = (
+        f"{bench['num_prompts']} prompts, {bench['num_tokens']} new tokens",
+        f"dots: {'batches' if size > 1 else 'single texts'}",
+    )
     grid = _panels(
         title, _conditions(data, *words), panels, columns=3, height=0.3 + 0.29 * len(results), sharey=True
     )
