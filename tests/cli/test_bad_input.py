@@ -680,6 +680,8 @@ def test_draft_lengths_of_predictions_and_of_plain_decoding_need_no_drafter(ask)
         (["bench", "nonsense"], ["nonsense"]),
         (["bench", "--name", "a/b"], ["name", "a/b"]),
         (["bench", "--output", __file__], ["--output", "folder"]),
+        (["bench", "--plot", "nowhere.json"], ["nowhere.json"]),
+        (["bench", "--plot", __file__, "--seed", "0"], ["--plot", "got --seed", "remove it"]),
     ],
     ids=lambda value: " ".join(value[:3]) if "/" not in value[-1] else None,
 )

@@ -56,6 +56,7 @@ LINES = [
     "--drafter-quantize int8 --rows 2 --context 64 --json",
     f"bench --model {{target}} {SYSTEMS} --drafter model:{{draft}} --against transformers --task texts --draft-length 2 "
     "--controller fixed:1 --name mine",
+    "bench --plot {texts} --output {folder}",
     f"tune {{target}} {SYSTEMS} --minutes 0.01 --config-out {{folder}}/tuned.toml",
     "export --to vllm --json --config {config} --model {target} --drafter model:{draft} --draft-length 3 --dtype float32 "
     "--quantize int8 --drafter-quantize int8",
@@ -98,6 +99,7 @@ def reached(monkeypatch):
     found = SimpleNamespace(skipped=[1], acceptance=0.5, cost_ratio=0.5, speedup=1.0)
     replace("secondguess.train.skip_search.search_layers", found)
     monkeypatch.setattr("secondguess.checkpoint.resolve.download", lambda name: None)
+    monkeypatch.setattr("secondguess.bench.plots.draw", lambda result, folder: [folder / "a.png"])
     return seen
 
 

@@ -432,7 +432,7 @@ class Checkpoint:
         """Return whether a copy of this model drafts by default and memory holds it in addition to the model.
 
         The copy must leave as much memory for longer KV caches as it takes itself. With graphs, where it gains less
-        (docs/benchmarks.md, "On a GPU"), it drafts only on request.
+        (docs/results.md, "On a GPU"), it drafts only on request.
 
         Args:
             weight_format: encoding of the copy's weights.

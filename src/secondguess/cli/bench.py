@@ -6,13 +6,16 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from typer import Context
+
 from secondguess.bench.config import BenchConfig
 from secondguess.cli import options
 from secondguess.cli.exit_codes import INTERRUPTED
-from secondguess.cli.option_groups import Group, option, options_of, panel, settings_of
+from secondguess.cli.option_groups import Group, is_given, option, options_of, panel, settings_of
 from secondguess.cli.options import model_option, output_option
 from secondguess.cli.output import print_note
 from secondguess.cli.progress import progress_bar
+from secondguess.errors import BadInputError
 from secondguess.names import ALL
 
 if TYPE_CHECKING:
@@ -94,10 +97,20 @@ BENCH = Group(
 
 def bench(
     *,
+    context: Context,
     config: Annotated[BenchConfig, BENCH],
-    output: Annotated[Path, output_option("Folder for the report as JSON and Markdown.")] = Path(
-        "bench-results"
-    ),
+    plot: Annotated[
+        list[Path] | None,
+        output_option(
+            "A stored result (JSON) to draw into --output as PNG and SVG, without a run; needs the extra bench; "
+            "repeatable.",
+            metavar="FILE",
+            show_default="none",
+        ),
+    ] = None,
+    output: Annotated[
+        Path, output_option("Folder for the report as JSON and Markdown, or for the pictures of --plot.")
+    ] = Path("bench-results"),
     json: options.Json = False,
 ) -> int:
     """Compare drafters, and other libraries, on the same prompts and weights.
@@ -108,6 +121,8 @@ def bench(
     from secondguess.files import require_folder
 
     require_folder(output, "--output")
+    if plot:
+        return _draw(context, plot, output)
 
     from secondguess.bench import harness, roster, writing
 
@@ -117,6 +132,22 @@ def bench(
         report = harness.run_bench(config, progress)
     save_and_print(report, output, report.to_json() if json else writing.as_markdown(report))
     return 0 if report.complete else INTERRUPTED
+
+
+def _draw(context: Context, results: list[Path], folder: Path) -> int:
+    """Draw stored results; options of a run are refused."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name not in ("plot", "output") and is_given(context, name):
+            raise BadInputError(
+                f"expected only --output with --plot, which runs nothing, got {parameter.opts[0]}; remove it"
+            )
+
+    from secondguess.bench import plots
+
+    for result in results:
+        print_note(f"saved {', '.join(map(str, plots.draw(result, folder)))}")
+    return 0
 
 
 def save_and_print(report: Report, folder: Path, text: str) -> None:
