@@ -311,7 +311,7 @@ def load(
             `transformers` (the unmodified module), or `auto`: the first that covers the model and
             matches the module's output in a check at loading. A draft model always uses `auto`.
         share_history: draft from recent outputs of other calls, too, with the drafter `suffix`,
-            alone or joined by `+` (see `docs/drafters.md`). It changes the speed alone.
+            alone or joined by `+` (see `docs/lookup.md`). It changes the speed alone.
 
     Raises:
         CheckpointError: a model that is missing, broken or cannot be decoded speculatively.

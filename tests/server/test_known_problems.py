@@ -1,4 +1,4 @@
-"""The table of known problems in docs/server.md: fifteen rows, each with an answer, a test and a figure."""
+"""The table of known problems in docs/server-measured.md: fifteen rows, each with an answer, a test and a figure."""
 
 import json
 import re
@@ -48,7 +48,7 @@ TESTS = {
 
 def rows():
     """Return the cells of each row of the table by its number."""
-    page = (ROOT / "docs/server.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/server-measured.md").read_text(encoding="utf-8")
     table = page.partition("## Known problems of servers")[2]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {int(number): rest for number, *rest in cells if number.isdecimal()}
