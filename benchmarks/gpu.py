@@ -9,6 +9,7 @@ fails, is left out and listed. Sections (`--only costs,single`):
 - `bandwidth`: rate of copies within the device's memory, bytes read plus bytes written.
 - `costs`: v(m), the time of a target pass over m tokens relative to one, and c, that of a draft step; also for the
   target's copy in 4 bits.
+- `profile`: host synchronisations per round, and the kernels that take longest.
 - `single`: one text at a time, ours and Transformers (eager, sdpa) in random order; for constant draft
   lengths also the speed that tau (tokens per target pass), v and c predict for rounds without prefill.
 - `batches`: new tokens per second by batch size and context while all rows decode, prefill excluded.
@@ -72,6 +73,8 @@ CACHE_SHARE = 0.6  # of the free memory may be taken by the caches of a batch
 PLAIN, DRAFTER, COPY, SEED, SHARPNESS = "secondguess plain", "model:drafter", "self:int4", 0, 6.0
 BATCH_WAY = "fixed:3"
 CHAIN = 4  # nodes of the chains by which draft steps of the copy are timed
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
+NUM_KERNELS = 12  # listed by a profile
 NUMBERS = {"seconds": 420.0, "agreement": 0.8, "tokens": 256, "prompts": 3, "turns": 1, "batch-tokens": 48}
 
 
@@ -272,6 +275,25 @@ def time_copy(pair: Pair) -> Json:
     return {"copy_seconds": made, "copy_bytes": taken, "copy_step": median(spans[2:])}
 
 
+def measure_profile(pair: Pair, options: argparse.Namespace) -> Json:
+    """Return synchronisations per round, and microseconds per round of the longest kernels, by system and temperature."""
+    found = {}
+    prompts = random_tokens(pair, 1, PROMPT_LENGTH)
+    for kind, temperature in product(("none", DRAFTER), (0.0, 1.0)):
+        system = Ours(pair, kind)
+        system.decode(prompts, options.tokens, temperature, 0)
+        with torch.profiler.profile() as profile:
+            timing = system.decode(prompts, options.tokens, temperature, 1)
+        waits = sum(event.name in WAITS for event in profile.events())
+        times = {event.key[:60]: event.self_device_time_total for event in profile.key_averages()}
+        longest = sorted(times, key=lambda name: times[name], reverse=True)[:NUM_KERNELS]
+        found[f"{kind}, temperature {temperature:g}"] = {
+            "synchronisations": waits / timing.num_passes,
+            "microseconds": {name: times[name] / timing.num_passes for name in longest},
+        }
+    return found
+
+
 def measure_single(report: Report, pair: Pair, options: argparse.Namespace) -> None:
     """Decode each prompt with all systems in turn, greedily and at temperature 1."""
     prompts, rng = random_tokens(pair, options.prompts, PROMPT_LENGTH), random.Random(SEED)
@@ -363,6 +385,8 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     report.put("pair", pair.about)
     if "costs" in options.only:
         report.put("costs", report.attempt("costs", measure_costs, pair))
+    if "profile" in options.only:
+        report.put("profile", report.attempt("profile", measure_profile, pair, options))
     for name, section in (("single", measure_single), ("batches", measure_batches)):
         if name in options.only:
             report.attempt(name, section, report, pair, options)
@@ -372,7 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b")
-    parser.add_argument("--only", default="bandwidth,costs,single,batches", metavar="SECTIONS")
+    parser.add_argument("--only", default="bandwidth,costs,profile,single,batches", metavar="SECTIONS")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     parser.add_argument("--output", type=Path, required=True)
