@@ -24,8 +24,8 @@ from secondguess.engine.generation import Generation, Output, check_request, mak
 from secondguess.engine.models import Models
 from secondguess.engine.text_scores import TextScore, windows_of
 from secondguess.errors import BadInputError, suggestion
+from secondguess.names import AUTO
 from secondguess.pairing import (
-    AUTO,
     PLAIN_DECODING,
     check_verifier,
     choose_controller,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ALL = "all"
 """Value that stands for all names where a list of names is expected."""
+AUTO = "auto"
+"""Name of the default drafter, the same as none given."""
 
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
 

@@ -29,7 +29,7 @@ from secondguess.errors import (
 from secondguess.heads.discovery import FoundDrafter, find_trained
 from secondguess.heads.files import count_weights
 from secondguess.heads.folders import find_head_folder
-from secondguess.names import Name
+from secondguess.names import AUTO, Name
 from secondguess.runtime.base import Runtime
 from secondguess.runtime.refusals import partial_forward_error
 from secondguess.runtime.weight_format import INT4
@@ -37,8 +37,6 @@ from secondguess.verifiers.base import Verifier
 
 LOOKUP_DRAFTER = "suffix"
 COPY_DRAFTER = f"{LOOKUP_DRAFTER}+self:{INT4.name}"
-AUTO = "auto"
-"""Name of the default drafter, the same as none given."""
 PLAIN_DECODING = "fixed:0"
 """Default controller of drafters that never draft."""
 

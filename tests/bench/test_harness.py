@@ -162,6 +162,7 @@ def test_the_default_drafters_depend_on_the_model():
     )
     assert drafters_to_run(BenchConfig(model="some/model"), "suffix") == ("suffix", "ngram")
     assert drafters_to_run(BenchConfig(drafters=("ngram",)), "suffix") == ("ngram",)
+    assert drafters_to_run(BenchConfig(drafters=("auto", "ngram")), "suffix+mtp") == ("suffix+mtp", "ngram")
 
 
 def test_all_selects_every_drafter_with_chains_and_trees():

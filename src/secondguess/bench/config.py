@@ -8,7 +8,7 @@ from pydantic import Field
 
 from secondguess.drafters import parse_drafter_name
 from secondguess.errors import BadInputError
-from secondguess.names import ALL
+from secondguess.names import ALL, AUTO
 from secondguess.validation import Count, Different, Seed, Settings, Temperature
 
 
@@ -65,7 +65,7 @@ class TuneConfig(MeasuringSettings):
 
     def model_post_init(self, context: Any) -> None:
         for name in self.drafters or ():
-            if any(part.kind == "none" for part in parse_drafter_name(name)):
+            if name != AUTO and any(part.kind == "none" for part in parse_drafter_name(name)):
                 raise BadInputError(
                     f"expected drafters that draft, got {name!r}; plain decoding is always measured, leave it out"
                 )

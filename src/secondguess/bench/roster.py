@@ -12,6 +12,7 @@ from secondguess.controllers import make_controller
 from secondguess.drafters import DRAFTERS, draft_model_paths, parse_drafter_name
 from secondguess.errors import BadInputError
 from secondguess.heads.mtp import contains_mtp
+from secondguess.names import AUTO
 from secondguess.pairing import default_drafter
 from secondguess.workloads.provenance import public_name
 
@@ -24,7 +25,8 @@ def drafters_to_run(config: MeasuringSettings, default: str) -> tuple[str, ...]:
     if config.runs_all:
         return all_drafters(config.model, default)
     if config.drafters is not None:
-        return tuple(name for name in config.drafters if name != "none")  # plain decoding always runs
+        names = (default if name == AUTO else name for name in config.drafters)
+        return tuple(dict.fromkeys(name for name in names if name != "none"))  # plain decoding always runs
     return _compared_by_default(default)
 
 

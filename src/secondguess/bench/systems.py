@@ -28,7 +28,7 @@ from secondguess.drafters.spec import make_drafter
 from secondguess.drafters.vocabulary.pair import VocabularyPair
 from secondguess.engine.models import fits_memory
 from secondguess.errors import BadInputError, OutOfMemoryError
-from secondguess.names import Name
+from secondguess.names import AUTO, Name
 from secondguess.pairing import confirm_default, default_drafter, pair_vocabularies, resolve_drafter
 from secondguess.runtime.base import Runtime
 from secondguess.sampling import SamplingParams
@@ -115,7 +115,8 @@ class Models:
     ) -> None:
         checkpoint = Checkpoint.resolve(model, dtype=dtype, device=device, quantize=quantize)
         for drafter in drafters:
-            resolve_drafter(drafter, checkpoint)
+            if drafter != AUTO:
+                resolve_drafter(drafter, checkpoint)
         default = default_drafter(model, checkpoint)
         self.target = load_model(checkpoint)
         self.default_drafter = confirm_default(default, self.target.runtime)

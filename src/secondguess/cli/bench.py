@@ -33,9 +33,7 @@ PLACE_OPTIONS: tuple[Parameter, ...] = (
 
 def _check_drafters(names: list[str] | None) -> list[str] | None:
     """Check drafter names; `all`, given alone, stands for every drafter of the target."""
-    if names != [ALL]:
-        options.check_drafter(names)
-    return names
+    return names if names == [ALL] else options.check_drafters(names)
 
 
 WORKLOAD_OPTIONS = {
@@ -73,7 +71,7 @@ WORKLOAD_OPTIONS = {
 }
 SYSTEM_OPTIONS = {
     "drafters": model_option(
-        f"A drafter to compare: {options.DRAFTER_NAMES}; or all that exist for the target; repeatable.",
+        f"A drafter to compare: {options.DRAFTER_NAMES}; auto, the default one; or all that exist for the target; repeatable.",
         "--drafter",
         "--drafters",
         callback=_check_drafters,

@@ -14,6 +14,7 @@ from typer import Argument, Context
 from secondguess.cli.option_groups import Group, is_given, option, panel
 from secondguess.cli.output import print_note
 from secondguess.errors import BadInputError
+from secondguess.names import AUTO
 
 if TYPE_CHECKING:
     from secondguess.configuration import Configuration, TuningRecord
@@ -43,6 +44,12 @@ check_model = validate_with("secondguess.checkpoint.resolve:find_checkpoint")
 check_drafter = validate_with("secondguess.drafters:parse_drafter_name")
 
 
+def check_drafters(names: list[str] | None) -> list[str] | None:
+    """Check the names of drafters, among which `auto` stands for the default one."""
+    check_drafter([name for name in names or () if name != AUTO])
+    return names
+
+
 def download_all(context: Context, names: list[str] | None) -> list[str] | None:
     """Download repositories; called before the other options are checked."""
     if context.resilient_parsing:  # completion in a shell
@@ -56,7 +63,7 @@ def download_all(context: Context, names: list[str] | None) -> list[str] | None:
 
 def check_default_drafter(value: str | None) -> str | None:
     """Check the name of a drafter; `auto` is the same as none."""
-    return None if value == "auto" else check_drafter(value)
+    return None if value == AUTO else check_drafter(value)
 
 
 check_verifier = validate_with("secondguess.verifiers:check_verifier_name")

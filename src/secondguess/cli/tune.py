@@ -28,9 +28,9 @@ CONFIGURATION = Path("secondguess.toml")
 
 TUNE_OPTIONS = {
     "drafters": model_option(
-        f"A drafter to compare: {options.DRAFTER_NAMES}, or several joined by +; repeatable.",
+        f"A drafter to compare: {options.DRAFTER_NAMES}, several joined by +, or auto, the default one; repeatable.",
         "--drafter",
-        callback=options.check_drafter,
+        callback=options.check_drafters,
         show_default=DRAFTERS_DEFAULT,
     ),
     "prompts": workload_option(

@@ -36,7 +36,8 @@ from secondguess.drop_in.kept import loaded_draft_model, locked_state, vocabular
 from secondguess.drop_in.output import StopStringWatcher, StreamedRows, padded_output, padding_token
 from secondguess.drop_in.processors import StoppingConditions, read_logits_processors, read_stopping_criteria
 from secondguess.errors import BadInputError
-from secondguess.pairing import AUTO, LOOKUP_DRAFTER
+from secondguess.names import AUTO
+from secondguess.pairing import LOOKUP_DRAFTER
 from secondguess.prompts import EncodedPrompt, encode_with_images
 from secondguess.runtime.modules.support import check_config
 from secondguess.runtime.system.machine import autocast_dtype
