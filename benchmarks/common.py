@@ -1,12 +1,16 @@
-"""Options and the output file that the scripts have in common."""
+"""Options, the time limit and the output file that the scripts have in common."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
 def make_parser(doc: str | None, *, output: bool = True) -> argparse.ArgumentParser:
@@ -15,6 +19,17 @@ def make_parser(doc: str | None, *, output: bool = True) -> argparse.ArgumentPar
     if output:
         parser.add_argument("--output", type=Path, help="a JSON file for results and provenance")
     return parser
+
+
+class TimeLimit:
+    """Limit of a part of a run, in seconds from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start, self._seconds = time.monotonic(), seconds
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Return True if a share of the time has passed."""
+        return time.monotonic() - self._start > share * self._seconds
 
 
 def store(
@@ -28,7 +43,10 @@ def store(
     models: Mapping[str, Path] | None = None,
     runtimes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a report with its provenance to the file of `--output`, if it is given."""
+    """Write a report with its provenance to the file of `--output`, if it is given.
+
+    The load average tells whether the machine was quiet: about the number of threads, if nothing else ran.
+    """
     # Only here: the other installation of `against_commit.py` may not have this module.
     from secondguess.workloads.provenance import collect_provenance
 
@@ -42,5 +60,10 @@ def store(
         models=models or {},
         runtimes=runtimes or {},
     )
-    text = json.dumps({"provenance": about.as_dict(), **report}, indent=1)
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    machine = {
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+    text = json.dumps({"provenance": {**about.as_dict(), **machine}, **report}, indent=1)
     options.output.write_text(text + "\n", encoding="utf-8")
