@@ -184,7 +184,7 @@ def logs_of(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str, Any]:
-    """Return the divergence from float32 of each encoding of the file and of the folder, and of llama.cpp on the file."""
+    """Return the divergence from float32 of the file, of llama.cpp on it, and of the folder in each encoding."""
     report: dict[str, Any] = {}
     for model in (release.path, release.folder):
         if not model.exists():
@@ -195,7 +195,7 @@ def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str,
         exact = {kind: exact_of(tokens) for kind, tokens in samples.items()}
         del exact_of
         name = "file" if model == release.path else "folder"
-        for quantize in QUANTIZATIONS:
+        for quantize in QUANTIZATIONS if name == "folder" else (None,):
             plan = Checkpoint.resolve(str(model), dtype="bfloat16", device="cpu", quantize=quantize)
             loaded = load_model(plan)
             label = f"{name}, {quantize or 'as it is'}, {loaded.runtime_description}"
