@@ -16,7 +16,6 @@ and the median of all runs counts.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import TimeLimit, make_parser, store
+from common import TimeLimit, make_parser, show_table, store
 from in_turns import ModelsWithOwnCaches, in_turns
 from prompts import prompts
 from server_process import Completion, LlamaServer, peer_version, serve_llama
@@ -191,27 +190,19 @@ def spread(values: Sequence[float]) -> Record:
     return {"median": round(median(values), 3), "least": min(values), "largest": max(values)}
 
 
-def show(model: str, rows: Sequence[Record]) -> None:
-    heads = (
-        "plain",
-        "ours",
-        "best of llama.cpp",
-        "over plain",
-        "least",
-        "over best",
-        "least",
-        "without prefill",
-    )
-    print(f"| model | prompts | T | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
-    for row in rows:
-        speeds, over_plain = row["tokens_per_second"], row["over_plain"]
-        cells = [model, f"{row['kind']} ({row['prompts']})", row["temperature"], speeds[PLAIN], speeds[OURS]]
-        ends: list[Any] = [over_plain["median"], over_plain["least"]]
-        if "speed" in row:
-            best, over = row["speed"]["best"], row["speed"]["over_best"]
-            cells.append(f"{best.removeprefix('llama.cpp ')} {speeds[best]}")
-            ends += [over["median"], over["least"], row["decode_speed"]["over_best"]["median"]]
-        print("| " + " | ".join(map(str, (*cells, *ends))) + " |", flush=True)
+def shown(model: str, row: Record) -> Record:
+    """Return a row for the printed table."""
+    speeds, over_plain = row["tokens_per_second"], row["over_plain"]
+    found = {"model": model, "prompts": f"{row['kind']} ({row['prompts']})", "T": row["temperature"]}
+    found |= {"plain": speeds[PLAIN], "ours": speeds[OURS]}
+    found |= {"over plain": over_plain["median"], "least over plain": over_plain["least"]}
+    if "speed" in row:
+        best, over = row["speed"]["best"], row["speed"]["over_best"]
+        found |= {"best of llama.cpp": f"{best.removeprefix('llama.cpp ')} {speeds[best]}"}
+        found |= {"over best": over["median"], "least over best": over["least"]}
+        found |= {"over best without prefill": row["decode_speed"]["over_best"]["median"]}
+        found |= {"plain over plain": row["speed"]["plain_over_plain"]["median"]}
+    return found
 
 
 def main() -> None:
@@ -233,6 +224,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report: dict[str, Any] = {"peer": peer_version(options.peer), "models": {}}
+    used = [RELEASES[name] for name in (*options.models, options.draft_model) if name]
+    models = {release.title: release.path for release in used}
+    if options.folder:
+        models |= {f"{release.title}, folder": release.folder for release in used}
     for name in options.models:
         comparison = Comparison(options, RELEASES[name], TimeLimit(options.seconds))
         report["models"][name] = found = {
@@ -242,17 +237,10 @@ def main() -> None:
         for _ in comparison.run():
             rows = summarise(comparison.records)
             found |= {"runtime": comparison.runtime, "table": rows, "records": comparison.records}
-            models = {each: RELEASES[each].path for each in options.models}
             store(options, report, num_threads=options.threads, dtype=options.dtype, models=models)
-        print(
-            json.dumps(
-                {
-                    kind: {mode: round(each["decode_speed"], 1) for mode, each in modes.items()}
-                    for kind, modes in comparison.pilot.items()
-                }
-            )
-        )
-        show(name, summarise(comparison.records))
+        for kind, modes in comparison.pilot.items():
+            print(kind, {mode: round(each["decode_speed"], 1) for mode, each in modes.items()})
+        show_table([shown(name, row) for row in summarise(comparison.records)])
 
 
 if __name__ == "__main__":

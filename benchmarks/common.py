@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,19 @@ class TimeLimit:
         return time.monotonic() - self._start > share * self._seconds
 
 
+def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a Markdown table, without values that are lists or objects; the first row has all columns."""
+    # Only here: see `store`.
+    from secondguess.bench.tables import table
+
+    columns = [name for name, value in rows[0].items() if not isinstance(value, list | dict)]
+    values = [[row.get(name, "") for name in columns] for row in rows]
+    cells = [
+        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in line] for line in values
+    ]
+    print(table(columns, cells), flush=True)
+
+
 def store(
     options: argparse.Namespace,
     report: Mapping[str, Any],
@@ -47,7 +60,7 @@ def store(
 
     The load average tells whether the machine was quiet: about the number of threads, if nothing else ran.
     """
-    # Only here: the other installation of `against_commit.py` may not have this module.
+    # Only here: the other installation of `against_commit.py` may not have these modules.
     from secondguess.workloads.provenance import collect_provenance
 
     if options.output is None:

@@ -27,10 +27,10 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, product
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from common import TimeLimit, make_parser, store
+from common import TimeLimit, make_parser, show_table, store
 from in_turns import ModelsWithOwnCaches, repeat_in_turns, warm_up
 from prompts import GRAMMARS, LONG, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -131,15 +131,15 @@ def prefill_ratio(ours: Run, plain: Run) -> float | None:
     return (ours.seconds - ours.decode_seconds) / (plain.seconds - plain.decode_seconds)
 
 
-def tell(rows: Sequence[Mapping[str, Any]], to: TextIO) -> None:
-    """Print one line per row, without the ratios by batch."""
+def tell(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one line per row to standard error, without the ratios by batch."""
     for row in rows:
         words = [
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row.items()
             if key != "by_batch"
         ]
-        print("  ".join(words), file=to, flush=True)
+        print("  ".join(words), file=sys.stderr, flush=True)
 
 
 def batches_of(found: Sequence[list[int]], size: int, count: int) -> list[list[list[int]]]:
@@ -172,12 +172,12 @@ def compare(options: argparse.Namespace, drafters: Mapping[str, str]) -> Iterato
         about = {"kind": kind, "batch_size": size, "temperature": temperature}
         for runs in repeat_in_turns(systems, batches, options.max_tokens, temperature, options.repeats):
             rows = [{**about, **row} for row in summarise(runs)]
-            tell(rows, sys.stderr)
+            tell(rows)
             yield [*table, *rows]
             if limit.is_over((number + 1) / len(cells)):
                 break
-        tell(rows, sys.stdout)
         table += rows
+    show_table(table)
 
 
 def main() -> None:

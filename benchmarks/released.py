@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import TimeLimit, make_parser, store
+from common import TimeLimit, make_parser, show_table, store
 from prompts import prompts
 from server_process import LlamaServer, peer_version, serve_llama
 from torch import Tensor
@@ -420,6 +420,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def speed_rows(report: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per model, form and system of a report of `measure_speed`, with the medians."""
+    return [
+        {"model": model, "form": form, "system": system}
+        | {
+            what: value["median"] if isinstance(value, dict) else value
+            for what, value in found[system].items()
+        }
+        for model, forms in report.items()
+        for form, found in forms.items()
+        for system in ("ours", "llama.cpp", "over llama.cpp")
+        if system in found
+    ]
+
+
 MEASURES = {
     "load": measure_load,
     "accuracy": measure_accuracy,
@@ -452,6 +467,8 @@ def main() -> None:
             print(json.dumps({name: {model: found}}, indent=1, ensure_ascii=False), flush=True)
             models = {each: RELEASES[each].path for each in options.models}
             store(options, report, num_threads=options.threads, models=models)
+    if options.speed:
+        show_table(speed_rows(report["speed"]))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import TimeLimit, make_parser, store
+from common import TimeLimit, make_parser, show_table, store
 from openai import AsyncOpenAI
 from prompts import texts
 from server_process import ServerProcess, peer_version, serve, serve_llama
@@ -221,6 +221,7 @@ def main() -> None:
     table: list[dict[str, object]] = []
     with ExitStack() as stack:
         measure(options, start_systems(stack, options), table)
+    show_table(table)
 
 
 if __name__ == "__main__":
