@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 from common import make_parser, store
-from in_turns import ModelsWithOwnCaches, repeat_in_turns
+from in_turns import ModelsWithOwnCaches, repeat_in_turns, warm_up
 from replay import replay
 from round_costs import Stage, measure_round_costs
 from traces import record
@@ -120,6 +120,7 @@ def for_real(
         name: SecondguessSystem(ModelsWithOwnCaches(models), options.drafter, name) for name in controllers
     }
     batches = [[prompt] for prompt in prompts]
+    warm_up(systems, batches[0])
     *_, runs = repeat_in_turns(systems, batches, options.max_tokens, temperature, options.repeats)
     whole, decoding = (
         speeds_of(runs, seconds, mix.tasks, options.max_tokens)

@@ -68,6 +68,14 @@ def in_turns(
     return {name: running_batch.run() for name, running_batch in running_batches.items()}
 
 
+def warm_up(systems: Mapping[str, SecondguessSystem], batch: Sequence[Sequence[int]]) -> None:
+    """Decode a batch, and discard what was learnt and cached."""
+    in_turns(systems, batch, 32, 0.0, 0)
+    for system in systems.values():
+        system.reset()
+        system.release()
+
+
 def repeat_in_turns(
     systems: Mapping[str, SecondguessSystem],
     batches: Sequence[Sequence[Sequence[int]]],
@@ -75,14 +83,11 @@ def repeat_in_turns(
     temperature: float,
     repeats: int,
 ) -> Iterator[dict[str, list[list[Run]]]]:
-    """Decode all batches several times after a warm-up; yield the runs so far by system and batch after every repeat.
+    """Decode all batches several times; yield the runs so far by system and batch after every repeat.
 
     Memory placement affects processor caches: allocating KV caches anew for every repeat turns this into noise
     instead of a constant advantage of one system.
     """
-    in_turns(systems, batches[0], 32, temperature, 0)
-    for system in systems.values():
-        system.reset()
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in batches] for name in systems}
     for _ in range(repeats):
         for system in systems.values():

@@ -17,22 +17,25 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import make_parser, store
+from common import TimeLimit, make_parser, show_table, store
+from prompts import prompts
+from server_process import LlamaServer, peer_version, serve_llama
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "released"))
 
 from released_models import RELEASES, Release
 
-from secondguess.api import LLM, load
+from secondguess.bench.systems import Models, SecondguessSystem
+from secondguess.checkpoint.gguf.file import GgufFile
 from secondguess.checkpoint.loaded import LoadedModel
 from secondguess.checkpoint.loader import load_model, read_module
 from secondguess.checkpoint.plan import Checkpoint
@@ -46,20 +49,12 @@ KINDS = ("code", "chat", "prose")
 TOKENS_PER_TEXT = 256
 NUM_LISTED = 1000
 """Most probable tokens that llama.cpp lists; the divergence takes the others together."""
-WIDTHS, PREFILL = (1, 5, 9), 300
-GENERATED = 128
+WIDTHS, PREFILLS = (1, 2, 5, 9), (512, 4000)
+BEFORE, PASSES = 300, 12
+"""Tokens before the passes that are timed, and passes of each width."""
+GENERATED = 64
+PEER_CONTEXT = 4608
 QUANTIZATIONS = (None, "int8", "int4")
-REQUESTS = (
-    "Write a Python function that merges two sorted lists into one sorted list, and show how it is called.",
-    "Explain in three sentences why the sky is blue.",
-    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "Rewrite this function with type hints and a docstring:\n\ndef area(shape):\n    if shape['kind'] == 'circle':\n"
-    "        return 3.14159 * shape['radius'] ** 2\n    if shape['kind'] == 'square':\n        return shape['side'] ** 2\n"
-    "    raise ValueError(shape['kind'])",
-    "List the steps to bake a loaf of bread.",
-    "Write an SQL query that returns the ten customers with the highest total of orders in 2026.",
-)
-"""Requests whose answers speed is measured on, up to their ends."""
 PIECES = [
     " ", "  ", "    ", "\t", "\n", "\n\n", "\r\n", " \n", "0", "7", "42", "2027", "3.14", "1,000", "a", "the", "The", " of",
     "don't", "I'LL", "x_1", "camelCase", "def f(x):", "==", "!=", "->", "...", "--", "(", ")", "[1]", "{}", "\"", "'", "`", "\\n",
@@ -75,72 +70,20 @@ llama.cpp takes for a special token of any model.
 """
 
 
-class Peer:
-    """llama.cpp's server for a model.
-
-    Args:
-        python: a Python that has `xllamacpp`.
-        release: the model.
-    """
-
-    def __init__(self, python: Path, release: Release) -> None:
-        command = [str(python), str(HERE / "peers" / "llama_server.py"), str(release.path)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self._process.stdout is not None
-        self._address = self._process.stdout.readline().strip()
-
-    def post(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(
-            f"{self._address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as reply:
-            return json.load(reply)
-
-    def token_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text, with special tokens where it has their texts."""
-        ids: list[int] = self.post("/tokenize", content=text, parse_special=True, add_special=False)["tokens"]
-        return ids
-
-    def most_probable(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the ids and log-probabilities of the most probable tokens after some tokens."""
-        reply = self.post(
-            "/completion",
-            prompt=list(tokens),
-            n_predict=1,
-            n_probs=NUM_LISTED,
-            temperature=0,
-            cache_prompt=True,
-        )
-        found = reply["completion_probabilities"][0]["top_logprobs"]
-        return torch.tensor([token["id"] for token in found]), torch.tensor(
-            [token["logprob"] for token in found], dtype=torch.float64
-        )
-
-    def generate(self, tokens: Sequence[int], count: int) -> float:
-        """Return the tokens per second of a greedy completion of at most `count` tokens."""
-        start = time.perf_counter()
-        reply = self.post(
-            "/completion", prompt=list(tokens), n_predict=count, temperature=0, cache_prompt=False
-        )
-        return float(reply["tokens_predicted"]) / (time.perf_counter() - start)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def running(options: argparse.Namespace, release: Release) -> AbstractContextManager[LlamaServer | None]:
+    """Return a context with llama.cpp's server; None without `--peer`."""
+    if not options.peer:
+        return nullcontext()
+    return serve_llama(options.peer, release.path, context=PEER_CONTEXT, threads=options.threads)
 
 
-@contextmanager
-def running(options: argparse.Namespace, release: Release) -> Iterator[Peer | None]:
-    """Return a context with a peer; None without `--peer`."""
-    peer = Peer(options.peer, release) if options.peer else None
-    try:
-        yield peer
-    finally:
-        if peer is not None:
-            peer.close()
+def most_probable(peer: LlamaServer, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids and log-probabilities of llama.cpp's most probable tokens after some tokens."""
+    body = {"n_predict": 1, "n_probs": NUM_LISTED, "temperature": 0, "cache_prompt": True}
+    reply = peer.post("/completion", prompt=list(tokens), **body)
+    found = reply["completion_probabilities"][0]["top_logprobs"]
+    logprobs = torch.tensor([token["logprob"] for token in found], dtype=torch.float64)
+    return torch.tensor([token["id"] for token in found]), logprobs
 
 
 def seconds_until_output(command: Sequence[str], **environment: str) -> float:
@@ -177,7 +120,7 @@ def measure_load(options: argparse.Namespace, release: Release) -> dict[str, Any
             start = time.perf_counter()
             with running(options, release) as peer:
                 assert peer is not None
-                peer.generate(peer.token_ids(PROMPT), 1)
+                peer.complete(peer.token_ids(PROMPT), 1)
                 found.setdefault("llama.cpp", []).append(time.perf_counter() - start)
     return {name: round(median(seconds), 2) for name, seconds in found.items()}
 
@@ -241,7 +184,7 @@ def logs_of(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str, Any]:
-    """Return the divergence from float32 of each encoding of the file and of the folder, and of llama.cpp on the file."""
+    """Return the divergence from float32 of the file, of llama.cpp on it, and of the folder in each encoding."""
     report: dict[str, Any] = {}
     for model in (release.path, release.folder):
         if not model.exists():
@@ -252,7 +195,7 @@ def measure_accuracy(options: argparse.Namespace, release: Release) -> dict[str,
         exact = {kind: exact_of(tokens) for kind, tokens in samples.items()}
         del exact_of
         name = "file" if model == release.path else "folder"
-        for quantize in QUANTIZATIONS:
+        for quantize in QUANTIZATIONS if name == "folder" else (None,):
             plan = Checkpoint.resolve(str(model), dtype="bfloat16", device="cpu", quantize=quantize)
             loaded = load_model(plan)
             label = f"{name}, {quantize or 'as it is'}, {loaded.runtime_description}"
@@ -279,7 +222,7 @@ def compare_with_peer(
         for kind, tokens in samples.items():
             values: dict[str, list[float]] = {"llama.cpp": [], "ours over the same tokens": []}
             for position in range(len(tokens) - 1):
-                ids, listed = peer.most_probable(tokens[: position + 1])
+                ids, listed = most_probable(peer, tokens[: position + 1])
                 expected = grouped(exact[kind][position], ids)
                 rest = (1 - listed.exp().sum()).clamp_min(1e-12).log()
                 values["llama.cpp"].append(float(divergence(expected, torch.cat((listed, rest[None])))))
@@ -305,77 +248,191 @@ def measure_tokens(options: argparse.Namespace, release: Release) -> dict[str, A
     return {"strings": options.strings, "different": len(different), "examples": different[:10]}
 
 
-def time_passes(loaded: LoadedModel) -> dict[str, float]:
-    """Return the median milliseconds of passes over some tokens after a prompt, and the seconds of its prefill."""
-    runtime, generator = loaded.runtime, torch.Generator().manual_seed(0)
-    tokens = torch.randint(100, 40_000, (PREFILL + 1,), generator=generator).tolist()
-    report, prefills = {}, []
-    for _ in range(4):
-        row = Row(list(tokens), SamplingParams())
-        runtime.reset_prefix_cache()
+def random_tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(100, 40_000, (count,), generator=generator).tolist()
+    return tokens
+
+
+class OwnSpeed:
+    """Times of ours.
+
+    Args:
+        model: path of the model.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self.models = Models(str(model), "auto", "cpu")
+        self._runtime = self.models.target.runtime
+        self._plain = SecondguessSystem(self.models, "none")
+
+    def prefill(self, count: int, seed: int) -> float:
+        """Return the seconds of a prefill of random tokens."""
+        row = Row([*random_tokens(count, seed), 0], SamplingParams())
+        self._runtime.reset_prefix_cache()
         start = time.perf_counter()
-        runtime.begin([row])
-        prefills.append(time.perf_counter() - start)
+        self._runtime.begin([row])
+        seconds = time.perf_counter() - start
+        self._runtime.release(row)
+        return seconds
+
+    def passes(self, seed: int) -> dict[int, float]:
+        """Return the seconds of a pass over some tokens after a prompt, by their number."""
+        row, found = Row(random_tokens(BEFORE + 1, seed), SamplingParams()), {}
+        self._runtime.begin([row])
         for width in WIDTHS:
-            draft, times = Draft.chains([tokens[: width - 1]]), []
-            for _ in range(12):
+            draft, times = Draft.chains([random_tokens(width - 1, width)]), []
+            for _ in range(PASSES):
                 start = time.perf_counter()
-                runtime.score([row], draft)
-                times.append(1000 * (time.perf_counter() - start))
-                runtime.rewind([row], [len(tokens) - 1])
-            report[f"{width} tokens"] = round(median(times[2:]), 2)
-        runtime.release(row)
-    return report | {f"prefill of {PREFILL}": round(median(prefills[1:]), 3)}
+                self._runtime.score([row], draft)
+                times.append(time.perf_counter() - start)
+                self._runtime.rewind([row], [BEFORE])
+            found[width] = median(times[1:])
+        self._runtime.release(row)
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> float:
+        """Return the tokens per second of a greedy text, without prefill."""
+        run = self._plain.generate([tokens], GENERATED, 0.0, 0)
+        return run.num_tokens / run.decode_seconds
 
 
-def generate(llm: LLM, tokens: Sequence[int]) -> float:
-    """Return the tokens per second of a greedy completion."""
-    start = time.perf_counter()
-    output = llm.generate(list(tokens), max_tokens=GENERATED, temperature=0)
-    return len(output.token_ids) / (time.perf_counter() - start)
+class PeerSpeed:
+    """Times of llama.cpp; the logits of a pass over several tokens are those of the last one only.
+
+    Args:
+        server: its server, whose own times are returned.
+    """
+
+    def __init__(self, server: LlamaServer) -> None:
+        self._server = server
+
+    def prefill(self, count: int, seed: int) -> float:
+        return self._server.complete(random_tokens(count, seed), 1).prompt_seconds
+
+    def passes(self, seed: int) -> dict[int, float]:
+        before, found = random_tokens(BEFORE, seed), {}
+        self._server.complete(before, 1)
+        for width in WIDTHS:
+            times = []
+            for number in range(PASSES):
+                following = random_tokens(width, 1 + number)
+                done = self._server.complete([*before, *following], 1, cached=True)
+                if done.num_prompt_tokens != width:
+                    raise SystemExit(f"expected a pass over {width} tokens, got {done.num_prompt_tokens}")
+                times.append(done.prompt_seconds)
+            found[width] = median(times[1:])
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> float:
+        done = self._server.complete(tokens, GENERATED)
+        return done.num_tokens / done.decode_seconds
 
 
-def requests(tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of requests, as conversations where the model has a chat template."""
-    if not tokenizer.chat_template:
-        return [tokenizer(text).input_ids for text in REQUESTS]
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in REQUESTS
-    ]
+def read_bandwidth() -> float:
+    """Return the bytes per second at which the memory is read, the best of several sums."""
+    numbers = torch.ones(1 << 28)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - start)
+    return numbers.numel() * numbers.itemsize / min(times)
+
+
+def bytes_per_pass(release: Release, model: Path) -> int:
+    """Return the bytes of weights that a pass reads, as they are stored: all but an input embedding that is no LM head."""
+    tensors = GgufFile(release.path).tensors
+    unread = "token_embd.weight" if "output.weight" in tensors else ""
+    read = [tensor for name, tensor in tensors.items() if name != unread]
+    if model == release.folder:
+        return torch.bfloat16.itemsize * sum(tensor.num_elements for tensor in read)
+    return sum(tensor.num_bytes for tensor in read)
 
 
 def measure_speed(options: argparse.Namespace, release: Release) -> dict[str, Any]:
-    """Return times of passes, and tokens/s of greedy answers by systems that run in turns, for file and folder."""
-    report = {"file": speeds_of(options, release, release.path)}
-    if release.folder.is_dir():
-        report["folder"] = speeds_of(options, release, release.folder)
-    return report
+    """Return times of prefill, of passes over some tokens and of plain decoding, ours in turns with llama.cpp's on the file."""
+    paths = {"file": release.path, "folder": release.folder}
+    return {form: speeds_of(options, release, paths[form]) for form in options.forms if paths[form].exists()}
 
 
 def speeds_of(options: argparse.Namespace, release: Release, model: Path) -> dict[str, Any]:
-    """Return times of passes and tokens/s of one form of a model; those of llama.cpp are of the file."""
-    plain, default = load(str(model), "none"), load(str(model))
-    prompts = requests(plain.target.tokenizer)
-    speeds: dict[str, list[float]] = {}
-    report = {"passes": time_passes(plain.target)}
+    own, limit = OwnSpeed(model), TimeLimit(options.seconds)
+    texts = [prompts(own.models.target, kind, 1, GENERATED)[0] for kind in ("code", "chat")]
+    found: dict[str, dict[str, list[float]]] = {}
     with running(options, release) as peer:
-        for number in range(options.repeats + 1):
-            for tokens in prompts:
-                runs = {
-                    f"default ({default.drafter.name})": generate(default, tokens),
-                    "plain": generate(plain, tokens),
-                }
-                if peer is not None:
-                    runs["llama.cpp"] = peer.generate(tokens, GENERATED)
-                for name, speed in runs.items() if number else ():
-                    speeds.setdefault(name, []).append(speed)
-    return report | {
-        name: {"median": round(median(found), 1), "from": round(min(found), 1), "to": round(max(found), 1)}
-        for name, found in speeds.items()
+        systems: dict[str, OwnSpeed | PeerSpeed] = {"ours": own}
+        if peer is not None:
+            systems["llama.cpp"] = PeerSpeed(peer)
+        for system in systems.values():
+            system.decode(texts[0])
+        for number in range(options.repeats):
+            if number and limit.is_over():
+                break
+            for measure in (
+                partial(time_all, texts=texts),
+                *(partial(time_prefill, count=each) for each in PREFILLS),
+            ):
+                order = list(systems) if number % 2 == 0 else list(systems)[::-1]
+                for name in order:
+                    for what, value in measure(systems[name], seed=number).items():
+                        found.setdefault(name, {}).setdefault(what, []).append(value)
+    report: dict[str, Any] = {"runtime": own.models.target.runtime_description}
+    for name, measures in found.items():
+        report[name] = own_report = {what: spread(values) for what, values in measures.items()}
+        first, *others = (own_report[f"ms of {width}"]["median"] for width in WIDTHS)
+        widths = zip(WIDTHS[1:], others, strict=True)
+        own_report |= {f"v({width})": round(pass_time / first, 3) for width, pass_time in widths}
+    if "llama.cpp" in found:
+        report["over llama.cpp"] = {
+            what: round(advantage(report["ours"][what], report["llama.cpp"][what], what), 3)
+            for what in found["ours"]
+        }
+    num_bytes, bandwidth = bytes_per_pass(release, model), read_bandwidth()
+    shortest = 1000 * num_bytes / bandwidth
+    report["limit"] = {"bytes": num_bytes, "bytes/s": round(bandwidth), "ms of 1": round(shortest, 3)}
+    report["share of the limit"] = round(shortest / report["ours"]["ms of 1"]["median"], 3)
+    return report
+
+
+def advantage(ours: dict[str, float], other: dict[str, float], what: str) -> float:
+    """Return how many times as fast ours is."""
+    quotient = ours["median"] / other["median"]
+    return 1 / quotient if what.startswith("ms") else quotient
+
+
+def time_all(system: OwnSpeed | PeerSpeed, texts: Sequence[Sequence[int]], seed: int) -> dict[str, float]:
+    """Return plain tokens/s, and the seconds of passes over some tokens."""
+    passes = system.passes(seed)
+    speeds = [system.decode(text) for text in texts]
+    return {"plain tokens/s": median(speeds)} | {
+        f"ms of {width}": 1000 * value for width, value in passes.items()
     }
+
+
+def time_prefill(system: OwnSpeed | PeerSpeed, count: int, seed: int) -> dict[str, float]:
+    return {f"prefill of {count} tokens/s": count / system.prefill(count, seed)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": float(f"{median(values):.4g}"), "least": float(f"{min(values):.4g}"), "largest": float(f"{max(values):.4g}"),
+    }  # fmt: skip
+
+
+def speed_rows(report: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per model, form and system of a report of `measure_speed`, with the medians."""
+    return [
+        {"model": model, "form": form, "system": system}
+        | {
+            what: value["median"] if isinstance(value, dict) else value
+            for what, value in found[system].items()
+        }
+        for model, forms in report.items()
+        for form, found in forms.items()
+        for system in ("ours", "llama.cpp", "over llama.cpp")
+        if system in found
+    ]
 
 
 MEASURES = {
@@ -391,23 +448,27 @@ def main() -> None:
     for name, measure in MEASURES.items():
         parser.add_argument(f"--{name}", action="store_true", help=str(measure.__doc__))
     parser.add_argument("--models", nargs="+", choices=RELEASES, default=list(RELEASES))
-    parser.add_argument("--peer", type=Path, help="a Python that has xllamacpp")
+    parser.add_argument(
+        "--forms", nargs="+", choices=("file", "folder"), default=["file", "folder"], help="for --speed"
+    )
+    parser.add_argument("--peer", type=Path, help="a Python that has xllamacpp, or llama-server")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="no repeat of --speed starts later, for each file"
+    )
     parser.add_argument("--strings", type=int, default=10_000)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"peer": peer_version(options.peer)}
     for name, measure in MEASURES.items():
         for model in options.models if getattr(options, name) else ():
             report.setdefault(name, {})[model] = found = measure(options, RELEASES[model])
             print(json.dumps({name: {model: found}}, indent=1, ensure_ascii=False), flush=True)
-    store(
-        options,
-        report,
-        num_threads=options.threads,
-        models={name: RELEASES[name].path for name in options.models},
-    )
+            models = {each: RELEASES[each].path for each in options.models}
+            store(options, report, num_threads=options.threads, models=models)
+    if options.speed:
+        show_table(speed_rows(report["speed"]))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Measure a server under load: tokens/s, time to first token and time between tokens.
+"""Measure servers under load with chats: tokens/s, time to first token and between tokens, memory.
 
-    python benchmarks/server_load.py --model builtin --prompts humaneval --clients 1 4 16
-    python benchmarks/server_load.py --model pairs/88m/target --drafter model:pairs/88m/drafter \\
-        --prompt-tokenizer builtin --peer llama-server=http://127.0.0.1:8080 \\
-        --text-peer transformers=http://127.0.0.1:8081
+    python benchmarks/server_load.py --model SmolLM2-135M-Instruct.Q4_1.gguf --peer peer/bin/python --clients 1 4 16
 
-Starts `secondguess serve` and sends the prompts from 1, 4, ... concurrent clients, each of which
-waits for its reply before it sends the next prompt. Runs alternate between the default
-(`speculation: "auto"`), plain decoding (`speculation: "off"`) and other servers with OpenAI's API.
-Each request asks for the same number of tokens; a server may end earlier, so tokens are counted,
-not requests. In every run the prompts begin with another comment: otherwise all runs but the first
-would find them in the KV cache.
+Starts `secondguess serve` and, with `--peer` (a Python that has xllamacpp, or llama-server), a server of llama.cpp for each of
+`--modes` on the same file, and sends the prompts from concurrent clients, each of which waits for its reply before it sends
+the next prompt. Runs alternate between the systems, in reverse order in every second repeat: ours by default, plain
+(`speculation: "off"`) and with drafts of constant length, and the modes of llama.cpp, whose default is plain. End tokens end a
+reply, so tokens are counted, not requests. In every run the prompts begin with another number: otherwise all runs but the
+first would find them in the KV cache. Servers that are not asked are idle.
+
+`between_tokens` is the mean time between the tokens of a request (median and 99th percentile over requests), `between_chunks` the
+time between two pieces of a stream, of which one may have several tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from common import make_parser, store
+from common import TimeLimit, make_parser, show_table, store
 from openai import AsyncOpenAI
-from server_process import serve
-from transformers import AutoTokenizer
+from prompts import texts
+from server_process import ServerProcess, peer_version, serve, serve_llama
 
 from secondguess.builtin import builtin_paths
-from secondguess.workloads.loading import load_workload
+from secondguess.workloads.provenance import public_name
+
+SLOT_TOKENS = 1024
+"""Context of each request of llama.cpp."""
 
 
 @dataclass
@@ -42,12 +48,14 @@ class Load:
         seconds: from the first request to the end of the last reply.
         first: seconds to the first token, per request.
         between: mean seconds between tokens, per request.
+        gaps: seconds between the pieces of the streams.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,32 +64,26 @@ class Load:
 
 @dataclass(frozen=True)
 class System:
-    """A server to measure.
+    """Way to ask a server.
 
     Args:
-        address: its URL.
-        model: name of its model; empty for the first one that it lists.
-        encode: turns a text into a prompt, as text or token ids.
+        server: the server.
         extra: further fields of its requests.
-        keeps_connection: False for a new connection per request: llama-server sometimes closes one that it has
+        keeps_connection: False for a new connection per request: llama.cpp's server sometimes closes one that it has
             kept while a request arrives.
     """
 
-    address: str
-    model: str
-    encode: Callable[[str], str | list[int]]
+    server: ServerProcess
     extra: dict[str, object] = field(default_factory=dict)
     keeps_connection: bool = True
 
 
-async def ask(
-    client: AsyncOpenAI, model: str, prompt: str | list[int], options: argparse.Namespace, extra: object
-) -> Load:
+async def ask(client: AsyncOpenAI, model: str, text: str, options: argparse.Namespace, extra: object) -> Load:
     """Send one request and measure its stream."""
     start = time.perf_counter()
-    stream = await client.completions.create(
+    stream = await client.chat.completions.create(
         model=model,
-        prompt=prompt,
+        messages=[{"role": "user", "content": text}],
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
@@ -89,35 +91,35 @@ async def ask(
         stream_options={"include_usage": True},
         extra_body=extra,
     )
-    load, first, last = Load(), 0.0, 0.0
+    load, times = Load(), []
     async for chunk in stream:
         if chunk.usage is not None:
             load.num_tokens = chunk.usage.completion_tokens
-        if chunk.choices and chunk.choices[0].text:
-            last = time.perf_counter()
-            first = first or last
-    load.first.append(first - start)
+        if chunk.choices and chunk.choices[0].delta.content:
+            times.append(time.perf_counter())
+    load.first = [times[0] - start]
+    load.gaps = [later - earlier for earlier, later in pairwise(times)]
     if load.num_tokens > 1:
-        load.between.append((last - first) / (load.num_tokens - 1))
+        load.between = [(times[-1] - times[0]) / (load.num_tokens - 1)]
     return load
 
 
-async def run(system: System, texts: Sequence[str], num_clients: int, options: argparse.Namespace) -> Load:
+async def run(system: System, prompts: Sequence[str], num_clients: int, options: argparse.Namespace) -> Load:
     """Send prompts from concurrent clients."""
-    total, waiting = Load(), [system.encode(text) for text in reversed(texts)]
-    url = f"{system.address}/v1"
+    total, waiting = Load(), list(reversed(prompts))
     headers = {} if system.keeps_connection else {"Connection": "close"}
+    url = f"{system.server.address}/v1"
     async with AsyncOpenAI(
         base_url=url, api_key="none", max_retries=0, timeout=600, default_headers=headers
     ) as client:
-        model = system.model or (await client.models.list()).data[0].id
+        model = (await client.models.list()).data[0].id
 
         async def work() -> None:
             while waiting:
                 load = await ask(client, model, waiting.pop(), options, system.extra)
                 total.num_tokens += load.num_tokens
-                total.first += load.first
-                total.between += load.between
+                for name in ("first", "between", "gaps"):
+                    getattr(total, name).extend(getattr(load, name))
 
         start = time.perf_counter()
         await asyncio.gather(*[work() for _ in range(num_clients)])
@@ -125,108 +127,101 @@ async def run(system: System, texts: Sequence[str], num_clients: int, options: a
     return total
 
 
-def row_of(system: str, num_clients: int, loads: list[Load]) -> dict[str, object]:
+def row_of(name: str, num_clients: int, loads: Sequence[Load], system: System) -> dict[str, object]:
     """Return one row of the table, over all repeats of a run."""
-    first = sorted(value for load in loads for value in load.first)
-    between = [value for load in loads for value in load.between]
-    return {
-        "system": system,
+    speeds = [load.tokens_per_second for load in loads]
+    row: dict[str, object] = {
+        "system": name,
         "clients": num_clients,
-        "tokens_per_second": median([load.tokens_per_second for load in loads]),
-        "least_and_most": [
-            min(load.tokens_per_second for load in loads),
-            max(load.tokens_per_second for load in loads),
-        ],
-        "first_token_median": median(first),
-        "first_token_p99": first[min(int(0.99 * len(first)), len(first) - 1)],
-        "between_tokens_median": median(between),
+        "tokens_per_second": median(speeds),
+        "least_and_most": [min(speeds), max(speeds)],
+        "peak_memory_mb": round(system.server.peak_memory),
     }
+    named = {"first_token": "first", "between_tokens": "between", "between_chunks": "gaps"}
+    for measure, attribute in named.items():
+        values = sorted(value for load in loads for value in getattr(load, attribute)) or [0.0]
+        row[f"{measure}_median"] = median(values)
+        row[f"{measure}_p99"] = values[min(int(0.99 * len(values)), len(values) - 1)]
+    return row
+
+
+def start_systems(stack: ExitStack, options: argparse.Namespace) -> dict[str, System]:
+    """Start the servers; return the ways to ask them, by name."""
+    model, slots = options.model, max(options.clients)
+    drafter = ["--drafter", options.drafter] if options.drafter else []
+    own = stack.enter_context(serve(["--model", model, *drafter]))
+    speculation: dict[str, Any] = {
+        "default": "auto", "plain": "off", f"drafts of {options.draft_length}": {"draft_length": options.draft_length},
+    }  # fmt: skip
+    systems = {name: System(own, {"speculation": value}) for name, value in speculation.items()}
+    for mode in options.modes if options.peer else ():
+        sizes = {"context": SLOT_TOKENS * slots, "slots": slots}
+        server = serve_llama(
+            options.peer, Path(model), mode, draft_model=options.draft_model, threads=options.threads, **sizes
+        )
+        systems[f"llama.cpp {mode}"] = System(
+            stack.enter_context(server), {"samplers": ["temperature"]}, False
+        )
+    return systems
+
+
+def measure(options: argparse.Namespace, systems: dict[str, System], table: list[dict[str, object]]) -> None:
+    """Fill the table, and store it after every number of clients."""
+    prompts, numbers, limit = texts(options.kind, options.num_prompts), count(), TimeLimit(options.seconds)
+    path = builtin_paths().target if options.model == "builtin" else Path(options.model)
+
+    def measured(system: System, num_clients: int, num_prompts: int) -> Load:
+        new = [f"({next(numbers)}) {text}" for text in prompts[:num_prompts]]
+        return asyncio.run(run(system, new, num_clients, options))
+
+    for position, num_clients in enumerate(options.clients):
+        num_prompts = max(options.prompts_per_client * num_clients, options.fewest_prompts)
+        loads: dict[str, list[Load]] = {name: [] for name in systems}
+        for system in systems.values():  # kernels and the controller warm up
+            measured(system, num_clients, num_clients)
+        for repeat in range(options.repeats):
+            for name in list(systems)[:: 1 if repeat % 2 == 0 else -1]:
+                loads[name].append(measured(systems[name], num_clients, num_prompts))
+            if limit.is_over((position + 1) / len(options.clients)):
+                break
+        for name, system in systems.items():
+            table.append(row_of(name, num_clients, loads[name], system))
+            print(json.dumps(table[-1]), flush=True)
+        report = {"table": table, "note": options.note, "peer": peer_version(options.peer)}
+        store(
+            options,
+            report,
+            num_threads=options.threads,
+            seed=options.seed,
+            models={public_name(options.model): path},
+        )
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--drafter", default=None)
-    parser.add_argument("--peer", action="append", default=[], help="NAME=URL of another server; repeatable")
-    parser.add_argument(
-        "--text-peer",
-        action="append",
-        default=[],
-        help="the same, for a server that takes no token ids and requires the path of its model as name",
-    )
-    parser.add_argument(
-        "--prompt-tokenizer",
-        default=None,
-        help="send token ids of this model's tokenizer, for a model whose own has no real words",
-    )
+    parser.add_argument("--drafter", help="ours, instead of the default")
+    parser.add_argument("--draft-length", type=int, default=4, help="of the drafts of constant length")
+    parser.add_argument("--peer", type=Path, help="a Python that has xllamacpp, or llama-server")
+    parser.add_argument("--modes", nargs="+", default=["plain", "ngram-simple:4:8"], help="of llama.cpp")
+    parser.add_argument("--draft-model", type=Path, help="GGUF file of llama.cpp's mode draft-simple")
     parser.add_argument("--note", default="", help="text for the output file")
-    parser.add_argument("--prompts", default=None)
-    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--kind", default="chat", help="kind of prompts, see prompts.py")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--prompts-per-client", type=int, default=2)
+    parser.add_argument("--fewest-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=600, help="no repeat starts after a share of them")
+    parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     options = parser.parse_args()
-    own = ["--model", options.model] + (["--drafter", options.drafter] if options.drafter else [])
-    texts = list(load_workload(options.prompts, options.num_prompts).prompts)
     table: list[dict[str, object]] = []
-    numbers = count()
-
-    def measured(system: System, num_clients: int, num_prompts: int | None = None) -> Load:
-        new = [f"# Run {next(numbers)}\n{text}" for text in texts[:num_prompts]]
-        return asyncio.run(run(system, new, num_clients, options))
-
-    with serve(own) as server:
-        systems = make_systems(server.address, options)
-        for num_clients in options.clients:
-            loads: dict[str, list[Load]] = {name: [] for name in systems}
-            for system in systems.values():  # kernels and the controller warm up
-                measured(system, num_clients, 2 * num_clients)
-            for _ in range(options.repeats):
-                for name, system in systems.items():
-                    loads[name].append(measured(system, num_clients))
-            for name in systems:
-                table.append(row_of(name, num_clients, loads[name]))
-                print(json.dumps(table[-1]), flush=True)
-            report = {"table": table, "note": options.note}
-            store(options, report, num_threads=0, seed=options.seed)
-
-
-def make_systems(own_address: str, options: argparse.Namespace) -> dict[str, System]:
-    """Return the servers to measure, by name."""
-
-    def encode(text: str) -> str | list[int]:
-        return text
-
-    as_text = encode
-    if options.prompt_tokenizer is not None:
-        tokenizer, own = (
-            AutoTokenizer.from_pretrained(path_of(name)) for name in (options.prompt_tokenizer, options.model)
-        )
-
-        def encode(text: str) -> str | list[int]:
-            return list(map(int, tokenizer(text).input_ids))
-
-        def as_text(text: str) -> str | list[int]:
-            return str(own.decode(encode(text)))
-
-    systems = {
-        "default": System(own_address, "", encode, {"speculation": "auto"}),
-        "plain": System(own_address, "", encode, {"speculation": "off"}),
-    }
-    for peer in options.peer:
-        name, _, address = peer.partition("=")
-        systems[name] = System(address, "", encode, keeps_connection=False)
-    for peer in options.text_peer:
-        name, _, address = peer.partition("=")
-        systems[name] = System(address, options.model, as_text)
-    return systems
-
-
-def path_of(model: str) -> str:
-    """Return the folder of a model by its name."""
-    return str(builtin_paths().target) if model == "builtin" else model
+    with ExitStack() as stack:
+        measure(options, start_systems(stack, options), table)
+    show_table(table)
 
 
 if __name__ == "__main__":

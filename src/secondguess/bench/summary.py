@@ -73,6 +73,7 @@ def sum_stats(many: Iterable[Stats]) -> Stats:
         total.num_tokens += stats.num_tokens
         total.num_drafted += stats.num_drafted
         total.num_accepted += stats.num_accepted
+        total.num_reused += stats.num_reused
         total.drafted_per_position = _add(total.drafted_per_position, stats.drafted_per_position)
         total.accepted_per_position = _add(total.accepted_per_position, stats.accepted_per_position)
         for phase, seconds in stats.seconds.items():

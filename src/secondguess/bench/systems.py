@@ -241,7 +241,7 @@ class SecondguessSystem(System):
         self, prompts: Sequence[Sequence[int]], num_tokens: int, temperature: float, seed: int
     ) -> RunningBatch:
         """Start a measured run whose rounds the caller runs one by one."""
-        params = SamplingParams(num_tokens, temperature=temperature, ignore_eos=self.exact_length)
+        params = self.params(num_tokens, temperature)
         rows = [
             make_row(
                 self._target, self._verifier, list(prompt), params, draws_by_race=self._drafter.draws_by_race
@@ -252,10 +252,17 @@ class SecondguessSystem(System):
             # Seeded noise, but the verifier of requests without a seed, which are the common case.
             row.seed, row.sample_index = seed, index
         controller = self.controller(temperature, len(prompts))
-        # Every system prefills every prompt, whichever has decoded it before.
+        self.forget_prompts()
+        return RunningBatch(Components(self._target.runtime, self._drafter, self._verifier, controller), rows)
+
+    def params(self, num_tokens: int, temperature: float) -> SamplingParams:
+        """Return the settings of a text."""
+        return SamplingParams(num_tokens, temperature=temperature, ignore_eos=self.exact_length)
+
+    def forget_prompts(self) -> None:
+        """Forget cached prompts: every system prefills every prompt, whichever has decoded it before."""
         self._target.runtime.reset_prefix_cache()
         self._drafter.reset_prefix_cache()
-        return RunningBatch(Components(self._target.runtime, self._drafter, self._verifier, controller), rows)
 
     def controller(self, temperature: float, batch_size: int) -> Controller:
         """Return the controller kept for this temperature and batch size."""
