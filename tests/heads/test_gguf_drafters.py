@@ -44,6 +44,7 @@ from secondguess.drafters.eagle import EagleDrafter
 from secondguess.errors import CheckpointError, SecondGuessError, UnsupportedModelError
 from secondguess.heads.base import TargetModel
 from secondguess.heads.block_layers import BlockAttention, ConvolutionConfig
+from secondguess.heads.discovery import find_trained
 from secondguess.heads.dspark import DsparkConfig, DsparkHead
 from secondguess.heads.eagle import load_eagle
 from secondguess.heads.feature import default_layer_config
@@ -777,3 +778,13 @@ def test_a_model_in_gguf_drafts_with_the_module_in_its_file(tmp_path: Path) -> N
         outputs.append(llm.generate("def quicksort(items):", max_tokens=24))
     assert [output.token_ids for output in outputs[1:]] == [outputs[0].token_ids] * 2
     assert outputs[0].stats.num_drafted == outputs[1].stats.num_drafted > 0
+
+
+def test_a_file_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secondguess.heads.discovery.MAX_FOLDERS", 9)
+    target_model(torch.float32).save_pretrained(tmp_path / "target")
+    head = write(tmp_path / "head.gguf", "authors")
+    (tmp_path / "model.gguf").write_bytes(head.read_bytes().replace(b"eagle3", b"llamas"))
+    (tmp_path / "broken.gguf").write_bytes(head.read_bytes()[:30])
+    (found,) = find_trained(Checkpoint.resolve(str(tmp_path / "target"), dtype="float32"))
+    assert (found.name, found.folder, found.obstacle) == (f"eagle:{head}", head, "")

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from secondguess.checkpoint.gguf.config import DRAFTERS
+from secondguess.checkpoint.gguf.file import peek_architecture
 from secondguess.checkpoint.memory import available_memory, head_memory, peak_memory
 from secondguess.checkpoint.plan import Checkpoint
-from secondguess.checkpoint.resolve import cached_folders, repository_of
+from secondguess.checkpoint.resolve import cached_folders, is_gguf, repository_of
 from secondguess.checkpoint.weight_files import hash_weights
 from secondguess.errors import CheckpointError, SecondGuessError
 from secondguess.heads.files import CONFIG, NAMED, config_errors, count_weights, read_config, read_provenance
@@ -80,24 +82,24 @@ def find_trained(target: Checkpoint) -> list[FoundDrafter]:
 
 
 def _folders(target: Path) -> Iterator[Path]:
-    """Return the folders that may hold a drafter, each once, without the target's own."""
+    """Return the folders and files that may hold a drafter, each once, without the target's own."""
     folder = target.resolve() if target.is_dir() else target.resolve().parent
     beside = [folder] if target.is_file() or repository_of(target) else [folder, folder.parent]
     seen = {folder}
     for path in [*(path for place in beside for path in _inside(place)), *cached_folders()]:
         with suppress(OSError, RuntimeError):  # no permission, or links that lead nowhere
-            if path.resolve() not in seen and (path / CONFIG).is_file():
+            if path.resolve() not in seen and (path.is_file() or (path / CONFIG).is_file()):
                 seen.add(path.resolve())
                 yield path
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Return the folders in a folder that have a configuration, at most `MAX_FOLDERS`."""
+    """Return the folders in a folder that have a configuration, and its GGUF files of drafters, at most `MAX_FOLDERS`."""
     found = []
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
             with suppress(OSError):
-                if (path / CONFIG).is_file():
+                if (path / CONFIG).is_file() or (is_gguf(path) and peek_architecture(path) in DRAFTERS):
                     found.append(path)
     return found[:MAX_FOLDERS]
 

@@ -22,6 +22,8 @@ from secondguess.errors import CheckpointError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_DIMENSIONS = 4
+MAX_ARCHITECTURE = 64
+"""Largest number of bytes of the name of an architecture."""
 ALIGNMENT = 8
 """Divisor of every `general.alignment`, in bytes."""
 STRING, ARRAY = 8, 9
@@ -119,6 +121,26 @@ class _Cursor:
         if kind not in SCALARS:
             raise ValueError(f"an array of type {kind}")
         return list(self.read(SCALARS[kind], count))
+
+
+def peek_architecture(path: Path) -> str:
+    """Return the architecture of a GGUF file without reading its header; empty if its first field is another.
+
+    Raises:
+        OSError: a file that cannot be read.
+    """
+    key = b"general.architecture"
+    before = struct.Struct(
+        f"<4sIQQQ{len(key)}sIQ"
+    )  # version, numbers of tensors and fields, key, type, length
+    with path.open("rb") as opened:
+        start = opened.read(before.size)
+        if len(start) < before.size:
+            return ""
+        magic, *_, name, kind, length = before.unpack(start)
+        if (magic, name, kind) != (MAGIC, key, STRING) or length > MAX_ARCHITECTURE:
+            return ""
+        return opened.read(length).decode("utf-8", "replace")
 
 
 class GgufFile:
