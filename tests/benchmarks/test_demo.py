@@ -66,3 +66,12 @@ def test_a_model_that_is_missing_is_one_error(capsys: pytest.CaptureFixture[str]
     error = capsys.readouterr().err
     assert error.startswith("demo: error: ")
     assert error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(released_models, "FOLDER", tmp_path)
+    monkeypatch.setattr(released_models, "find_spec", lambda name: None)
+    with pytest.raises(FetchError, match=r"pip install '\.\[gguf\]'"):
+        released_models.make_folder(RELEASES["smollm2"])

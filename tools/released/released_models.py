@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +158,10 @@ def make_folder(release: Release) -> Path:
     """Return the folder of a dequantised model, made first by Transformers if it is not there."""
     if release.folder.is_dir():
         return release.folder
+    if not (find_spec("gguf") and find_spec("accelerate")):
+        raise FetchError(
+            "cannot write a folder: Transformers needs gguf and accelerate. Run pip install '.[gguf]'."
+        )
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
