@@ -13,14 +13,12 @@ NATIVE = $(wildcard src/secondguess/runtime/cpu/*.h src/secondguess/runtime/cpu/
 
 .venv/.ready: pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,quant,serve,gguf]'
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,quant,serve,gguf]'
 	touch $@
 
 demo: setup
-	$(BIN)/secondguess generate "def count_words(text):" --max-tokens 200
 	$(BIN)/python benchmarks/demo.py
-	$(BIN)/secondguess verify
 
 # Structure, the decoding loop, verification and drafters; and what TESTS names, as in `make quick TESTS=tests/server`.
 quick: setup

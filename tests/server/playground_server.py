@@ -59,6 +59,8 @@ class FakeServer:
     takes_images: bool = False
     finish_reason: str = "stop"
     reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Names and arguments of the calls of tools that reply to a message; a result of a tool gets text."""
     answer: list[list[Any]] = field(default_factory=lambda: ANSWER)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_disconnected: int = 0
@@ -136,7 +138,20 @@ class FakeServer:
             else [[TEXT[at : at + 6], False] for at in range(0, len(TEXT), 6)]
         )
         key = "messages" in body
+        calls = self.calls if key and body["messages"][-1]["role"] != "tool" else []
         try:
+            for index, (name, arguments) in enumerate(calls):
+                start = {"index": index, "id": f"call-{index}", "function": {"name": name, "arguments": ""}}
+                for call in (start, {"index": index, "function": {"arguments": arguments}}):
+                    yield self._event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+            if calls:
+                yield self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+                usage = {"completion_tokens": NUM_TOKENS}
+                yield self._event(
+                    {"choices": [], "usage": usage, "secondguess": {"samples": [self._stats(body)]}}
+                )
+                yield b"data: [DONE]\n\n"
+                return
             if self.reasoning:
                 delta = {"role": "assistant", "reasoning_content": self.reasoning}
                 yield self._event({"choices": [{"index": 0, "delta": delta}], "usage": None})

@@ -6,6 +6,7 @@ Markdown, such as Qwen2.5-Coder-0.5B-Instruct: `SECONDGUESS_SCREENSHOTS_MODEL` i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -451,7 +452,9 @@ def test_escape_stops_the_request_and_keeps_the_text(fake, open_page):
 
 
 @browser_test
-def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page):
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page, has_template):
+    fake.has_chat_template = has_template
     fake.seconds_per_chunk = 0.02
     page = open_page(f"{fake.url}#race")
     is_ready(page)
@@ -461,6 +464,10 @@ def test_a_race_runs_both_sides_alone_and_compares_them(fake, open_page):
     warm_up, plain, speculative = fake.bodies
     assert (warm_up["max_tokens"], warm_up["speculation"], plain["speculation"]) == (1, "off", "off")
     assert speculative == plain | {"speculation": "auto"}
+    prompt = page.input_value("#race-prompt")
+    asked = {"messages": [{"role": "user", "content": prompt}]} if has_template else {"prompt": prompt}
+    assert asked.items() <= plain.items()
+    assert prompt.startswith("Show this function" if has_template else "def read_settings(path):")
     assert isinstance(plain["seed"], int)  # the same noise, so that the texts can be compared
     verdict = text_of(page, "#verdict")
     ratio = float(
@@ -594,6 +601,8 @@ def test_nothing_is_wider_than_a_phone(fake, open_page, mode):
             "(box => box.scrollWidth <= box.clientWidth)(document.getElementById('messages'))"
         )
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    label = page.locator(f"label[for={mode}-prompt]")
+    assert label.evaluate("each => getComputedStyle(each).display") != "none"  # else it names nothing
 
 
 # --- Chat ---
@@ -901,6 +910,60 @@ def test_images_are_sent_to_a_model_that_takes_them(fake, open_page):
 
 
 @browser_test
+def test_calls_of_tools_are_shown_and_answered_in_order(fake, open_page):
+    fake.calls = [("weather", '{"city": "Paris"}'), ("time", "{}")]
+    page = chat_page(fake, open_page)
+    page.fill("#tools", "[{")
+    page.fill("#chat-prompt", "Is it warm?")
+    page.press("#chat-prompt", "Enter")
+    assert page.evaluate("document.activeElement.id") == "tools"
+    assert fake.bodies == []
+    tools = [{"type": "function", "function": {"name": name}} for name, _ in fake.calls]
+    page.fill("#tools", json.dumps(tools))
+    say(page, "Is it warm?")
+    assert fake.bodies[0]["tools"] == tools
+    assert text_of(page, ".calls pre") == 'weather({"city": "Paris"})\ntime({})'
+    reload(page)  # with the calls and the tools
+    page.get_by_label("Result of weather").fill("21")
+    page.keyboard.press("Enter")
+    page.get_by_label("Result of time").fill("noon")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".reply :text('pivot')")
+    wait_for_end(page, "chat")
+    calls = [
+        {"id": f"call-{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(fake.calls)
+    ]
+    assert len(fake.bodies) == 2
+    assert fake.bodies[1]["tools"] == tools
+    assert fake.bodies[1]["messages"][1:] == [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call-0", "content": "21"},
+        {"role": "tool", "tool_call_id": "call-1", "content": "noon"},
+    ]
+    assert page.locator(".message > h2").all_text_contents() == [
+        "You", "Model", "Result of weather", "Result of time", "Model",
+    ]  # fmt: skip
+    assert page.get_by_label("Message", exact=True).is_visible()
+
+
+@browser_test
+def test_a_schema_is_sent_with_chats_alone(fake, open_page):
+    page = chat_page(fake, open_page)
+    page.fill("#schema", '{"type": "array"}')
+    say(page, "Name three rivers.")
+    assert fake.bodies[0]["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "reply", "schema": {"type": "array"}},
+    }
+    page.fill("#schema", "no JSON")
+    page.click("#tab-completion")
+    page.click("[data-run=completion]")
+    wait_for_end(page)
+    assert "response_format" not in fake.bodies[1]
+
+
+@browser_test
 def test_reasoning_is_apart_from_the_reply_and_not_sent_again(fake, open_page):
     fake.reasoning = "I think."
     page = chat_page(fake, open_page)
@@ -1012,10 +1075,10 @@ def test_screenshots_for_the_documentation(real_url, open_page):
     wait_for_end(page)
     screenshot(page, "completion", full_page=True)
 
-    page = open_mode("race", viewport={"width": 1120, "height": 700})
+    page = open_mode("race", viewport={"width": 1120, "height": 760})
     page.click("[data-run=race]")
     # Not `wait_for_function`, which the page's policy refuses.
-    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.2:
+    while page.evaluate("document.querySelector('#lane-speculative progress').value") < 0.6:
         pass
     screenshot(page, "race")
     page.keyboard.press("Escape")

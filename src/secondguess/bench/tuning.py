@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import ClassVar
 
@@ -124,9 +125,14 @@ def run_tune(
         tuner = Tuner(config, workload, budget)
         for number, (step, method) in enumerate(Tuner.STEPS.items(), start=1):
             progress(number, total, step)
+            tuner.show_run = partial(_show_run, progress, number, total, step)
             method(tuner)
         progress(total, total, "done")
     return tuner.results(num_threads)
+
+
+def _show_run(progress: Progress, number: int, total: int, step: str, what: str) -> None:
+    progress(number, total, f"{step}: {what}")
 
 
 class Budget:
@@ -155,6 +161,7 @@ class Tuner:
         self._best: dict[int, list[SecondguessSystem]] = {}
         self.dropped: dict[int, dict[str, float]] = {size: {} for size in self._sizes}
         self._notes: list[str] = []
+        self.show_run: Callable[[str], None] = lambda what: None
 
     def compare_drafters(self) -> None:
         """Run every drafter under its default controller."""
@@ -184,7 +191,7 @@ class Tuner:
         while len(alive) > keep and done < num_batches and (not done or has_time()):
             end = min(done + step, num_batches)
             for index in range(done, end):
-                self.measurement.run_batch([plain, *alive], size, index)
+                self.measurement.run_batch([plain, *alive], size, index, self.show_run)
             done, step = end, 2 * step
             runs = {
                 name: self.measurement.runs_of(name, setting, range(done))
@@ -211,7 +218,7 @@ class Tuner:
             systems = [self._system(size, *names) for names in chosen]
             num_batches, num_runs = len(self.measurement.batches[size]), 0
             while num_runs < MAX_PASSES * num_batches and (not num_runs or has_time()):
-                self.measurement.run_batch(systems, size, num_runs % num_batches)
+                self.measurement.run_batch(systems, size, num_runs % num_batches, self.show_run)
                 if num_runs % num_batches == 0:
                     self._probe.sample()
                 num_runs += 1

@@ -33,7 +33,13 @@ function toRequest(messages) {
 }
 
 function toRequestMessage(message) {
-  if (message.role === 'assistant') return { role: 'assistant', content: textOf(message.parts) };
+  if (message.role === 'tool') return { role: 'tool', tool_call_id: message.call.id, content: message.text };
+  if (message.role === 'assistant') {
+    const calls = callsOf(message).map(({ id, name, arguments: given }) => (
+      { id, type: 'function', function: { name, arguments: given } }
+    ));
+    return { role: 'assistant', content: textOf(message.parts), ...(calls.length && { tool_calls: calls }) };
+  }
   if (message.images.length === 0) return { role: 'user', content: message.text };
   const parts = message.images.map((url) => ({ type: 'image_url', image_url: { url } }));
   return { role: 'user', content: [...parts, { type: 'text', text: message.text }] };
@@ -41,7 +47,7 @@ function toRequestMessage(message) {
 
 /** Ask for a reply to messages; return false, with the conversation as it was, if none came. */
 function ask(messages) {
-  const reply = { role: 'assistant', parts: [], reasoning: '', ending: null, stats: null };
+  const reply = { role: 'assistant', parts: [], reasoning: '', calls: [], ending: null, stats: null };
   return receive(messages, reply, { messages: toRequest(messages) });
 }
 
@@ -76,6 +82,7 @@ async function receive(messages, reply, fields) {
         show: (segments) => view.add(segments),
         draw: () => {
           reply.reasoning = reasoning + tally.reasoning;
+          reply.calls = tally.calls;
           keepingEnd($('messages'), () => showProgress(article, reply, tally));
         },
       });
@@ -85,6 +92,7 @@ async function receive(messages, reply, fields) {
       throw error;
     }
   });
+  if (!tally.areCallsComplete) reply.calls = []; // an unfinished call cannot be answered
   const hasReplied = Boolean(tally.text || tally.reasoning || tally.stats);
   if (hasReplied) {
     reply.stats = joinedStats(reply.stats, statsOf(tally));
@@ -126,7 +134,8 @@ function showProgress(article, reply, tally) {
   const { reasoning } = reply;
   article.querySelector('.reasoning').hidden = !reasoning;
   article.querySelector('.reasoning p').textContent = reasoning;
-  article.querySelector('.stats').textContent = tally.text || tally.reasoning
+  article.querySelector('.calls').replaceWith(callsElement(reply.calls));
+  article.querySelector('.stats').textContent = tally.numCharacters
     ? `${rate(tally.charactersPerSecond)} characters/s`
     : 'Reading the prompt';
 }
@@ -141,6 +150,8 @@ function draw() {
   const hint = create('p', { className: 'hint', textContent: text });
   const articles = conversation.messages.map(articleOf);
   $('messages').replaceChildren(...(articles.length ? articles : [hint]));
+  const [call] = openCalls();
+  $('chat-label').textContent = $('chat-prompt').placeholder = call ? `Result of ${call.name}` : 'Message';
   for (const view of shown) view.refresh();
 }
 
@@ -152,12 +163,12 @@ function articleOf(message, index) {
   const isReply = message.role === 'assistant';
   const article = create('article', { className: `message from-${message.role}` });
   article.dataset.index = index;
-  const title = create('h3', { textContent: isReply ? 'Model' : 'You' });
+  const title = create('h2', { textContent: isReply ? 'Model' : message.call ? `Result of ${message.call.name}` : 'You' });
   article.append(title, ...(isReply ? replyContent(message) : saidContent(message)), footOf(message, index));
   return article;
 }
 
-function saidContent({ text, images: urls }) {
+function saidContent({ text, images: urls = [] }) {
   const pictures = urls.map((src) => create('img', { src, alt: 'Attached image' }));
   return [...pictures, create('div', { className: 'said', textContent: text })];
 }
@@ -168,7 +179,26 @@ function replyContent(message) {
   shown.push(view);
   const reasoning = create('details', { className: 'reasoning', hidden: !message.reasoning });
   reasoning.append(create('summary', { textContent: 'Reasoning' }), create('p', { textContent: message.reasoning }));
-  return [reasoning, view.element];
+  return [reasoning, view.element, callsElement(callsOf(message))];
+}
+
+/** Return the calls of a reply; there are none in one that an earlier version has stored, and in no reply. */
+const callsOf = (reply) => reply?.calls ?? [];
+
+const textOfCalls = (calls) => calls.map(({ name, arguments: given }) => `${name}(${given})`).join('\n');
+
+function callsElement(calls) {
+  const text = create('pre', { textContent: textOfCalls(calls), tabIndex: 0 });
+  const head = create('div', { className: 'code-head', textContent: 'Calls of tools' });
+  return create('div', { className: 'code calls', hidden: calls.length === 0 }, head, text);
+}
+
+/** Return the calls of the last reply that have no result yet. */
+function openCalls() {
+  const { messages } = conversation;
+  const last = messages.findLastIndex(({ role }) => role === 'assistant');
+  const results = messages.slice(last + 1);
+  return results.every(({ role }) => role === 'tool') ? callsOf(messages[last]).slice(results.length) : [];
 }
 
 /** Return the line below a message: its end, its statistics, and what can be done with it. */
@@ -206,7 +236,7 @@ function describe(stats) {
 const actions = {
   copy: (index, button) => {
     const message = conversation.messages[index];
-    copyWith(button, message.text ?? textOf(message.parts));
+    copyWith(button, message.text ?? (textOf(message.parts) || textOfCalls(callsOf(message))));
   },
   edit: (index) => edit(index),
   regenerate: (index) => ask(conversation.messages.slice(0, index)),
@@ -248,10 +278,11 @@ function sendOnEnter(event, send) {
   send();
 }
 
-/** Send the text in the box; it returns there if no reply comes. */
+/** Send the text in the box, a message or the result of a call; it returns there if no reply comes. */
 export async function sendMessage() {
   const text = $('chat-prompt').value;
-  const sent = { role: 'user', text, images };
+  const [call, ...others] = openCalls();
+  const sent = call ? { role: 'tool', text, call } : { role: 'user', text, images };
   if (page.running) return;
   if (!text.trim() && images.length === 0) {
     $('chat-prompt').focus();
@@ -259,11 +290,17 @@ export async function sendMessage() {
   }
   const target = conversation;
   $('chat-prompt').value = '';
+  if (others.length) {
+    conversation.messages = [...conversation.messages, sent];
+    keep(conversation);
+    draw();
+    return scrollToEnd();
+  }
   showImages([]);
   const isAnswered = await ask([...conversation.messages, sent]);
   if (isAnswered || target !== conversation || $('chat-prompt').value || images.length) return;
   $('chat-prompt').value = text;
-  showImages(sent.images);
+  showImages(sent.images ?? []);
 }
 
 // --- Conversations ----------------------------------------------------------------------------------------------

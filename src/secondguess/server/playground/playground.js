@@ -7,6 +7,12 @@ import { race } from './race.js';
 import { checkServer, pollServer, run, stop } from './server.js';
 import { showDefaults, startSettings } from './settings.js';
 
+const RACE_MESSAGE = `Show this function with type hints and a docstring:
+def mean(values):
+    if not values:
+        raise ValueError("expected a value")
+    return sum(values) / len(values)`;
+
 const modes = { chat: sendMessage, completion: () => runPrompt(complete), race: () => runPrompt(race) };
 
 function runPrompt(work) {
@@ -40,6 +46,8 @@ function chooseMode(mode) {
 
 function onModel() {
   const { has_chat_template: canChat } = page.model;
+  const race = $('race-prompt');
+  if (canChat && race.value === race.defaultValue) race.value = race.defaultValue = RACE_MESSAGE;
   $('tab-chat').hidden = !canChat;
   if (!canChat && page.mode === 'chat') selectMode('completion');
   showDefaults();

@@ -1,7 +1,7 @@
 // Mode of races: the same prompt plainly and speculatively, in two lanes.
 
 import { sleep, stream } from './api.js';
-import { $, announce, number, percent, rate } from './page.js';
+import { $, announce, number, page, percent, rate } from './page.js';
 import { Tally, TextView, everyFrame } from './replies.js';
 
 /** One side of a race: text with the times of its parts, shown live or again. */
@@ -25,8 +25,10 @@ class Lane {
     this.numShown = 0;
   }
 
-  show(segments, goal) {
+  show({ segments, reasoning }, goal) {
+    if (reasoning) this.view.add([[reasoning, 'given']]);
     this.view.add(segments);
+    this.numShown += reasoning.length;
     for (const [text, kind] of segments) this.numShown += kind === 'rejected' ? 0 : text.length;
     this.bar.value = goal ? this.numShown / goal : 0;
   }
@@ -48,14 +50,14 @@ class Lane {
   }
 
   /** Send the request, and show and record the reply; `goal` is the length at which the bar is full. */
-  async record(body, signal, goal) {
+  async record(path, body, signal, goal) {
     const finish = everyFrame(() => this.showPace(this.tally.start));
     this.view.element.classList.add('running');
     try {
-      for await (const chunk of stream('v1/completions', body, signal, () => this.tally.begin())) {
-        const segments = this.tally.add(chunk);
-        this.parts.push({ segments, at: this.tally.seconds });
-        this.show(segments, goal);
+      for await (const chunk of stream(path, body, signal, () => this.tally.begin())) {
+        const part = { segments: this.tally.add(chunk), reasoning: chunk.choices[0]?.delta?.reasoning_content ?? '' };
+        this.parts.push({ ...part, at: this.tally.seconds });
+        this.show(part, goal);
       }
     } finally {
       this.view.element.classList.remove('running');
@@ -70,10 +72,10 @@ class Lane {
     const start = performance.now();
     const finish = everyFrame(() => this.showPace(start));
     try {
-      for (const { segments, at } of this.parts) {
-        const wait = 1000 * at - (performance.now() - start);
+      for (const part of this.parts) {
+        const wait = 1000 * part.at - (performance.now() - start);
         if (wait > 0) await sleep(wait, signal);
-        this.show(segments, this.tally.text.length);
+        this.show(part, this.tally.numCharacters);
       }
     } finally {
       finish();
@@ -82,20 +84,24 @@ class Lane {
   }
 }
 
+/** Race on a prompt: a message for a model with a chat template, otherwise the beginning of a text. */
 export async function race(prompt, settings, signal) {
+  const isChat = page.model.has_chat_template;
+  const path = isChat ? 'v1/chat/completions' : 'v1/completions';
+  const asked = isChat ? { messages: [{ role: 'user', content: prompt }] } : { prompt };
   // The same seed, also where the model's own temperature is above 0.
-  const body = { ...settings, prompt, seed: settings.seed ?? Math.floor(Math.random() * 2 ** 32) };
+  const body = { ...settings, ...asked, seed: settings.seed ?? Math.floor(Math.random() * 2 ** 32) };
   const plain = { ...body, speculation: 'off' };
   const speculative = { ...body, speculation: body.speculation === 'off' ? 'auto' : body.speculation };
-  const lanes = [new Lane('lane-plain', prompt), new Lane('lane-speculative', prompt)];
+  const lanes = ['lane-plain', 'lane-speculative'].map((id) => new Lane(id, isChat ? '' : prompt));
   $('lanes').scrollIntoView({ block: 'nearest' });
   try {
     showVerdict('Warming up, so that both runs find the prompt in the cache.');
-    for await (const _ of stream('v1/completions', { ...plain, max_tokens: 1 }, signal)) { /* only for the cache */ }
+    for await (const _ of stream(path, { ...plain, max_tokens: 1 }, signal)) { /* only for the cache */ }
     showVerdict('Plain decoding runs alone.');
-    await lanes[0].record(plain, signal);
+    await lanes[0].record(path, plain, signal);
     showVerdict('Speculative decoding runs alone. The plain run is replayed beside it at the speed it had.');
-    await Promise.all([lanes[0].replay(signal), lanes[1].record(speculative, signal, lanes[0].tally.text.length)]);
+    await Promise.all([lanes[0].replay(signal), lanes[1].record(path, speculative, signal, lanes[0].tally.numCharacters)]);
   } catch (error) {
     showVerdict('The race was not finished.');
     throw error;

@@ -59,6 +59,8 @@ export class Tally {
   constructor() {
     this.text = '';
     this.reasoning = '';
+    this.calls = []; // of tools
+    this.areCallsComplete = false;
     this.numDrafted = 0;
     this.isOriginKnown = false;
     this.stats = null;
@@ -81,16 +83,26 @@ export class Tally {
       this.isOriginKnown ||= kind !== '';
       if (kind === 'drafted') this.numDrafted += text.length;
     }
-    this.reasoning += chunk.choices[0]?.delta?.reasoning_content ?? '';
-    if (segments.length) this.seconds = (performance.now() - this.start) / 1000;
+    const { reasoning_content: reasoning = '', tool_calls: calls = [] } = chunk.choices[0]?.delta ?? {};
+    this.reasoning += reasoning;
+    for (const { index, id, function: part } of calls) {
+      this.calls[index] ??= { id, name: part.name, arguments: '' };
+      this.calls[index].arguments += part.arguments ?? '';
+    }
+    this.areCallsComplete ||= chunk.choices[0]?.finish_reason === 'tool_calls';
+    if (segments.length || reasoning || calls.length) this.seconds = (performance.now() - this.start) / 1000;
     this.numTokens = chunk.usage?.completion_tokens ?? this.numTokens;
     this.stats = chunk.secondguess?.samples?.[0] ?? this.stats;
     this.ending = this.stats?.finish_reason ?? chunk.choices[0]?.finish_reason ?? this.ending;
     return segments;
   }
 
+  get numCharacters() {
+    return this.calls.reduce((sum, call) => sum + call.arguments.length, this.text.length + this.reasoning.length);
+  }
+
   get charactersPerSecond() {
-    return (this.text.length + this.reasoning.length) / ((performance.now() - this.start) / 1000);
+    return this.numCharacters / ((performance.now() - this.start) / 1000);
   }
 }
 

@@ -5,15 +5,30 @@ import { read, write } from './storage.js';
 
 const KEY = 'secondguess-settings';
 const MAX_TOKENS = 256; // of a completion or a race; base models seldom end a text
-const KEPT = ['system', 'temperature', 'top-p', 'max-tokens', 'seed', 'stop', 'speculation', 'max-draft', 'colours', 'ghosts'];
+const JSON_FIELDS = ['schema', 'tools']; // of chats
+const KEPT = ['system', 'temperature', 'top-p', 'max-tokens', 'seed', 'stop', ...JSON_FIELDS, 'speculation', 'max-draft', 'colours', 'ghosts'];
 
 /** Return the number in a field; undefined, which JSON leaves out, for an empty one. */
 const numberIn = (id) => ($(id).value === '' ? undefined : Number($(id).value));
 
 const defaultMaxTokens = () => (page.mode === 'chat' ? undefined : MAX_TOKENS);
 
+/** Return the JSON in a field of chats; undefined for an empty one, and for one that is invalid, which is marked. */
+function jsonIn(id) {
+  const field = $(id);
+  field.setCustomValidity('');
+  if (page.mode !== 'chat' || !field.value.trim()) return undefined;
+  try {
+    return JSON.parse(field.value);
+  } catch (error) {
+    field.setCustomValidity(`Expected JSON: ${error.message}`);
+    return undefined;
+  }
+}
+
 /** Return the settings as fields of a request, or null after an invalid one has been shown. */
 export function readSettings() {
+  const [schema, tools] = JSON_FIELDS.map(jsonIn);
   if (!$('settings-form').checkValidity()) {
     $('settings').open = true;
     $('settings-form').reportValidity();
@@ -31,6 +46,8 @@ export function readSettings() {
     max_tokens: numberIn('max-tokens') ?? defaultMaxTokens(),
     seed: numberIn('seed'),
     stop: stop.length ? stop : undefined,
+    response_format: schema && { type: 'json_schema', json_schema: { name: 'reply', schema } },
+    tools,
     speculation: speculation === 'bounded' ? { max_draft: numberIn('max-draft') ?? 4 } : speculation,
   };
 }

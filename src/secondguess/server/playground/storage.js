@@ -31,6 +31,7 @@ export function remove(key) {
 
 function isMessage(message) {
   if (message?.role === 'user') return typeof message.text === 'string' && Array.isArray(message.images);
+  if (message?.role === 'tool') return typeof message.text === 'string' && typeof message.call?.id === 'string';
   return message?.role === 'assistant' && Array.isArray(message.parts) && message.parts.every(Array.isArray);
 }
 
