@@ -95,9 +95,10 @@ fuzz: setup
 wheel: .venv-wheel/.ready
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python tools/build_wheels.py dist
 
-# Installs one of them, as in `make try-wheel WHEEL=dist/...whl`, into an empty environment without a compiler.
+# Installs one of them, as in `make try-wheel WHEEL=dist/...whl`, into an empty environment without a compiler; MODEL= names a
+# folder or GGUF file to generate from, and PIP_CONSTRAINT=constraints.txt takes the pinned dependencies.
 try-wheel:
-	$(PYTHON) tools/try_wheel.py $(WHEEL)
+	$(PYTHON) tools/try_wheel.py $(WHEEL) $(MODEL:%=--model %)
 
 .venv-wheel/.ready: constraints.txt
 	$(PYTHON) -m venv --clear .venv-wheel
