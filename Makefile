@@ -49,16 +49,19 @@ test-transformers-%: .venv-transformers-%/.ready
 	touch $@
 
 # The oldest and the newest releases that pyproject.toml allows, and the newest ones of all, without the pins of
-# constraints.txt. SELECT= runs all tests; UV_TORCH_BACKEND=cpu installs torch without CUDA.
+# constraints.txt. SELECT= runs all tests. UV_TORCH_BACKEND=cpu installs torch without CUDA; TORCH=torch==2.13.0 keeps torch
+# at one release, which pip installs, where only that release is to be had without CUDA. Packages are compiled first: Python
+# warns about the sources of torchao 0.17, and in tests a warning is an error.
 SELECT = -m transformers
+TORCH =
 test-oldest: CHOICE = --resolution lowest-direct
 test-latest: CHOICE = --overrides .venv-latest/overrides.txt
 
 test-oldest test-newest test-latest: test-%:
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/python -m pip install -q uv
+	.venv-$*/bin/python -m pip install -q uv $(TORCH)
 	echo transformers > .venv-$*/overrides.txt
-	.venv-$*/bin/uv pip install -q --python .venv-$*/bin/python $(CHOICE) -e '.[dev,quant,serve,gguf]'
+	.venv-$*/bin/uv pip install -q --compile-bytecode --python .venv-$*/bin/python $(CHOICE) $(TORCH) -e '.[dev,quant,serve,gguf]'
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n 2 --dist worksteal $(SELECT)
 
 check: setup
@@ -95,9 +98,10 @@ fuzz: setup
 wheel: .venv-wheel/.ready
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python tools/build_wheels.py dist
 
-# Installs one of them, as in `make try-wheel WHEEL=dist/...whl`, into an empty environment without a compiler.
+# Installs one of them, as in `make try-wheel WHEEL=dist/...whl`, into an empty environment without a compiler; MODEL= names a
+# folder or GGUF file to generate from, and PIP_CONSTRAINT=constraints.txt takes the pinned dependencies.
 try-wheel:
-	$(PYTHON) tools/try_wheel.py $(WHEEL)
+	$(PYTHON) tools/try_wheel.py $(WHEEL) $(MODEL:%=--model %)
 
 .venv-wheel/.ready: constraints.txt
 	$(PYTHON) -m venv --clear .venv-wheel

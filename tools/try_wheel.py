@@ -1,6 +1,7 @@
 """Install a wheel into an empty environment, and generate there without a compiler: `python tools/try_wheel.py WHEEL`.
 
-Dependencies come from pip's index; `PIP_EXTRA_INDEX_URL` and `PIP_CONSTRAINT` choose others.
+The text is the built-in target's; `--model` names a folder or GGUF file. Dependencies come from pip's index;
+`PIP_EXTRA_INDEX_URL` and `PIP_CONSTRAINT` choose others.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from pathlib import Path
 
 PROGRAM = """
 import sys, time
-start = time.time()
 import secondguess
-llm = secondguess.load()
-text = llm.generate("def add(a, b):", max_tokens=5).text
 from secondguess.runtime.cpu.library import units
-print(f"{secondguess.__version__} on Python {sys.version.split()[0]}: {text!r} in {time.time() - start:.1f} s")
+start, *models = sys.argv[1:]
+text = ""
+for piece in secondguess.load(*models).stream("def add(a, b):", max_tokens=5):
+    if not text:
+        print(f"first text after {time.time() - float(start):.1f} s")
+    text += piece.text
+print(f"{secondguess.__version__} on Python {sys.version.split()[0]}: {text!r}")
 print("kernels:", *(unit.name for unit in units()))
 """
 
@@ -29,13 +33,16 @@ print("kernels:", *(unit.name for unit in units()))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    wheel: Path = parser.parse_args().wheel.resolve(strict=True)
+    parser.add_argument("--model", type=Path, help="folder or GGUF file; by default the built-in target")
+    options = parser.parse_args()
+    wheel: Path = options.wheel.resolve(strict=True)
+    models = [str(options.model.resolve(strict=True))] if options.model else []
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         programs = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
         start = time.monotonic()
         pip = [str(programs / "python"), "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", str(wheel)], check=True)
+        subprocess.run([*pip, "install", "--quiet", f"{wheel}[gguf]" if models else str(wheel)], check=True)
         subprocess.run([*pip, "check"], check=True)
         print(f"installed in {time.monotonic() - start:.0f} s", flush=True)
         # No PYTHONPATH, no compiler, no verdicts of earlier checks
@@ -43,7 +50,7 @@ def main() -> int:
             name: value for name, value in os.environ.items() if name.upper() in ("SYSTEMROOT", "TEMP", "TMP")
         }
         environment = {**kept, "PATH": str(programs), "SECONDGUESS_CACHE": ""}
-        command = [str(programs / "python"), "-c", PROGRAM]
+        command = [str(programs / "python"), "-c", PROGRAM, str(time.time()), *models]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
