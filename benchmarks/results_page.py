@@ -5,7 +5,7 @@
 A line `<!-- results: PATTERN ... -->` of the page is followed by tables of the files in benchmarks/results whose names match,
 up to `<!-- end -->`. Of files whose names differ in nothing but the date, the latest counts. What a file contains
 decides on its tables: reports of `secondguess bench`, and results of `released.py`, `peers/compare.py`,
-`server_load.py` and `gpu.py`.
+`best_mode.py`, `never_slower.py`, `server_load.py` and `gpu.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from secondguess.bench.tables import table
 
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLAIN_SPEEDS = {"plain tokens/s": ".0f", "prefill of 512 tokens/s": ".0f", "prefill of 4000 tokens/s": ".0f"}
+"""Measures of `released.py`, and how they are shown."""
 LEVELS = {"avx2": "AVX2", "avx512": "AVX-512"}
 """Words in the names of files, and the instruction sets that they stand for."""
 
@@ -38,16 +40,45 @@ def ranged(found: dict[str, float], low: str, middle: str, high: str, form: str,
 
 def speed_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
     for model, forms in data["speed"].items():
-        for form, systems in forms.items():
-            passes = systems.pop("passes")
-            times = [1000 * time if width.startswith("prefill") else time for width, time in passes.items()]
-            row = {"tokens/s of": RELEASES[model].title, "form": form}
-            for system in sorted(systems, key=lambda system: not system.startswith("plain")):
-                method, _, drafter = system.rstrip(")").partition(" (")
-                if (method, form) != ("llama.cpp", "folder"):  # it always runs the file
-                    row[method] = ranged(systems[system], "from", "median", "to", ".0f")
-                    row[method] += f", `{drafter}`" if drafter else ""
-            yield row | {f"ms: {' / '.join(passes)}": " / ".join(f"{time:.3g}" for time in times)}
+        for form, found in forms.items():
+            if "ours" not in found:  # a file of November 2026: answers of whole requests
+                yield answers_row(model, form, found)
+                continue
+            row = {"plain decoding of": RELEASES[model].title, "form": form}
+            for what, unit in PLAIN_SPEEDS.items():
+                medians = [
+                    found[name][what]["median"]
+                    for name in ("ours", "llama.cpp")
+                    if what in found.get(name, {})
+                ]
+                row[f"{what}: ours / llama.cpp"] = " / ".join(f"{value:{unit}}" for value in medians)
+            passes = [key for key in found["ours"] if key.startswith("v(")]
+            row[" / ".join(passes)] = " / ".join(f"{found['ours'][key]:.2f}" for key in passes)
+            yield row | {"share of the limit": f"{found['share of the limit']:.2f}"}
+
+
+def answers_row(model: str, form: str, found: dict[str, Any]) -> Row:
+    row = {"answers of": RELEASES[model].title, "form": form}
+    for system, speeds in sorted(found.items(), key=lambda item: not item[0].startswith("plain")):
+        method, _, drafter = system.rstrip(")").partition(" (")
+        if system != "passes" and (method, form) != ("llama.cpp", "folder"):  # it always runs the file
+            row[method] = ranged(speeds, "from", "median", "to", ".0f") + (
+                f", `{drafter}`" if drafter else ""
+            )
+    return row
+
+
+def best_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
+    for model, found in data["models"].items():
+        form = ", folder" if "folder" in name else ""
+        row = {"tokens/s of": f"{RELEASES[model].title}{form}", "drafter": f"`{found['drafter']}`"}
+        for cell in found["table"]:
+            ratio = ranged(cell["over_plain"], "least", "median", "largest", ".2f")
+            text = f"{cell['tokens_per_second']['ours']:.0f}, {ratio}, tau {cell['tokens_per_pass']:.1f}"
+            if "speed" in cell:
+                text += f"; {cell['speed']['over_best']['median']:.2f}x {cell['speed']['best']}"
+            row[f"{cell['kind']}, T={cell['temperature']:g}"] = text
+        yield row
 
 
 def load_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
@@ -93,6 +124,27 @@ def peer_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
         yield {"tokens/s in": name, "T": temperature, "secondguess": ""} | cells
 
 
+def table_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
+    yield from (cell_rows if "drafter" in data["table"][0] else server_rows)(data, name)
+
+
+def cell_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
+    """Yield a row per drafter, kind of prompts and batch size, with the speed over plain decoding."""
+    rows: dict[tuple[str, ...], Row] = {}
+    for cell in data["table"]:
+        if cell["drafter"] == "again":  # plain decoding once more, which shows the noise
+            continue
+        place = {
+            "over plain in": name,
+            "drafter": f"`{cell['drafter']}`",
+            "prompts": cell["kind"],
+            "rows": str(cell["batch_size"]),
+        }
+        row = rows.setdefault(tuple(place.values()), place)
+        row[f"T={cell['temperature']:g} (worst batch)"] = f"{cell['median']:.2f} ({cell['worst']:.2f})"
+    yield from rows.values()
+
+
 def server_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
     rows: dict[int, Row] = {}
     for result in data["table"]:
@@ -127,8 +179,8 @@ def batches_rows(data: dict[str, Any], name: str) -> Iterator[Row]:
 
 
 TABLES = {
-    "speed": speed_rows, "load": load_rows, "accuracy": accuracy_rows, "schema": bench_rows, "conditions": peer_rows,
-    "table": server_rows, "single": single_rows, "batches": batches_rows,
+    "speed": speed_rows, "models": best_rows, "load": load_rows, "accuracy": accuracy_rows, "schema": bench_rows,
+    "conditions": peer_rows, "table": table_rows, "single": single_rows, "batches": batches_rows,
 }  # fmt: skip
 """Keys of stored results, and functions that make the rows of a table from a file with that key and its name."""
 

@@ -219,24 +219,25 @@ def _acceptance(data: dict[str, Any], settings: dict[tuple[float, int], list[dic
 
 
 def _released_speed(data: dict[str, Any]) -> Figure:
-    """Draw tokens/s of released models with the range of single answers, one panel per model."""
-    models = data["speed"]
-    rows = max(sum(len(form) - 1 for form in forms.values()) for forms in models.values())
-    conditions = _conditions(data, "medians of answers at temperature 0", "dots: slowest and fastest")
-    grid = _panels(
-        "Tokens/s of released models", conditions, list(models), columns=2, height=0.4 + 0.29 * rows
-    )
-    for axes, forms in zip(grid, models.values(), strict=True):
-        bars = []
-        for form, name in product(forms, ("plain", "default", "llama.cpp")):
-            for system, found in forms[form].items():
-                if system.startswith(name) and (name, form) != ("llama.cpp", "folder"):  # it runs the file
-                    color = {"plain": PLAIN, "default": OURS, "llama.cpp": PEER}[name]
-                    bars.append(
-                        Bar(f"{form}, {system}", found["median"], [found["from"], found["to"]], color)
-                    )
+    """Draw tokens/s of released models with the slowest and the fastest text, one panel per model."""
+    models = {name: [*_released_bars(forms)] for name, forms in data["speed"].items()}
+    conditions = _conditions(data, "medians of texts at temperature 0", "dots: slowest and fastest")
+    height = 0.4 + 0.29 * max(map(len, models.values()))
+    grid = _panels("Tokens/s of released models", conditions, list(models), columns=2, height=height)
+    for axes, bars in zip(grid, models.values(), strict=True):
         _bars(axes, bars)
     return _figure_of(grid)
+
+
+def _released_bars(forms: dict[str, Any]) -> Iterator[Bar]:
+    """Yield the bars of a model, of plain decoding alone (`ours`) or of whole answers."""
+    colors = {"ours": PLAIN, "plain": PLAIN, "default": OURS, "llama.cpp": PEER}
+    for form, name in product(forms, colors):
+        for system, found in forms[form].items():
+            if system.startswith(name) and (name, form) != ("llama.cpp", "folder"):  # it runs the file
+                speeds = found.get("plain tokens/s", found)
+                dots = [speeds[key] for key in ("least", "largest", "from", "to") if key in speeds]
+                yield Bar(f"{form}, {system}", speeds["median"], dots, colors[name])
 
 
 def _accuracy(data: dict[str, Any]) -> Figure:
