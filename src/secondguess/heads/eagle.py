@@ -182,7 +182,7 @@ class EagleHead(FeatureHead):
         config = EagleConfig(
             layer=default_layer_config(target.width),
             hidden_layers=default_layers(target.num_layers),
-            windows=(window,),
+            windows=None if window is None else (window,),
             # The target's raw states vary widely in magnitude; the first layer trains faster on
             # normalised ones.
             norm_before_residual=True,

@@ -109,7 +109,8 @@ def _logits_and_experts(model: Any, tokens: Tensor, positions: Tensor) -> tuple[
 
     NaN among the logits raises a `FloatingPointError`.
     """
-    model.set_attn_implementation("eager")  # sdpa ignores soft caps in older releases of Transformers
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # sdpa ignores soft caps in older releases of Transformers
     found: dict[int, Tensor] = {}
 
     def record(layer: int, arguments: tuple[Any, ...]) -> None:
