@@ -115,8 +115,8 @@ def summarise(runs: Runs) -> list[dict[str, Any]]:
                 "first": speed(ours[0][:1]) / speed(plain[0][:1]),
                 "prefill": prefill_ratio(ours[0][0], plain[0][0]),
                 "plain_tokens_per_second": speed([*chain(*plain)]),
-                "tokens_per_pass": sum(each.num_tokens for each in stats)
-                / sum(each.num_rounds for each in stats),
+                "tokens_per_pass": sum(counts.num_tokens for counts in stats)
+                / sum(counts.num_rounds for counts in stats),
                 "by_batch": sorted(round(ratio, 3) for ratio in ratios),
             }
         )

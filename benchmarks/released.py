@@ -371,7 +371,7 @@ def speeds_of(options: argparse.Namespace, release: Release, model: Path) -> dic
                 break
             for measure in (
                 partial(time_all, texts=texts),
-                *(partial(time_prefill, count=each) for each in PREFILLS),
+                *(partial(time_prefill, count=count) for count in PREFILLS),
             ):
                 order = list(systems) if number % 2 == 0 else list(systems)[::-1]
                 for name in order:
@@ -467,7 +467,7 @@ def main() -> None:
         for model in options.models if getattr(options, name) else ():
             report.setdefault(name, {})[model] = found = measure(options, RELEASES[model])
             print(json.dumps({name: {model: found}}, indent=1, ensure_ascii=False), flush=True)
-            models = {each: RELEASES[each].path for each in options.models}
+            models = {used: RELEASES[used].path for used in options.models}
             store(options, report, num_threads=options.threads, models=models)
     if options.speed:
         show_table(speed_rows(report["speed"]))

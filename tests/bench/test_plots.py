@@ -89,6 +89,9 @@ def test_released_models_have_pictures_of_accuracy_and_speed(matplotlib, tmp_pat
     (path, *_) = sorted(RESULTS.glob("*-released-speed-*.json"))
     _, svg = draw(path, tmp_path)
     assert {"file, plain", "file, llama.cpp", "folder, plain"} <= set(words_of(svg))
+    (path, *_) = sorted(RESULTS.glob("*-released-speed-qwen-*.json"))
+    _, svg = draw(path, tmp_path)
+    assert {"qwen-1.5b", "file, ours", "file, llama.cpp"} <= set(words_of(svg))
 
 
 def test_without_matplotlib_the_extra_is_named(stored, tmp_path, monkeypatch):

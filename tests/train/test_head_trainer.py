@@ -163,6 +163,22 @@ def test_training_lowers_the_loss_and_reports_progress(make, tmp_path: Path) -> 
     assert state.best_accepted == max((line["held_out_accepted"] for line in held_out), key=acceptance_length)
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_products_are_in_bfloat16_where_that_is_fast(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    monkeypatch.setattr("secondguess.train.head_trainer.has_bfloat16", lambda device: is_fast)
+    trainer, dtypes = make(tmp_path, 30), set()
+    trainer.trainable.maps[0].register_forward_hook(
+        lambda module, inputs, output: dtypes.add(output.dtype) if module.training else None
+    )
+    trainer.run()
+    assert dtypes == {torch.bfloat16 if is_fast else torch.float32}
+    assert {weight.dtype for weight in trainer.trainable.parameters()} == {torch.float32}
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+
 @pytest.mark.parametrize("steps", [1, 4, 7])
 def test_an_interrupted_run_equals_an_uninterrupted_one(make, tmp_path: Path, steps: int) -> None:
     whole = make(tmp_path / "whole")
